@@ -1,0 +1,316 @@
+"""Inductor lowering of the casts: pointwise and reduction IR that fuses with whatever is around it.
+
+    amax  = max |x| over each block
+    byte  = exponent arithmetic on the FP32 bits of amax                     (numerics.scale_bytes)
+    y     = x · 2^(127 − byte)
+    q     = round(y) to the element type            value = round(y) · 2^(byte − 127)
+
+This serves every device Inductor generates code for. The rounding of y is a cast to FP8 on devices that
+have one. C++ has none that is fast, so on the CPU it is done in FP32 arithmetic: for p stored bits,
+t = y·(2^(23−p) + 1), t − (t − y) is y rounded to nearest even at p bits (Veltkamp's splitting; exhaustively
+checked in the tests; it needs the product and the difference rounded separately, so it is not used where a
+compiler may contract them), and below the smallest normal (y + c) − c rounds to the fixed subnormal step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import V
+from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, elem_type
+
+Index = Sequence[Any]
+Load = Callable[[Index], Any]
+
+_F32, _I32 = torch.float32, torch.int32
+_VIEW = lowerings[torch.ops.aten.view.default]
+_SLICE = lowerings[torch.ops.aten.slice.Tensor]
+_CLONE = lowerings[torch.ops.aten.clone.default]
+
+
+class _Blocks:
+    """How a tensor is cut: `dims` are the dimensions blocks of 32 run along."""
+
+    def __init__(self, x: ir.TensorBox, dims: Sequence[int]) -> None:
+        self.shape = list(x.get_size())
+        self.device = x.get_device()
+        self.dims = sorted(dim % len(self.shape) for dim in dims)
+        self.scale_shape = [
+            FloorDiv(size + (BLOCK - 1), BLOCK) if dim in self.dims else size
+            for dim, size in enumerate(self.shape)
+        ]
+        known = V.graph.sizevars.statically_known_multiple_of
+        self.ragged = [dim for dim in self.dims if not known(self.shape[dim], BLOCK)]
+
+    def guarded(self, index: Index, body: Callable[[], Any]) -> Any:
+        """`body()` where `index` lies inside the tensor, 0 past the end of a short last block."""
+        mask = None
+        for dim in self.ragged:
+            inside = inductor.lt(
+                inductor.index_expr(index[dim], torch.int64),
+                inductor.index_expr(self.shape[dim], torch.int64),
+            )
+            mask = inside if mask is None else inductor.logical_and(mask, inside)
+        return body() if mask is None else inductor.masked(mask, body, 0.0)
+
+    def pointwise(self, dtype: torch.dtype, body: Callable[[Index, Index], Any]) -> ir.TensorBox:
+        """A tensor of the cut shape; `body` takes an element's index and its block's.
+
+        Iterates block by block, so that a block's scale is loaded once, also over the missing elements of
+        a short last block, which are cropped. (Deriving the block by an integer division of the element's
+        index instead runs into Inductor's C++ loop splitting, which drops the remainder.)
+        """
+        return self._by_block(dtype, self.dims, body)
+
+    def repeated(self, dtype: torch.dtype, dim: int, body: Load) -> ir.TensorBox:
+        """A tensor with one value a block along the other dimension, repeated along `dim`."""
+        return self._by_block(dtype, [dim], lambda _, block: body(block))
+
+    def _by_block(
+        self, dtype: torch.dtype, dims: list[int], body: Callable[[Index, Index], Any]
+    ) -> ir.TensorBox:
+        split: list[Any] = []
+        places: list[int] = []
+        for dim, size in enumerate(self.scale_shape):
+            places.append(len(split))
+            split += [size, sympy.Integer(BLOCK)] if dim in dims else [size]
+
+        def inner(index: Index) -> Any:
+            block = [index[place] for place in places]
+            return body(_element(block, dims, [index[places[dim] + 1] for dim in dims]), block)
+
+        padded = [
+            size * BLOCK if dim in dims else size for dim, size in enumerate(self.scale_shape)
+        ]
+        result = self._create(dtype, split, inner)
+        ragged = [dim for dim in dims if dim in self.ragged]
+        if ragged:
+            result.realize()
+        result = _VIEW(result, padded)
+        for dim in ragged:
+            result = _SLICE(result, dim, 0, self.shape[dim])
+        return _CLONE(result) if any(dim > 0 for dim in ragged) else result
+
+    def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
+        """A tensor with one value a block."""
+        return self._create(dtype, self.scale_shape, body)
+
+    def _create(self, dtype: torch.dtype, ranges: list[Any], inner: Load) -> ir.TensorBox:
+        return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
+
+    def amax(self, load: Load) -> ir.TensorBox:
+        """Block maxima of |x| in FP32, NaN if the block holds one."""
+
+        def inner(block: Index, offsets: Index) -> Any:
+            index = _element(block, self.dims, offsets)
+            return inductor.abs(self.guarded(index, lambda: load(index)))
+
+        return ir.Reduction.create(
+            device=self.device,
+            dst_dtype=_F32,
+            src_dtype=_F32,
+            inner_fn=inner,
+            ranges=self.scale_shape,
+            reduction_ranges=[sympy.Integer(BLOCK)] * len(self.dims),
+            reduction_type="max",
+        )
+
+
+def _element(block: Index, dims: Sequence[int], offsets: Index) -> list[Any]:
+    """Index of the element at `offsets`, along `dims`, inside the block at `block`."""
+    index = list(block)
+    for dim, offset in zip(dims, offsets, strict=True):
+        index[dim] = index[dim] * BLOCK + offset
+    return index
+
+
+class _Cast:
+    """The scales of one tensor, and its elements over them."""
+
+    def __init__(
+        self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding
+    ) -> None:
+        x.realize()
+        self.blocks = _Blocks(x, dims)
+        self.elem = elem
+        self.mode = mode
+        self._load = _as_float(x)
+        amax = self.blocks.amax(self._load)
+        amax.realize()
+        amax_of = amax.make_loader()
+        self.byte: Load = lambda block: _scale_byte(amax_of(block), elem, mode)
+        self._on_cpu = x.get_device().type == "cpu"
+
+    def rounded(self, index: Index, inverse: Any) -> Any:
+        """Element at `index` over its scale, rounded to the element type, in FP32."""
+        value = self.blocks.guarded(index, lambda: self._load(index))
+        y = inductor.mul(value, inverse)
+        if self.mode in (Rounding.FLOOR, Rounding.EVEN):  # the others keep |y| ≤ max by themselves
+            y = inductor.minimum(inductor.maximum(y, _f32(-self.elem.max)), _f32(self.elem.max))
+        if self._on_cpu:
+            return _round_in_fp32(y, self.elem)
+        return inductor.to_dtype(inductor.to_dtype(y, self.elem.dtype), _F32)
+
+    def scales(self, body: Callable[[Any], Any]) -> Load:
+        """`body` of each block's byte, computed once per block."""
+        values = self.blocks.per_block(_F32, lambda block: body(self.byte(block)))
+        if self._on_cpu and len(self.blocks.shape) - 1 not in self.blocks.dims:
+            values.realize()  # neighbours have different scales: read them, do not recompute them
+        return values.make_loader()
+
+
+def _as_float(x: ir.TensorBox) -> Load:
+    """Loads `x` as FP32, rounded to its own dtype even where it is still in a register."""
+    load, dtype = x.make_loader(), x.get_dtype()
+
+    def loaded(index: Index) -> Any:
+        value = load(index)
+        if dtype is not _F32:
+            value = inductor.to_dtype(value, dtype, use_compute_types=False)
+        return inductor.to_dtype(value, _F32)
+
+    return loaded
+
+
+def _f32(value: float) -> Any:
+    return inductor.constant(value, _F32)
+
+
+def _i32(value: int) -> Any:
+    return inductor.constant(value, _I32)
+
+
+def _scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
+    """`numerics.scale_bytes` in Inductor's operators."""
+    bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), _i32(0x7FFFFFFF))
+    added = {Rounding.RCEIL: 0x1FFFFF, Rounding.EVEN: 1 << (22 - elem.mantissa_bits)}.get(mode, 0)
+    exponent = inductor.bitwise_right_shift(inductor.add(bits, _i32(added)), _i32(23))
+    byte = inductor.sub(exponent, _i32(elem.emax))
+    byte = inductor.minimum(inductor.maximum(byte, _i32(0)), _i32(254))
+    if mode is Rounding.CEIL:
+        mantissa = inductor.bitwise_and(bits, _i32(0x7FFFFF))
+        byte = inductor.add(byte, inductor.where(inductor.gt(mantissa, _i32(0)), _i32(1), _i32(0)))
+    return inductor.where(inductor.ge(bits, _i32(0x7F800000)), _i32(SCALE_NAN), byte)
+
+
+def _power(byte: Any, bits: Any, edge: int) -> Any:
+    """FP32 with exponent `bits`; 2^−127 where the byte is `edge`, NaN where it says NaN."""
+    bits = inductor.bitwise_left_shift(bits, _i32(23))
+    bits = inductor.where(inductor.eq(byte, _i32(edge)), _i32(0x00400000), bits)
+    bits = inductor.where(inductor.eq(byte, _i32(SCALE_NAN)), _i32(0x7FC00000), bits)
+    return inductor.to_dtype_bitcast(bits, _F32, _I32)
+
+
+def _scale_value(byte: Any) -> Any:
+    return _power(byte, byte, 0)
+
+
+def _inverse_scale_value(byte: Any) -> Any:
+    return _power(byte, inductor.sub(_i32(254), byte), 254)
+
+
+def _round_in_fp32(y: Any, elem: ElemType) -> Any:
+    """y, |y| ≤ max or NaN, rounded to nearest even at the element type's precision; keeps the sign of 0."""
+    normal = 2.0**elem.min_exponent
+    step = 2.0 ** (elem.min_exponent - elem.mantissa_bits)
+    split = inductor.mul(y, _f32(2.0 ** (23 - elem.mantissa_bits) + 1.0))
+    high = inductor.sub(split, inductor.sub(split, y))
+    magic = _f32(1.5 * 2.0**23 * step)
+    low = inductor.copysign(inductor.sub(inductor.add(y, magic), magic), y)
+    return inductor.where(inductor.lt(inductor.abs(y), _f32(normal)), low, high)
+
+
+def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
+    return (-2, -1) if square else (block_dim % len(x.get_size()),)
+
+
+def _scale_output(cast: _Cast, block_dim: int) -> ir.TensorBox:
+    """Scale bytes in the layout of blocks along `block_dim`, those of a square tile repeated."""
+    blocks = cast.blocks
+
+    def byte(block: Index) -> Any:
+        return inductor.to_dtype(cast.byte(block), torch.uint8)
+
+    dim = block_dim % len(blocks.shape)
+    if blocks.dims == [dim]:
+        return blocks.per_block(torch.uint8, byte)
+    (other,) = (d for d in blocks.dims if d != dim)
+    return blocks.repeated(torch.uint8, other, byte)
+
+
+@register_lowering(ops.quantize, type_promotion_kind=None)
+def lower_quantize(
+    x: ir.TensorBox, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """qdata and scale bytes."""
+    cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
+    inverse = cast.scales(_inverse_scale_value)
+    qdata = cast.blocks.pointwise(
+        elem_dtype,
+        lambda index, block: inductor.to_dtype(cast.rounded(index, inverse(block)), elem_dtype),
+    )
+    return qdata, _scale_output(cast, block_dim)
+
+
+@register_lowering(ops.quantize_dequantize, type_promotion_kind=None)
+def lower_quantize_dequantize(
+    x: ir.TensorBox,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool,
+    dtype: torch.dtype,
+) -> ir.TensorBox:
+    """What the quantized tensor stands for, in `dtype`."""
+    cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
+    inverse, scale = cast.scales(_inverse_scale_value), cast.scales(_scale_value)
+    return cast.blocks.pointwise(
+        dtype,
+        lambda index, block: inductor.to_dtype(
+            inductor.mul(cast.rounded(index, inverse(block)), scale(block)), dtype
+        ),
+    )
+
+
+@register_lowering(ops.dequantize, type_promotion_kind=None)
+def lower_dequantize(
+    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype
+) -> ir.TensorBox:
+    """Elements times scales, in `dtype`."""
+    blocks = _Blocks(qdata, (block_dim,))
+    byte_of = scale.make_loader()
+    values = blocks.per_block(
+        _F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32))
+    )
+    if blocks.device.type == "cpu" and len(blocks.shape) - 1 not in blocks.dims:
+        values.realize()
+    value_of, load = values.make_loader(), qdata.make_loader()
+
+    def element(index: Index) -> Any:
+        return inductor.to_dtype(load(index), _F32)
+
+    return blocks.pointwise(
+        dtype,
+        lambda index, block: inductor.to_dtype(
+            inductor.mul(blocks.guarded(index, lambda: element(index)), value_of(block)), dtype
+        ),
+    )
+
+
+@register_lowering(ops.quantize_both, type_promotion_kind=None)
+def lower_quantize_both(
+    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str
+) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox, ir.TensorBox]:
+    """Both layouts; the scheduler fuses their reads where it can."""
+    rowwise = lower_quantize(x, -1, elem_dtype, rounding)
+    columnwise = lower_quantize(x, -2, elem_dtype, rounding)
+    return *rowwise, *columnwise

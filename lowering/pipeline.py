@@ -1,0 +1,31 @@
+"""The lowering of one graph for one target, before Inductor takes over.
+
+``TORCH_LOGS="+mxcompile.lowering"`` prints the graph after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch import fx
+
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.printer import Printed
+from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.lowering import casts as casts  # registers the lowerings of the casts
+from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.targets import Target
+
+log = logging.getLogger(__name__)
+
+
+def run(graph: fx.Graph, target: Target) -> None:
+    """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag."""
+    Expand().apply(graph)
+    for node in graph.nodes:
+        tags = tags_of(node)
+        if tags and not tags[0].kernel:
+            set_tag(node, *(replace(tag, kernel=str(packet(node))) for tag in tags))
+    graph.lint()
+    log.debug("%s", Printed(graph, f"lowering for {target.name}"))

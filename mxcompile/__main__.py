@@ -1,0 +1,7 @@
+"""``python -m mxcompile``."""
+
+import sys
+
+from mxcompile.cli import main
+
+sys.exit(main())

@@ -1,0 +1,103 @@
+"""The backend: ``torch.compile(model, backend="mxfp8")``.
+
+    Dynamo's graph → Inductor's compile_fx, with three hooks:
+        joint graph      the passes: find, classify, decide, rewrite, share, save
+        partitioned      what is saved for backward is counted
+        before lowering  mx GEMMs become what the target runs
+
+The report is made by the hooks. When AOTAutograd's cache answers, no hook runs; the report then comes from
+the store (see `store`), and if it is gone, from tracing the graph again without compiling it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+from mxcompile.capture import capture
+from mxcompile.compilation import Compilation
+from mxcompile.decompositions import table
+from mxcompile.errors import OptionError
+from mxcompile.options import Options
+from mxcompile.rules import name_signature
+
+Compiled = Callable[..., Any]
+
+
+class Backend:
+    """The backend as a value, for ``torch.compile`` or ``module.compile``.
+
+    policy, report, target, strict, inductor: as in ``options``. mode: as for Inductor. root: the model
+    that layer names are relative to; by default the module ``torch.compile`` was applied to. block: the
+    part of `root` this backend is for, when blocks are compiled one by one: Dynamo reuses a block's code
+    for the next one if their backends are equal, and these are if the policy treats both blocks alike.
+    Raises `OptionError`, `PolicyError` or `TargetError`.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: nn.Module | None = None,
+        block: nn.Module | None = None,
+        mode: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = Options.parse(mode, options)
+        self.root = root
+        self._identity = (self.options.fingerprint(), self.options.report, self._within(block))
+
+    def _within(self, block: nn.Module | None) -> object:
+        """How the name patterns of the policy fall on the layers of `block`, in its order."""
+        if block is None:
+            return None
+        if self.root is None:
+            raise OptionError("Backend(block=…) needs root=…, the model the block is a part of")
+        path = next((name for name, module in self.root.named_modules() if module is block), None)
+        if path is None:
+            raise OptionError("Backend(block=…) is not a module of root")
+        return name_signature(self.options.policy, self.root, path)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Compiled:
+        """Compile `gm`. Called by Dynamo."""
+        return compile_graph(gm, example_inputs, self.options, self.root)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Backend) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __repr__(self) -> str:
+        return f"Backend(policy={self.options.policy.label!r}, target={self.options.target!r})"
+
+
+def mxfp8(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph."""
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), None)
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, root: nn.Module | None
+) -> Compiled:
+    """Compile one captured graph and put it in the report."""
+    found = capture(gm, example_inputs, root)
+    compilation = Compilation(options, found, gm)
+    compiled: Compiled = compile_fx(
+        gm,
+        example_inputs,
+        config_patches=compilation.config_patches(),
+        decompositions=table(),
+    )
+    compilation.finish(gm, example_inputs)
+    return compiled

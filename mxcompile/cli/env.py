@@ -1,0 +1,54 @@
+"""``mxcompile env``: what this machine can do with MXFP8, and why not."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+from importlib import metadata
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser("env", help="what this machine can do, and why not")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; exit status 1 if nothing can be compiled here."""
+    import torch
+    from tabulate import tabulate
+
+    from mxcompile.lowering.targets import TARGETS, of_device
+
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    rows = [
+        ["python", platform.python_version()],
+        *([name, _version(name)] for name in ("mxcompile", "torch", "triton", "torchao")),
+        ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
+    ]
+    print(tabulate(rows, tablefmt="plain"))
+    print()
+    devices = ["cpu"] if compiler else []
+    if torch.cuda.is_available():
+        devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    here = {of_device(torch.device(device)).name: device for device in reversed(devices)}
+    table = [
+        [
+            target.name,
+            target.chips,
+            target.mma or "emulated: dequantize, then the vendor's BF16 GEMM",
+            here.get(target.name, "not here"),
+        ]
+        for target in TARGETS.values()
+    ]
+    print(tabulate(table, headers=["target", "chips", "MX GEMM of the chip", "device"]))
+    return 0 if devices else 1
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

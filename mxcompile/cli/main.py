@@ -1,0 +1,42 @@
+"""The command line's entry: finds the command, turns errors into exit statuses.
+
+Exit status: 0 done, 1 the answer is no, 2 misuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mxcompile import __version__
+from mxcompile.cli import demo, env, policy
+from mxcompile.errors import MXCompileError
+
+COMMANDS = (env, policy, demo)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    root = argparse.ArgumentParser(
+        prog="mxcompile",
+        description='Train and serve PyTorch models in OCP MXFP8: torch.compile(model, backend="mxfp8").',
+    )
+    root.add_argument("--version", action="version", version=f"mxcompile {__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_to(commands)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except MXCompileError as error:
+        print(f"mxcompile: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mxcompile: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,174 @@
+"""One graph on its way through the compiler: what the hooks do, and the part of the report they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext
+from torch._inductor import config, list_mode_options
+
+from mxcompile import store
+from mxcompile.capture import Capture
+from mxcompile.graph.tags import tags_of
+from mxcompile.inductor import GraphModules, GraphPass, Partitioner, sources_hash
+from mxcompile.lowering import pipeline as lowering
+from mxcompile.lowering.targets import resolve
+from mxcompile.options import Options
+from mxcompile.passes import pipeline as passes
+from mxcompile.passes.account import saved_bytes, weight_bytes
+from mxcompile.passes.record import records
+from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
+from mxcompile.rules import check_rules, shared_code
+from mxcompile.trace import trace
+
+log = logging.getLogger(__name__)
+
+
+class Compilation:
+    """State of one compile. The hooks may run late (backward is lowered after forward has returned)."""
+
+    def __init__(self, options: Options, found: Capture, gm: fx.GraphModule) -> None:
+        self.options = options
+        self.found = found
+        self.target = resolve(options.target, found.device)
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        self._broken = bool(getattr(reason, "graph_break", False))
+        self._part = Part(graph_breaks=int(self._broken), warnings=self._warnings())
+        self._traced = False
+        self._lowered = False
+        self._index: int | None = None
+        self._ledger = REGISTRY.open(
+            CompileContext.try_get() or object(),
+            Ledger(
+                target=self.target.name,
+                policy=options.policy.label,
+                path=options.report,
+                group=options.fingerprint(),
+            ),
+        )
+
+    def _warnings(self) -> tuple[str, ...]:
+        if self.found.root is None or not self.found.prefix:
+            return ()
+        sentence = shared_code(self.options.policy, self.found.root, self.found.prefix)
+        if sentence is None:
+            return ()
+        log.warning("%s", sentence)
+        return (sentence,)
+
+    # -- configuration ---------------------------------------------------------------------------
+
+    def config_patches(self) -> dict[str, Any]:
+        """Inductor's configuration for this compile."""
+        base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name}"
+        mode = list_mode_options(self.options.mode) if self.options.mode else {}
+        return {
+            **mode,
+            **dict(self.options.inductor),
+            "joint_custom_pre_pass": GraphPass(
+                self.run_passes, f"{base} {self.found.identity}", config.joint_custom_pre_pass
+            ),
+            "post_grad_custom_pre_pass": GraphPass(
+                self.lower, base, config.post_grad_custom_pre_pass
+            ),
+            "custom_partitioner_fn": Partitioner(
+                self.count_saved, base, config.custom_partitioner_fn
+            ),
+        }
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def run_passes(self, graph: fx.Graph) -> None:
+        """The joint or inference graph, or a subgraph of one."""
+        steps = passes.joint_passes(
+            inputs=self.found.inputs,
+            policy=self.options.policy,
+            strict=self.options.strict,
+            prefix=self.found.prefix,
+            first_index=len(self._part.gemms),
+        )
+        elapsed_us = passes.run(steps, graph)
+        held, in_bf16 = weight_bytes(graph)
+        self._traced = True
+        self._update(
+            gemms=(*self._part.gemms, *records(graph)),
+            pass_time_us=self._part.pass_time_us + elapsed_us,
+            weight_bytes=self._part.weight_bytes + held,
+            weight_bytes_bf16=self._part.weight_bytes_bf16 + in_bf16,
+            cache=_cache_state(),
+        )
+
+    def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
+        """Forward and backward, just partitioned."""
+        saved, without = saved_bytes(graphs[0].graph, num_forward_outputs)
+        self._update(
+            saved_bytes=(self._part.saved_bytes or 0) + saved,
+            saved_bytes_bf16=(self._part.saved_bytes_bf16 or 0) + without,
+        )
+
+    def lower(self, graph: fx.Graph) -> None:
+        """A forward, backward or inference graph, before Inductor lowers it."""
+        start = time.perf_counter()
+        lowering.run(graph, self.target)
+        self._lowered = True
+        self._update(
+            gemms=_with_kernels(self._part.gemms, graph),
+            pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6,
+        )
+        if self._index is not None:
+            self._publish()
+
+    # -- report ----------------------------------------------------------------------------------
+
+    def _update(self, **changes: Any) -> None:
+        self._part = dataclasses.replace(self._part, **changes)
+
+    def finish(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Complete the report once the compiled code is at hand."""
+        if not self._lowered and (self._part.gemms or not self._traced):
+            self._recall(gm, example_inputs)
+        self._publish()
+        if not self._broken and not self.found.prefix:
+            check_rules(self.options, REGISTRY.layers(self._ledger.group))
+
+    def _recall(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """A cache answered, so some hook did not run: take the report from the store, or trace again."""
+        part = store.load(self._key())
+        if part is None:
+            log.info("no stored report for this graph: tracing it again")
+            self._part = Part(graph_breaks=int(self._broken), warnings=self._part.warnings)
+            trace(self, gm, example_inputs)
+            part = self._part
+        self._part = dataclasses.replace(part, cache="hit")
+
+    def _key(self) -> str:
+        return store.key(
+            sources_hash(),
+            self.options.fingerprint(),
+            self.target.name,
+            self.found.with_sources,
+        )
+
+    def _publish(self) -> None:
+        self._index = REGISTRY.put(self._ledger, self._index, self._part)
+        if self._lowered:
+            store.save(self._key(), self._part)
+
+
+def _with_kernels(gemms: tuple[GemmRecord, ...], graph: fx.Graph) -> tuple[GemmRecord, ...]:
+    kernels = {tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)}
+    return tuple(
+        dataclasses.replace(gemm, kernel=kernels[index]) if index in kernels else gemm
+        for index, gemm in enumerate(gemms)
+    )
+
+
+def _cache_state() -> str:
+    on = config.fx_graph_cache and not config.force_disable_caches
+    return "miss" if on and torch._functorch.config.enable_autograd_cache else "off"

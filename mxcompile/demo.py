@@ -1,0 +1,226 @@
+"""The demonstration: train a small Llama on real text in BF16 and in MXFP8, and compare.
+
+Text is CPython's own standard library source, one token a byte. Runs share seeds, data order and schedule, so
+that what differs is the precision of the linear layers. Master weights are FP32, the rest autocast to BF16.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.errors import OptionError
+from mxcompile.report import Report, clear_reports, reports
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Size of the model, of the data and of the run. Defaults take a few minutes on two cores."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    feed_forward: int = 704
+    length: int = 256
+    batch: int = 12
+    steps: int = 240
+    learning_rate: float = 2e-3
+    warmup: int = 30
+    validation_batches: int = 16
+    validate_every: int = 40
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One training run: its label, losses by step, and the report of what was compiled (None for BF16)."""
+
+    label: str
+    train: list[float] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+    step_ms: float = 0.0
+    report: Report | None = None
+
+    @property
+    def final(self) -> float:
+        """Validation loss after the last step, in nats per byte."""
+        return self.validation[max(self.validation)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Bytes to train and to validate on, as int64 tokens."""
+
+    train: Tensor
+    validation: Tensor
+
+
+def standard_library(limit_bytes: int = 12_000_000) -> Text:
+    """Source of the running Python's standard library: every tenth file for validation, the rest to train.
+
+    Raises `OptionError` if this Python was installed without it.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+    files = sorted(f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
+    splits: dict[bool, list[bytes]] = {True: [], False: []}
+    total = 0
+    for index, file in enumerate(files):
+        content = file.read_bytes()
+        total += len(content)
+        splits[index % 10 == 9].append(content)
+        if total > limit_bytes:
+            break
+    if total < 1_000_000:
+        raise OptionError(f"found only {total} bytes of Python source below {root}")
+    train, validation = (
+        torch.frombuffer(bytearray(b"".join(splits[held_out])), dtype=torch.uint8).long()
+        for held_out in (False, True)
+    )
+    return Text(train=train, validation=validation)
+
+
+def batches(tokens: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
+    """Endless random windows of `tokens`, [batch, length + 1], the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(
+            len(tokens) - settings.length - 1, (settings.batch,), generator=generator
+        )
+        yield torch.stack([tokens[s : s + settings.length + 1] for s in starts.tolist()])
+
+
+def build_model(settings: Settings) -> nn.Module:
+    """A Llama of the given size with FP32 weights. Raises `OptionError` without transformers."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise OptionError(
+            "the demo needs transformers and matplotlib: pip install 'mxcompile[demo]'"
+        ) from None
+    torch.manual_seed(settings.seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=settings.width,
+        intermediate_size=settings.feed_forward,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        max_position_embeddings=settings.length,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def train(
+    label: str,
+    settings: Settings,
+    text: Text,
+    compile_model: Callable[[nn.Module], Callable[..., Any]],
+    progress: Callable[[Run, int], None],
+) -> Run:
+    """Train one model; `progress` is called after every step. Losses are in nats per byte."""
+    run = Run(label=label)
+    model = build_model(settings)
+    compiled = compile_model(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, settings))
+    data = batches(text.train, settings, settings.seed)
+    clear_reports()
+    times = []
+    for step in range(1, settings.steps + 1):
+        start = time.perf_counter()
+        loss = _loss(compiled, next(data))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.perf_counter() - start)
+        run.train.append(loss.item())
+        if run.report is None and reports():
+            run.report = reports()[0]
+        if step % settings.validate_every == 0 or step == settings.steps:
+            run.validation[step] = validate(compiled, settings, text)
+        progress(run, step)
+    run.step_ms = sorted(times)[len(times) // 2] * 1e3
+    return run
+
+
+def _factor(step: int, settings: Settings) -> float:
+    """Learning rate over its peak: linear warm-up, then a cosine to zero."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    rest = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def _loss(compiled: Callable[..., Any], window: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = compiled(input_ids=window[:, :-1]).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+
+
+def validate(compiled: Callable[..., Any], settings: Settings, text: Text) -> float:
+    """Mean loss over the validation batches, the same ones every time."""
+    data = batches(text.validation, settings, seed=1)
+    with torch.no_grad():
+        losses = [_loss(compiled, next(data)).item() for _ in range(settings.validation_batches)]
+    return sum(losses) / len(losses)
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Write a PNG: training and validation losses on the left, gap to the first run on the right."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, run in enumerate(runs):
+        color, steps = f"C{index}", sorted(run.validation)
+        left.plot(range(1, len(run.train) + 1), run.train, color=color, alpha=0.25, linewidth=1)
+        left.plot(
+            steps, [run.validation[s] for s in steps], color=color, marker="o", markersize=3,
+            label=run.label,
+        )  # fmt: skip
+        if index:
+            gap = [100 * (run.validation[s] / runs[0].validation[s] - 1) for s in steps]
+            right.plot(steps, gap, color=color, marker="o", markersize=3, label=run.label)
+    left.set(xlabel="step", ylabel="loss, nats per byte", title="Loss (faint: training batches)")
+    left.set_ylim(top=min(4.0, max(runs[0].train)))
+    right.axhspan(-0.25, 0.25, color="C0", alpha=0.12, label="±0.25 %")
+    right.axhline(0, color="C0", linewidth=1)
+    right.set(xlabel="step", ylabel="%", title=f"Validation loss relative to {runs[0].label}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the advice of libraries, which is not about the demo, out of its output."""
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,1 @@
+"""What the layers above share about FX graphs: operator sets, names, tags, shapes, node building."""

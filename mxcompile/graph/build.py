@@ -1,0 +1,90 @@
+"""Making nodes: value, provenance and place, the same for every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from mxcompile import ops
+from mxcompile.graph.tags import PASS_KEY
+
+_INHERITED = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "seq_nr",
+    "partitioner_tag",
+    "source_fn_stack",
+    "original_aten",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+)
+
+
+class Builder:
+    """Inserts call nodes into `graph` on behalf of the pass called `made_by`."""
+
+    def __init__(self, graph: fx.Graph, made_by: str) -> None:
+        self.graph = graph
+        self.made_by = made_by
+        values = (node.meta.get("val") for node in graph.nodes)
+        first = next((value for value in values if isinstance(value, FakeTensor)), None)
+        self._fake = detect_fake_mode([first]) if first is not None else None
+
+    def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """A call at the current insertion point, with its fake value and the provenance of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
+        node.meta[PASS_KEY] = self.made_by
+        positional, keywords = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        if target in ops.SPECS and self._fake is not None:
+            results = [self._empty(spec, positional[0].device) for spec in ops.SPECS[target](*positional)]
+            node.meta["val"] = results[0] if len(results) == 1 else tuple(results)
+        else:
+            with self._mode():
+                node.meta["val"] = target(*positional, **keywords)
+        return node
+
+    def _empty(self, spec: ops.Spec, device: torch.device) -> torch.Tensor:
+        """A fake tensor, made without the cost of dispatching a call."""
+        shape, dtype = spec
+        assert self._fake is not None
+        with no_dispatch():
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+        converter = self._fake.fake_tensor_converter
+        result: torch.Tensor = converter.from_meta_and_device(self._fake, meta, device)
+        return result
+
+    def size(self, node: fx.Node, dim: int, like: fx.Node) -> Any:
+        """Length of dimension `dim` of the tensor `node`: an int, or a node if it is symbolic."""
+        length = node.meta["val"].shape[dim]
+        if isinstance(length, int):
+            return length
+        return self.call(torch.ops.aten.sym_size.int, node, dim, like=like)
+
+    def range(self, length: Any, device: torch.device, like: fx.Node) -> fx.Node:
+        """0, 1, …, length − 1 as int64, in the form decomposed graphs have it."""
+        iota = torch.ops.prims.iota.default
+        options = {"dtype": torch.int64, "device": device, "requires_grad": False}
+        return self.call(iota, length, like=like, start=0, step=1, **options)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Put `new` in the place of `old`, which disappears."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        if self._fake is None:
+            yield
+            return
+        with self._fake:
+            yield

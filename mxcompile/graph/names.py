@@ -1,0 +1,86 @@
+"""Module paths as the user knows them, from what Dynamo and AOTAutograd leave on nodes.
+
+Dynamo writes paths from the traced local on (``L['self'].model.layers.0``, ``L['fn']…``); wrappers add
+segments. A user's path has neither.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|([A-Za-z_]\w*|\d+)")
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")
+_CONTAINERS = frozenset({"_modules", "_parameters", "_buffers"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphInput:
+    """One input of the captured graph.
+
+    path: of the parameter or buffer in the user's model, "" for other inputs. static: whether it is a
+    parameter or buffer, as opposed to data.
+    """
+
+    path: str = ""
+    static: bool = False
+
+
+def user_path(raw: str) -> str:
+    """``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``."""
+    rest = _ROOT.sub("", raw.replace("getattr(", "").replace(")", ""))
+    steps = [a or b or c for a, b, c in _STEP.findall(rest)]
+    return ".".join(step for step in steps if step not in _CONTAINERS | _WRAPPERS)
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """Path and class name of the innermost module `node` was traced in; ("", "") outside any."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return "", ""
+    parallel = ""
+    path, owner = "", ""
+    for raw, kind in stack.values():
+        path, owner = user_path(raw), _class_name(kind)
+        if parallel and path.startswith(parallel):
+            path = path.removeprefix(parallel).removeprefix(".")
+        if owner in _PARALLEL:
+            parallel = f"{path}.module".removeprefix(".")
+    return path, owner
+
+
+def _class_name(kind: Any) -> str:
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    return name.rpartition(".")[2]
+
+
+def layer_name(module_path: str, parameter_path: str) -> str:
+    """What a layer is called, from the module that runs it and the parameter that is its weight.
+
+    The parameter's owner, when the running module contains it: ``attn.out_proj.weight`` run inside
+    ``attn`` is ``attn.out_proj``, ``experts.gate_up_proj`` keeps its name, ``attn.in_proj_weight`` is
+    ``attn.in_proj``. A weight that lives elsewhere (a tied head) leaves the module's own path.
+    """
+    inside = not module_path or parameter_path.startswith(f"{module_path}.")
+    if not parameter_path or not inside:
+        return module_path
+    owner, _, attribute = parameter_path.rpartition(".")
+    attribute = attribute.removesuffix("weight").removesuffix("_")
+    return ".".join(part for part in (owner, attribute) if part)
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line`` of the innermost code outside torch that made `node`, "" if unknown."""
+    trace = node.meta.get("stack_trace")
+    frames = _FRAME.findall(trace) if isinstance(trace, str) else []
+    outside = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
+    return ":".join((outside or frames)[-1]) if frames else ""

@@ -1,0 +1,58 @@
+"""Graphs as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.tags import GemmTag, tags_of
+
+
+class Printed:
+    """A graph printed when, and only when, a log line is made of it."""
+
+    def __init__(self, graph: fx.Graph, after: str) -> None:
+        self._graph = graph
+        self._after = after
+
+    def __str__(self) -> str:
+        return f"after {self._after}\n{print_ir(self._graph)}"
+
+
+def print_ir(graph: fx.Graph) -> str:
+    """`graph` as text, one line a node: name, value, call, and the tags of matmuls."""
+    return "\n".join(_line(node) for node in graph.nodes)
+
+
+def _line(node: fx.Node) -> str:
+    text = f"%{node.name}{_type(node.meta.get('val'))} = {node.op}"
+    if node.op == "call_function":
+        text = f"%{node.name}{_type(node.meta.get('val'))} = {node.target}"
+    arguments = ", ".join(
+        [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
+    )
+    tags = "".join(f"  # {_tag(tag)}" for tag in tags_of(node))
+    return f"{text}({arguments}){tags}"
+
+
+def _argument(value: Any) -> str:
+    return str(fx.node.map_arg(value, lambda node: f"%{node.name}")).replace("'", "")
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ": (" + ", ".join(_type(item).removeprefix(": ") for item in value) + ")"
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return ""
+    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def _tag(tag: GemmTag) -> str:
+    parts = [tag.name or "(root)", tag.role, tag.gemm]
+    if tag.choice is not None:
+        parts += [tag.choice.precision, f"({tag.choice.reason})"]
+    if tag.formats is not None:
+        parts += [f"{tag.tensors[i]}={tag.formats[i]}" for i in (0, 1)]
+    return " ".join(map(str, parts))

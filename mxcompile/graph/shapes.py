@@ -1,0 +1,69 @@
+"""Operands and sizes of the matrix products inside a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import ATTENTION_FORWARD, aten, packet
+from mxcompile.graph.tags import tensor
+
+Sizes = tuple[Any, Any, Any, Any]
+"""batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
+
+_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv})
+
+
+def operands(node: fx.Node) -> tuple[Any, Any]:
+    """The left and right argument of a matmul node, q and k of an attention forward."""
+    first = 1 if packet(node) in _BIASED else 0
+    return node.args[first], node.args[first + 1]
+
+
+def matmul_sizes(node: fx.Node) -> Sizes:
+    """Sizes of a matmul node's product; a vector counts as a matrix of one column or row."""
+    left, right = (tensor(operand) for operand in operands(node))
+    if left is None or right is None:
+        return 1, 0, 0, 0
+    a, b = list(left.shape), list(right.shape)
+    if packet(node) is aten._grouped_mm:
+        return _grouped_sizes(a, b, node)
+    if packet(node) is aten.linear:
+        b.reverse()
+    if len(a) == 1:
+        a.insert(0, 1)
+    if len(b) == 1:
+        b.append(1)
+    batch: Any = 1
+    for size in a[:-2]:
+        batch = batch * size
+    return batch, a[-2], b[-1], a[-1]
+
+
+def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
+    """Sizes of a grouped product: the grouped dimension counts once, as the sum over its groups."""
+    offs = tensor(node.args[2]) if len(node.args) > 2 else None
+    if len(a) == 2 and len(b) == 2 and offs is not None:
+        return 1, a[0], b[1], a[1]
+    if len(a) == 3 and len(b) == 3:
+        return a[0], a[1], b[2], a[2]
+    return 1, a[-2], b[-1], a[-1]
+
+
+def attention_sizes(node: fx.Node) -> tuple[Sizes, Sizes]:
+    """Sizes of q·kᵀ and softmax·v in an attention node, forward or backward."""
+    first = 0 if packet(node) in ATTENTION_FORWARD else _first_of_qkv(node)
+    q, k, v = (tensor(argument) for argument in node.args[first : first + 3])
+    if q is None or k is None or v is None or q.ndim < 3:
+        return (1, 0, 0, 0), (1, 0, 0, 0)
+    batch: Any = 1
+    for size in q.shape[:-2]:
+        batch = batch * size
+    queries, keys = q.shape[-2], k.shape[-2]
+    return (batch, queries, keys, q.shape[-1]), (batch, queries, v.shape[-1], keys)
+
+
+def _first_of_qkv(node: fx.Node) -> int:
+    """Position of q: backward operators of aten start with grad_out, the higher-order one with q."""
+    return 1 if str(packet(node)).startswith("aten") else 0

@@ -1,0 +1,107 @@
+"""What the passes find out about a matmul, and how it travels: on the node itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import fx
+
+from mxcompile.formats import Format
+from mxcompile.policy import Choice, Gemm, Layer, Role, Saved
+
+KEY = "mx"
+"""Where a node's `GemmTag`s live in ``node.meta``."""
+
+PASS_KEY = "mx_pass"
+"""Where a node made by a pass says which."""
+
+
+class Kind(Enum):
+    """What kind of matmul a node is."""
+
+    LINEAR = auto()  # one operand depends on parameters alone
+    PRODUCT = auto()  # of two activations, or of none
+    ATTENTION = auto()  # one of the two products inside an attention operator
+    QUANTIZED = auto()  # already quantized by the model
+    OPAQUE = auto()  # inside an operator no pass can look into
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmTag:
+    """One GEMM: what it computes, of which layer, and what is to become of it.
+
+    index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
+    name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right operand are: "x", "w" or
+    "dy". batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`. choice, formats (of
+    the operands; None unless the GEMM goes to MXFP8), saved: from `decide`. kernel: from the lowering.
+    """
+
+    layer: str
+    name: str
+    module: str
+    source: str
+    index: int = -1
+    gemm: Gemm
+    kind: Kind
+    tensors: tuple[str, str]
+    batch: int
+    m: int
+    n: int
+    k: int
+    role: Role = Role.OTHER
+    choice: Choice | None = None
+    formats: tuple[Format, Format] | None = None
+    saved: Saved = Saved.COLUMNWISE
+    kernel: str = ""
+
+    def as_layer(self) -> Layer:
+        """The layer as a policy rule sees it; for a forward GEMM."""
+        return Layer(
+            name=self.name, role=self.role, module=self.module, m=self.m, n=self.n, k=self.k
+        )
+
+
+def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:
+    """The GEMMs `node` stands for: one for a matmul, several for an attention, else none."""
+    if node.op != "call_function":  # the placeholder of a saved value inherits its metadata
+        return ()
+    tags: tuple[GemmTag, ...] = node.meta.get(KEY, ())
+    return tags
+
+
+def tag_of(node: fx.Node) -> GemmTag | None:
+    """The tag of a node that is one matmul; None for all others."""
+    tags = tags_of(node)
+    return tags[0] if len(tags) == 1 else None
+
+
+def set_tag(node: fx.Node, *tags: GemmTag) -> None:
+    """Make `tags` those of `node`."""
+    node.meta[KEY] = tags
+
+
+def linear_layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
+    """The LINEAR GEMMs of `graph` by layer, each layer's in graph order."""
+    layers: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is not None and tag.kind is Kind.LINEAR:
+            layers.setdefault(tag.layer, []).append((node, tag))
+    return layers
+
+
+def tensor(node: Any) -> torch.Tensor | None:
+    """The fake tensor of `node`, or None if it is not a node or has another value."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def hint(size: Any) -> int:
+    """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard."""
+    if isinstance(size, int):
+        return size
+    found = size.node.hint if size.node.has_hint() else None
+    return int(found) if found is not None else 1

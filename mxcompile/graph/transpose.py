@@ -1,0 +1,44 @@
+"""Transposes of the last two dimensions: looking through them and making them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import tensor
+
+
+def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The node `node` is a transpose of, by the last two dimensions, and whether it is one."""
+    swapped = False
+    while _swaps_last_two(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node, swapped = source, not swapped
+    return node, swapped
+
+
+def _swaps_last_two(node: fx.Node) -> bool:
+    value = tensor(node)
+    if value is None or value.ndim < 2:
+        return False
+    last = value.ndim - 1
+    match packet(node):
+        case aten.t:
+            return True
+        case aten.permute:
+            order = [dim % value.ndim for dim in node.args[1]]  # type: ignore[union-attr, operator]
+            return order == [*range(last - 1), last, last - 1]
+        case aten.transpose:
+            dims = {dim % value.ndim for dim in node.args[1:3]}  # type: ignore[operator]
+            return dims == {last, last - 1}
+    return False
+
+
+def transpose(node: fx.Node, builder: Builder) -> fx.Node:
+    """`node` with its last two dimensions swapped, as a view."""
+    value = tensor(node)
+    assert value is not None
+    order = [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2]
+    return builder.call(aten.permute.default, node, order, like=node)

@@ -1,0 +1,206 @@
+"""The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
+
+All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8. The implementations
+here are the reference; a compiled graph runs what `lowering` makes of the operators instead.
+
+    quantize             x → qdata, scale along one dimension
+    quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
+    dequantize           qdata, scale → x
+    quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
+    scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
+    scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import num_blocks
+from mxcompile.numerics import dequantize_tensors, quantize_tensors
+
+_LIBRARY = torch.library.Library("mx", "DEF")
+
+Spec = tuple[Sequence[Any], torch.dtype]
+"""Shape, of sizes that may be symbolic, and dtype of a result."""
+
+SPECS: dict[Any, Callable[..., list[Spec]]] = {}
+"""For every operator, what its results look like, from its arguments: the one place that says so."""
+
+
+def _define(schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]]) -> Any:
+    def fake(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        results = tuple(
+            torch.empty(shape, dtype=dtype, device=x.device)
+            for shape, dtype in spec(x, *arguments, **keywords)
+        )
+        return results[0] if len(results) == 1 else results
+
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mx::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.mx, name).default
+    SPECS[op] = spec
+    return op
+
+
+def _spec_quantize(
+    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+) -> list[Spec]:
+    scale_shape = list(x.shape)
+    scale_shape[block_dim] = num_blocks(scale_shape[block_dim])
+    return [(x.shape, elem_dtype), (scale_shape, torch.uint8)]
+
+
+def _quantize_both(
+    x: Tensor, elem_dtype: torch.dtype, rounding: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rowwise = quantize_tensors(x, -1, elem_dtype, rounding)
+    columnwise = quantize_tensors(x, -2, elem_dtype, rounding)
+    return *rowwise, *columnwise
+
+
+def _spec_quantize_both(x: Tensor, elem_dtype: torch.dtype, rounding: str) -> list[Spec]:
+    rowwise = _spec_quantize(x, -1, elem_dtype, rounding)
+    return rowwise + _spec_quantize(x, -2, elem_dtype, rounding)
+
+
+def _spec_dequantize(
+    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype
+) -> list[Spec]:
+    return [(qdata.shape, dtype)]
+
+
+def _quantize_dequantize(
+    x: Tensor,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
+    return dequantize_tensors(qdata, scale, block_dim, dtype)
+
+
+def _spec_quantize_dequantize(
+    x: Tensor,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool,
+    dtype: torch.dtype,
+) -> list[Spec]:
+    return [(x.shape, dtype)]
+
+
+def _scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    a = dequantize_tensors(a, scale_a, -1, torch.float32)
+    b = dequantize_tensors(b, scale_b, -2, torch.float32)
+    out = a @ b
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
+def _spec_scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> list[Spec]:
+    return [((*a.shape[:-1], b.shape[-1]), out_dtype)]
+
+
+def _scaled_grouped_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    a = dequantize_tensors(a, scale_a, -1, torch.float32)
+    b = dequantize_tensors(b, scale_b, -2, torch.float32)
+    ends = offs.tolist()
+    spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    match a.ndim, b.ndim:
+        case 2, 2:
+            out = torch.stack([a[:, span] @ b[span] for span in spans])
+        case 2, 3:
+            out = a.new_zeros(a.shape[0], b.shape[-1])
+            for group, span in enumerate(spans):
+                out[span] = a[span] @ b[group]
+        case 3, 2:
+            out = a.new_zeros(a.shape[1], b.shape[-1])
+            for group, span in enumerate(spans):
+                out[:, span] = a[group] @ b[:, span]
+        case _:
+            out = a @ b
+    return out.to(out_dtype)
+
+
+def _spec_scaled_grouped_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> list[Spec]:
+    match a.ndim, b.ndim:
+        case 2, 2:
+            shape: tuple[Any, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+        case 2, 3:
+            shape = (a.shape[0], b.shape[-1])
+        case 3, 2:
+            shape = (a.shape[1], b.shape[-1])
+        case _:
+            shape = (*a.shape[:-1], b.shape[-1])
+    return [(shape, out_dtype)]
+
+
+quantize = _define(
+    "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False)"
+    " -> (Tensor qdata, Tensor scale)",
+    quantize_tensors,
+    _spec_quantize,
+)
+quantize_both = _define(
+    "quantize_both(Tensor x, ScalarType elem_dtype, str rounding) -> (Tensor qdata_rowwise,"
+    " Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
+    _quantize_both,
+    _spec_quantize_both,
+)
+dequantize = _define(
+    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",
+    dequantize_tensors,
+    _spec_dequantize,
+)
+quantize_dequantize = _define(
+    "quantize_dequantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square,"
+    " ScalarType dtype) -> Tensor",
+    _quantize_dequantize,
+    _spec_quantize_dequantize,
+)
+scaled_mm = _define(
+    "scaled_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    _scaled_mm,
+    _spec_scaled_mm,
+)
+scaled_grouped_mm = _define(
+    "scaled_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
+    " ScalarType out_dtype) -> Tensor",
+    _scaled_grouped_mm,
+    _spec_scaled_grouped_mm,
+)
+
+CASTS = frozenset(
+    op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize)
+)
+"""The operators that change the format of one tensor."""
+
+PRODUCTS = frozenset(op.overloadpacket for op in (scaled_mm, scaled_grouped_mm))
+"""The operators that are a GEMM."""

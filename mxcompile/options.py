@@ -1,0 +1,99 @@
+"""The options of the backend: what ``torch.compile(..., options=…)`` may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.lowering.targets import AUTO, check
+from mxcompile.policy import Policy
+from mxcompile.report import form_of
+
+KEYS = ("policy", "report", "target", "strict", "inductor")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Checked options.
+
+    policy: what decides. report: file to keep the report in. target: "auto" or a name of
+    `lowering.targets.TARGETS`. strict: raise instead of falling back. mode: as for Inductor.
+    inductor: overrides of ``torch._inductor.config``.
+    """
+
+    policy: Policy = field(default_factory=Policy)
+    report: Path | None = None
+    target: str = AUTO
+    strict: bool = False
+    mode: str | None = None
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
+        """Options from what torch.compile passes on.
+
+        Raises `OptionError`, `PolicyError` or `TargetError`.
+        """
+        if not isinstance(options, Mapping | None):
+            raise OptionError(f"options are a dict with {', '.join(KEYS)}, found {options!r}")
+        raw = dict(options or {})
+        for key in raw:
+            if key not in KEYS:
+                raise OptionError(not_allowed("option", key, KEYS))
+        strict = raw.get("strict", False)
+        if not isinstance(strict, bool):
+            raise OptionError(f"option 'strict' is True or False, found {strict!r}")
+        target = raw.get("target", AUTO)
+        if not isinstance(target, str):
+            raise OptionError(f"option 'target' is a name, found {target!r}")
+        return cls(
+            policy=Policy.resolve(raw.get("policy")),
+            report=_report(raw.get("report")),
+            target=check(target),
+            strict=strict,
+            mode=_mode(mode),
+            inductor=_inductor(raw.get("inductor")),
+        )
+
+    def fingerprint(self) -> str:
+        """Everything that can change what is compiled, as one string."""
+        parts = (self.policy.fingerprint(), self.target, self.strict, self.mode, self.inductor)
+        return repr(parts)
+
+
+def _report(value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path):
+        raise OptionError(f"option 'report' is a file path, found {value!r}")
+    form_of(value)
+    return Path(value).absolute()
+
+
+def _mode(mode: Any) -> str | None:
+    from torch._inductor import list_mode_options
+
+    if mode is None or mode == "default":
+        return None
+    known = [*list_mode_options()]
+    if mode not in known:
+        raise OptionError(not_allowed("mode", mode, known))
+    return str(mode)
+
+
+def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
+    """Overrides of Inductor's configuration, every key known to it."""
+    from torch._inductor import config
+
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise OptionError(f"option 'inductor' is a dict of Inductor settings, found {value!r}")
+    known = config.get_config_copy()
+    for key in value:
+        if key not in known:
+            raise OptionError(not_allowed("Inductor setting", key, sorted(known)))
+    return tuple(sorted(value.items()))

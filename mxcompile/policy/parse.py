@@ -1,0 +1,159 @@
+"""Raw data (YAML or dict) to rules: every key and value checked, every error with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mxcompile.errors import PolicyError, not_allowed, shown
+from mxcompile.policy import schema
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Precision, Rule, Use
+from mxcompile.policy.presets import DEFAULT
+from mxcompile.policy.shadow import shadowed_by
+from mxcompile.policy.yaml_data import Path, YamlProblem, load
+
+
+class Source:
+    """Where raw data came from, to say in errors: a file with lines, or a dict."""
+
+    def __init__(self, label: str, lines: dict[Path, int] | None = None) -> None:
+        self.label = label
+        self.lines = lines or {}
+
+    def error(self, path: Path, message: str) -> PolicyError:
+        """A `PolicyError` that names `path` and, for a file, its line."""
+        line = next(
+            (
+                self.lines[path[:end]]
+                for end in range(len(path), -1, -1)
+                if path[:end] in self.lines
+            ),
+            0,
+        )
+        place = f"{self.label}:{line}" if line else self.label
+        return PolicyError(f"{place}: {_dotted(path)}{message}")
+
+
+def _dotted(path: Path) -> str:
+    text = ""
+    for step in path:
+        plain = isinstance(step, str) and step.isidentifier()
+        text += f".{step}" if plain else f"[{shown(step)}]"
+    return f"{text.removeprefix('.')}: " if text else ""
+
+
+def parse_yaml(raw: bytes, label: str) -> tuple[str, tuple[Rule, ...]]:
+    """Preset name and rules in the YAML document `raw`; `label` names it in errors."""
+    try:
+        data, lines = load(raw)
+    except YamlProblem as problem:
+        place = f"{label}:{problem.line}" if problem.line else label
+        raise PolicyError(f"{place}: {problem}") from None
+    return parse_data(data, Source(label, lines))
+
+
+def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
+    """Preset name and rules in `data`, a mapping with version, preset and rules."""
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else type(data).__name__
+        raise source.error(
+            (), f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}"
+        )
+    _check_keys(data, schema.TOP, (), source)
+    if "version" not in data:
+        raise source.error((), f"the key 'version' is missing: add 'version: {schema.VERSION}'")
+    _read(schema.version, data["version"], ("version",), source)
+    preset = data.get("preset", DEFAULT)
+    _read(schema.PRESET, preset, ("preset",), source)
+    raw_rules = data.get("rules")
+    if raw_rules is None:
+        raw_rules = []
+    if not isinstance(raw_rules, list):
+        raise source.error(
+            ("rules",), f"expected a list of rules, found {type(raw_rules).__name__}"
+        )
+    rules: list[Rule] = []
+    for index, raw in enumerate(raw_rules):
+        rule = _parse_rule(raw, ("rules", index), source)
+        earlier = shadowed_by(rule.match, [known.match for known in rules])
+        if earlier is not None:
+            raise source.error(
+                ("rules", index),
+                f"rule {index + 1} can never fire: everything it matches is taken by"
+                f" {earlier}; move it up or remove it",
+            )
+        rules.append(rule)
+    return preset, tuple(rules)
+
+
+def _parse_rule(raw: Any, path: Path, source: Source) -> Rule:
+    if not isinstance(raw, dict):
+        raise source.error(
+            path, f"a rule is a mapping with the keys {_words(schema.RULE)}, found {shown(raw)}"
+        )
+    _check_keys(raw, schema.RULE, path, source)
+    for key in schema.RULE:
+        if key not in raw:
+            raise source.error(path, f"the key {key!r} is missing")
+    match = _parse_match(raw["match"], (*path, "match"), source)
+    use = _parse_use(raw["use"], (*path, "use"), source)
+    products = [role for role in match.role if role in ATTENTION_PRODUCTS]
+    if products and use.asks_mxfp8:
+        raise source.error(
+            (*path, "match", "role"),
+            f"{products[0]} is an attention product, which stays in BF16; remove it from the rule",
+        )
+    return Rule(match=match, use=use)
+
+
+def _parse_match(raw: Any, path: Path, source: Source) -> Match:
+    if not isinstance(raw, dict) or not raw:
+        raise source.error(
+            path,
+            f"expected a mapping with at least one of {_words(schema.MATCH)}, found {shown(raw)}",
+        )
+    _check_keys(raw, schema.MATCH, path, source)
+    return Match(**{key: _read(schema.MATCH[key], raw[key], (*path, key), source) for key in raw})
+
+
+def _parse_use(raw: Any, path: Path, source: Source) -> Use:
+    if isinstance(raw, str):
+        precision = _read(schema.PRECISION, raw, path, source)
+        return Use(fprop=precision, dgrad=precision, wgrad=precision)
+    if not isinstance(raw, dict) or not raw:
+        raise source.error(
+            path,
+            f"expected {_words(Precision)} or a mapping with some of {_words(schema.USE)},"
+            f" found {shown(raw)}",
+        )
+    _check_keys(raw, schema.USE, path, source)
+    values = {key: _read(schema.USE[key], raw[key], (*path, key), source) for key in raw}
+    gemms = [gemm for gemm in ("fprop", "dgrad", "wgrad") if gemm in values]
+    if "precision" in values:
+        if gemms:
+            raise source.error(
+                (*path, gemms[0]),
+                f"give either 'precision' for all three GEMMs or {_words(gemms)}, not both",
+            )
+        precision = values.pop("precision")
+        values |= {"fprop": precision, "dgrad": precision, "wgrad": precision}
+    return Use(**values)
+
+
+def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Source) -> None:
+    allowed = tuple(allowed)
+    for key in raw:
+        if key not in allowed:
+            raise source.error((*path, key), not_allowed("key", key, allowed))
+
+
+def _read(read: schema.Reader, value: Any, path: Path, source: Source) -> Any:
+    try:
+        return read(value)
+    except schema.Invalid as invalid:
+        at = path if invalid.index is None else (*path, invalid.index)
+        raise source.error(at, str(invalid)) from None
+
+
+def _words(items: Iterable[Any]) -> str:
+    return ", ".join(str(item) for item in items)

@@ -1,0 +1,189 @@
+"""`Policy`: a preset, rules, and the decision for a layer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mxcompile.errors import PolicyError, not_allowed
+from mxcompile.formats import ElemType, Format, Tile
+from mxcompile.policy import schema
+from mxcompile.policy.model import (
+    Choice,
+    Decision,
+    Gemm,
+    Layer,
+    Precision,
+    Preset,
+    Rule,
+    Saved,
+    Use,
+)
+from mxcompile.policy.parse import Source, parse_data, parse_yaml
+from mxcompile.policy.presets import DEFAULT, PRESETS
+from mxcompile.policy.yaml_data import MAX_BYTES
+
+_NOTHING = Use()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Decides, per layer and per GEMM, what is quantized and how.
+
+    base: what decides where no rule matches. rules: in order, the first that matches wins.
+    label: where it came from, for messages; not part of what it is.
+    """
+
+    base: Preset = PRESETS[DEFAULT]
+    rules: tuple[Rule, ...] = ()
+    label: str = field(default="policy", compare=False)
+
+    @classmethod
+    def preset(cls, name: str) -> Policy:
+        """The preset called `name`, without rules. Raises `PolicyError`."""
+        if name not in PRESETS:
+            raise PolicyError(not_allowed("preset", name, PRESETS))
+        return cls(base=PRESETS[name], label=f"preset {name}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """The policy in the YAML file `path`. Raises `PolicyError` with the line of a mistake."""
+        path = Path(path)
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None
+        return cls._of(*parse_yaml(raw, str(path)), label=str(path))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], label: str = "policy") -> Policy:
+        """The policy in `data`, the same form as the YAML file. Raises `PolicyError`."""
+        return cls._of(*parse_data(data, Source(label)), label=label)
+
+    @classmethod
+    def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:
+        """What the option ``policy`` may be: a Policy, dict, preset name, file path or None."""
+        if value is None:
+            return cls.preset(DEFAULT)
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, dict):
+            return cls.from_dict(value)
+        if isinstance(value, str) and value in PRESETS:
+            return cls.preset(value)
+        if isinstance(value, str | Path):
+            if _is_file(Path(value)) or Path(value).suffix in (".yaml", ".yml"):
+                return cls.load(value)
+            raise PolicyError(
+                f"{not_allowed('preset', str(value), PRESETS)}; and no file is called so"
+            )
+        raise PolicyError(
+            "policy must be a file path, a preset name, a dict or a Policy, found "
+            f"{type(value).__name__}"
+        )
+
+    @classmethod
+    def _of(cls, preset: str, rules: tuple[Rule, ...], label: str) -> Policy:
+        return cls(base=PRESETS[preset], rules=rules, label=label)
+
+    def decide(self, layer: Layer) -> Decision:
+        """What to do with each GEMM of `layer`, with the reason."""
+        index = self.rule_for(layer)
+        use = _NOTHING if index is None else self.rules[index].use
+        rounding = use.rounding or self.base.rounding
+        elem = use.elem_dtype or self.base.elem
+        choices = {
+            gemm.value: self._choose(gemm, getattr(use, gemm), layer, index) for gemm in Gemm
+        }
+        return Decision(
+            **choices,
+            x=Format(elem=elem, rounding=rounding),
+            w=Format(elem=elem, rounding=rounding, tile=use.weight_block or Tile.ROW),
+            dy=Format(elem=use.grad_dtype or self.base.grad_elem, rounding=rounding),
+            saved=use.saved or Saved.COLUMNWISE,
+        )
+
+    def rule_for(self, layer: Layer) -> int | None:
+        """Index of the rule that decides for `layer`, or None for the preset."""
+        for index, rule in enumerate(self.rules):
+            if rule.match.fits(layer) and rule.match.too_small(layer) is None:
+                return index
+        return None
+
+    def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> str | None:
+        """The size limit that kept a rule, tried before the deciding one, from MXFP8 for `gemm`."""
+        for rule in self.rules[:decided]:
+            if getattr(rule.use, gemm) is Precision.MXFP8 and rule.match.fits(layer):
+                return rule.match.too_small(layer)
+        return None
+
+    def _choose(
+        self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None
+    ) -> Choice:
+        if wanted is not None:
+            reason = f"policy: rule {(index or 0) + 1}"
+        elif not self.base.gemms:
+            wanted, reason = Precision.BF16, f"preset {self.base.name}"
+        elif layer.role not in self.base.roles:
+            wanted, reason = Precision.BF16, f"role {layer.role}"
+        elif gemm not in self.base.gemms:
+            wanted, reason = Precision.BF16, f"preset {self.base.name}: no {gemm}"
+        else:
+            wanted, reason = Precision.MXFP8, f"preset {self.base.name}: role {layer.role}"
+        if wanted is Precision.BF16:
+            near_miss = self._near_miss(gemm, layer, index)
+            reason = f"policy: {near_miss}" if near_miss else reason
+        return Choice(precision=wanted, reason=reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as `from_dict` reads it."""
+        return {
+            "version": schema.VERSION,
+            "preset": self.base.name,
+            "rules": [_rule_to_dict(rule) for rule in self.rules],
+        }
+
+    def dump(self, path: str | Path) -> None:
+        """Write the policy to `path` as YAML that `load` reads back as an equal policy."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def fingerprint(self) -> str:
+        """The content as one string: equal for equal policies, whatever their file."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long to be one, or a folder that cannot be searched
+        return False
+
+
+def _rule_to_dict(rule: Rule) -> dict[str, Any]:
+    match = {key: getattr(rule.match, key) for key in schema.MATCH if getattr(rule.match, key)}
+    return {"match": {key: _plain(value) for key, value in match.items()}, "use": _use(rule.use)}
+
+
+def _use(use: Use) -> dict[str, Any] | str:
+    """`use` in its shortest form: one precision for three equal ones, alone as a bare word."""
+    values = {key: getattr(use, key) for key in schema.USE if key != "precision"}
+    plain = {key: _plain(value) for key, value in values.items() if value is not None}
+    if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
+        return plain
+    rest = {key: value for key, value in plain.items() if key not in tuple(Gemm)}
+    return {"precision": str(use.fprop), **rest} if rest else str(use.fprop)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        words = [str(item) for item in value]
+        return words[0] if len(words) == 1 else words
+    if isinstance(value, ElemType):
+        return value.name
+    return str(value) if isinstance(value, str) else value

@@ -1,0 +1,19 @@
+"""Reports: for every matmul in a model, what was done, by which kernel, and why not."""
+
+from mxcompile.report.record import GemmRecord, OperandFormat, Part, Summary
+from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, reports
+from mxcompile.report.report import FORMS, Report, form_of
+
+__all__ = [
+    "FORMS",
+    "REGISTRY",
+    "GemmRecord",
+    "Ledger",
+    "OperandFormat",
+    "Part",
+    "Report",
+    "Summary",
+    "clear_reports",
+    "form_of",
+    "reports",
+]

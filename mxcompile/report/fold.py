@@ -1,0 +1,100 @@
+"""Folding: layers that differ only in numbers of their path become one row.
+
+``model.layers.0.mlp.up_proj`` … ``model.layers.31.mlp.up_proj`` → ``model.layers.0-31.mlp.up_proj``
+
+A folded name stands for exactly the layers it spells out: of ``0.experts.0``, ``0.experts.1`` and
+``1.experts.0`` the first two become ``0.experts.0-1``, and the third is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mxcompile.report.record import GemmRecord
+
+_Step = str | frozenset[int]
+_Path = tuple[_Step, ...]
+_Group = tuple[_Path, list[int]]
+_ANY: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Equal layers: their folded name, how many there are, and the records of one of them."""
+
+    name: str
+    count: int
+    gemms: tuple[GemmRecord, ...]
+
+
+def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
+    """`gemms` as rows of equal layers, in the order of their first layer's first GEMM."""
+    layers: dict[tuple[object, ...], list[GemmRecord]] = {}
+    for gemm in gemms:
+        layers.setdefault((gemm.graph, gemm.name, gemm.role, gemm.source), []).append(gemm)
+    ordered = list(layers.values())
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, records in enumerate(ordered):
+        alike.setdefault(_likeness(records), []).append(index)
+    folded = [
+        (path, members)
+        for group in alike.values()
+        for path, members in _merged([(_path(ordered[i][0].name), [i]) for i in group])
+    ]
+    return [
+        Row(name=_spelled(path), count=len(members), gemms=tuple(ordered[members[0]]))
+        for path, members in sorted(folded, key=lambda row: row[1][0])
+    ]
+
+
+def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
+    """What two layers must have in common to be one row."""
+    path = _path(records[0].name)
+    return tuple(_ANY if isinstance(step, frozenset) else step for step in path), tuple(
+        (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason)
+        for g in records
+    )
+
+
+def _path(name: str) -> _Path:
+    """The steps of `name`, its numbers as sets."""
+    return tuple(
+        frozenset({int(step)}) if step.isdecimal() and str(int(step)) == step else step
+        for step in name.split(".")
+    )
+
+
+def _merged(groups: list[_Group]) -> list[_Group]:
+    """`groups` with the paths that differ in one number made one, the last number first."""
+    for column in reversed(range(len(groups[0][0]))):
+        buckets: dict[_Path, list[_Group]] = {}
+        for path, members in groups:
+            rest = path[:column] + path[column + 1 :]
+            buckets.setdefault(rest, []).append((path, members))
+        groups = [_joined(bucket, column) for bucket in buckets.values()]
+    return groups
+
+
+def _joined(groups: list[_Group], column: int) -> _Group:
+    """One group for `groups`, whose paths are equal outside `column`."""
+    path = groups[0][0]
+    numbers = [step for other, _ in groups if isinstance(step := other[column], frozenset)]
+    step = _ANY.union(*numbers) if numbers else path[column]
+    members = sorted(member for _, members in groups for member in members)
+    return (*path[:column], step, *path[column + 1 :]), members
+
+
+def _spelled(path: _Path) -> str:
+    return ".".join(_ranges(step) if isinstance(step, frozenset) else step for step in path)
+
+
+def _ranges(numbers: frozenset[int]) -> str:
+    """``{0, 1, 2, 5}`` → ``0-2,5``."""
+    ordered = sorted(numbers)
+    starts = [number for number in ordered if number - 1 not in numbers]
+    ends = [number for number in ordered if number + 1 not in numbers]
+    return ",".join(
+        f"{start}" if start == end else f"{start}-{end}"
+        for start, end in zip(starts, ends, strict=True)
+    )

@@ -1,0 +1,107 @@
+"""What a report holds: one record per GEMM and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+SCHEMA = 1
+"""Version of the JSON form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperandFormat:
+    """How one operand of a GEMM was quantized.
+
+    operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
+    along the contraction dimension, or "32x32". rounding: of the scale.
+    """
+
+    operand: str
+    elem: str
+    block: str
+    rounding: str
+
+    def __str__(self) -> str:
+        return f"{self.operand}:{self.elem} {self.block} {self.rounding}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmRecord:
+    """One matrix product of the model: what was done with it, by which kernel, and why.
+
+    name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
+    "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size
+    is its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype.
+    formats: of both operands, empty unless MXFP8. kernel: what the lowering chose, "" before lowering.
+    reason: for the precision. source: ``file:line``. graph: position of its graph in the report.
+    """
+
+    name: str
+    role: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    precision: str
+    reason: str
+    batch: int = 1
+    formats: tuple[OperandFormat, ...] = ()
+    kernel: str = ""
+    module: str = ""
+    source: str = ""
+    graph: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: two per multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """A report in numbers.
+
+    target, policy: what was compiled for and by which policy. num_gemms: records. flop_share: part of all
+    matmul FLOPs in MXFP8, 0 to 1. saved_bytes: kept from forward to backward; saved_bytes_bf16: the same
+    without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
+    holds them; weight_bytes_bf16: in BF16. pass_time_us: spent in the passes. graphs: compiled graphs.
+    graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
+    "miss", or "off". warnings: what a user should know.
+    """
+
+    target: str = ""
+    policy: str = ""
+    num_gemms: int = 0
+    flop_share: float = 0.0
+    saved_bytes: int | None = None
+    saved_bytes_bf16: int | None = None
+    weight_bytes: int = 0
+    weight_bytes_bf16: int = 0
+    pass_time_us: float = 0.0
+    graphs: int = 0
+    graph_breaks: int = 0
+    cache: str = "off"
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What is known of one compiled graph: its records and its share of the summary's numbers."""
+
+    gemms: tuple[GemmRecord, ...] = ()
+    saved_bytes: int | None = None
+    saved_bytes_bf16: int | None = None
+    weight_bytes: int = 0
+    weight_bytes_bf16: int = 0
+    pass_time_us: float = 0.0
+    graph_breaks: int = 0
+    cache: str = "off"
+    warnings: tuple[str, ...] = field(default=())
+
+
+def flop_share(gemms: Iterable[GemmRecord]) -> float:
+    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none."""
+    gemms = tuple(gemms)
+    total = sum(gemm.flops for gemm in gemms)
+    return sum(gemm.flops for gemm in gemms if gemm.precision == "mxfp8") / total if total else 0.0

@@ -1,0 +1,131 @@
+"""`Report`: everything that was done to the matmuls of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.report.record import (
+    SCHEMA,
+    GemmRecord,
+    OperandFormat,
+    Part,
+    Summary,
+    flop_share,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One record per GEMM and attention product, none missing, and a summary.
+
+    ``str(report)`` is the text form with equal layers folded; `save` writes the form its suffix
+    names.
+    """
+
+    gemms: tuple[GemmRecord, ...]
+    summary: Summary
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], *, target: str, policy: str) -> Report:
+        """The report of a model compiled as several graphs, one part each."""
+        gemms = tuple(
+            dataclasses.replace(gemm, graph=index)
+            for index, part in enumerate(parts)
+            for gemm in part.gemms
+        )
+        return cls(
+            gemms=gemms,
+            summary=Summary(
+                target=target,
+                policy=policy,
+                num_gemms=len(gemms),
+                flop_share=flop_share(gemms),
+                saved_bytes=_total(part.saved_bytes for part in parts),
+                saved_bytes_bf16=_total(part.saved_bytes_bf16 for part in parts),
+                weight_bytes=sum(part.weight_bytes for part in parts),
+                weight_bytes_bf16=sum(part.weight_bytes_bf16 for part in parts),
+                pass_time_us=sum(part.pass_time_us for part in parts),
+                graphs=len(parts),
+                graph_breaks=sum(part.graph_breaks for part in parts),
+                cache=_cache(parts),
+                warnings=tuple(dict.fromkeys(w for part in parts for w in part.warnings)),
+            ),
+        )
+
+    def __str__(self) -> str:
+        from mxcompile.report.text import to_text
+
+        return to_text(self)
+
+    def to_json(self) -> str:
+        """The report as JSON with ``"schema": 1``; `from_json` reads it back."""
+        data = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report `to_json` wrote. Raises `OptionError` if `text` is not one."""
+        try:
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise OptionError(f"report schema {data['schema']} is not {SCHEMA}")
+            gemms = tuple(_record(raw) for raw in data["gemms"])
+            raw = data["summary"]
+            return cls(gemms=gemms, summary=Summary(**{**raw, "warnings": tuple(raw["warnings"])}))
+        except OptionError:
+            raise
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise OptionError(f"not an mxcompile report: {error!r}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to `path` in the form of its suffix: see `FORMS`."""
+        path, form = Path(path), form_of(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(form(self), encoding="utf-8")
+
+
+def _text(report: Report) -> str:
+    return f"{report}\n"
+
+
+def _markdown(report: Report) -> str:
+    from mxcompile.report.text import to_markdown
+
+    return to_markdown(report)
+
+
+FORMS: dict[str, Callable[[Report], str]] = {
+    ".txt": _text,
+    ".md": _markdown,
+    ".json": Report.to_json,
+}
+"""How a report is written, by file suffix."""
+
+
+def form_of(path: str | Path) -> Callable[[Report], str]:
+    """The writer for `path`. Raises `OptionError` for a suffix without one."""
+    suffix = Path(path).suffix
+    if suffix not in FORMS:
+        raise OptionError(f"report {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
+    return FORMS[suffix]
+
+
+def _record(raw: dict[str, Any]) -> GemmRecord:
+    formats = tuple(OperandFormat(**operand) for operand in raw["formats"])
+    return GemmRecord(**{**raw, "formats": formats})
+
+
+def _total(values: Any) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _cache(parts: Sequence[Part]) -> str:
+    states = {part.cache for part in parts}
+    return states.pop() if len(states) == 1 else "partial" if states else "off"

@@ -1,0 +1,59 @@
+"""Reports kept beside Inductor's caches, for compiles that those caches answer.
+
+A report is looked up by everything it depends on (see `Compilation`), so one that is found is the one a
+fresh compile would make. The files are JSON; a damaged one counts as missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from mxcompile.report import GemmRecord, OperandFormat, Part
+
+log = logging.getLogger(__name__)
+
+
+def key(*parts: str) -> str:
+    """One key for all `parts`."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _path(name: str) -> Path:
+    return Path(cache_dir()) / "mxcompile" / f"{name}.json"
+
+
+def save(name: str, part: Part) -> None:
+    """Keep `part` under `name`. A directory that cannot be written is logged, not an error."""
+    path = _path(name)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("cannot keep the report beside Inductor's cache: %s", error)
+
+
+def load(name: str) -> Part | None:
+    """The part kept under `name`, or None."""
+    try:
+        raw = json.loads(_path(name).read_text(encoding="utf-8"))
+        gemms = tuple(
+            GemmRecord(
+                **{**gemm, "formats": tuple(OperandFormat(**f) for f in gemm["formats"])}
+            )
+            for gemm in raw["gemms"]
+        )
+        return Part(**{**raw, "gemms": gemms, "warnings": tuple(raw["warnings"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("stored report %s is not readable: %s", name, error)
+        return None

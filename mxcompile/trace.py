@@ -1,0 +1,58 @@
+"""Tracing a captured graph through the hooks without lowering it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
+
+from mxcompile.decompositions import table
+
+if TYPE_CHECKING:
+    from mxcompile.compilation import Compilation
+
+
+def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Run the hooks of `compilation` over a copy of `gm`, on the way compile_fx takes, without the caches.
+
+    Inductor's own passes run too, so that what is found is what a compile finds; code generation does not.
+    """
+
+    def inner_compile(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+        compilation.lower(graph.graph)
+        return _Unused()
+
+    with functorch_config.patch(enable_autograd_cache=False), torch._guards.tracing(None):
+        compile_fx(
+            _copy(gm),
+            list(example_inputs),
+            inner_compile=inner_compile,  # type: ignore[arg-type]
+            config_patches={**compilation.config_patches(), "force_disable_caches": True},
+            decompositions=table(),
+        )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with a graph of its own, the same parameters, and what Dynamo has noted about its inputs."""
+    result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    result.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        result._param_name_to_source = gm._param_name_to_source
+    for old, new in zip(gm.graph.nodes, result.graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return result
+
+
+class _Unused:
+    """Stands for compiled code that is never called."""
+
+    _boxed_call = True
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("a traced graph was run")

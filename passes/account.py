@@ -1,0 +1,94 @@
+"""Counting bytes: weights, and what forward keeps for backward with and without mxcompile."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import Kind, hint, tag_of, tensor
+from mxcompile.graph.transpose import untransposed
+from mxcompile.passes.flow import origin
+from mxcompile.policy import Gemm
+
+
+def weight_bytes(graph: fx.Graph) -> tuple[int, int]:
+    """Bytes of the weights of the linear layers of `graph`, as stored and in BF16; each weight once."""
+    weights: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
+            continue
+        stored = _stored_weight(node, tag.tensors.index("w"))
+        value = tensor(stored)
+        if stored is not None and value is not None:
+            weights[stored] = _numel(value.shape)
+    held = sum(
+        numel * value.element_size()
+        for node, numel in weights.items()
+        if (value := tensor(node)) is not None
+    )
+    return held, 2 * sum(weights.values())
+
+
+def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:
+    """The tensor a forward GEMM's weight is stored in, before casts and views."""
+    if packet(node) in ops.PRODUCTS:
+        qdata = untransposed(node.args[2 * side])[0]
+        cast = qdata.args[0] if packet(qdata) is operator.getitem else qdata
+        return origin(cast.args[0]) if packet(cast) in ops.CASTS else origin(cast)
+    matrices = [
+        arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None
+        and v.ndim > 1
+    ]
+    return origin(matrices[-2:][side]) if len(matrices) > side else None
+
+
+def saved_bytes(forward: fx.Graph, num_outputs: int) -> tuple[int, int]:
+    """Bytes that `forward`, a partitioned forward graph, keeps for backward; and those it would without
+    mxcompile, where every FP8 copy is a copy of its source in the model's dtype.
+
+    num_outputs: the model's own outputs, which come first. Inputs that are kept cost nothing.
+    """
+    (outputs,) = forward.find_nodes(op="output")
+    kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
+    kept = [n for n in kept if n.op != "placeholder" and tensor(n) is not None]
+    total = sum(map(_bytes, kept))
+    quantized = [n for n in kept if _cast_of(n) is not None]
+    sources = {origin(n) for n in kept if n not in quantized}
+    replaced = 0
+    for node in quantized:
+        cast = _cast_of(node)
+        assert cast is not None
+        source = origin(cast.args[0])
+        if source not in sources and source.op != "placeholder":
+            sources.add(source)
+            replaced += _numel(node.meta["val"].shape) * cast.meta.get("mx_itemsize", 2)
+    return total, total - sum(map(_bytes, quantized)) + replaced
+
+
+def _cast_of(node: fx.Node) -> fx.Node | None:
+    """The cast that made `node`, elements or scales, seen through a transpose."""
+    node = untransposed(node)[0]
+    if packet(node) is not operator.getitem:
+        return None
+    cast: Any = node.args[0]
+    return cast if packet(cast) in ops.CASTS else None
+
+
+def _bytes(node: fx.Node) -> int:
+    value = tensor(node)
+    assert value is not None
+    return _numel(value.shape) * value.element_size()
+
+
+def _numel(shape: Iterable[Any]) -> int:
+    total = 1
+    for size in shape:
+        total *= hint(size)
+    return total
+

@@ -1,0 +1,219 @@
+"""find: put a `GemmTag` on every matmul-like node and tie the GEMMs of a layer together.
+
+    y = x·Wᵀ (fprop)    dx = dy·W (dgrad)    dW = dyᵀ·x (wgrad)
+
+A backward GEMM belongs to the forward GEMM with the same ``seq_nr`` that shares an operand with it; where
+no sequence number helps, the shared operand alone decides. Which GEMM it is follows from the shared
+operand: the weight (dgrad) or the input (wgrad). Does not look inside operators (see `opsets.is_opaque`)
+and changes no node but for its tag.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile.passes.flow import Depends, dependencies, graph_input, origin
+from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
+from mxcompile.graph.opsets import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    is_matmul_like,
+    MATMULS,
+    is_opaque,
+    QUANTIZED_MATMULS,
+    packet,
+)
+from mxcompile.graph.shapes import Sizes, attention_sizes, matmul_sizes, operands
+from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of, tensor
+from mxcompile.policy import Gemm, Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Find:
+    """Options: `inputs`, those of the captured graph; `prefix`, put before module paths; `first_index`,
+    where the numbering of GEMMs starts.
+    """
+
+    name: ClassVar[str] = "find"
+    inputs: tuple[GraphInput, ...] = ()
+    prefix: str = ""
+    first_index: int = 0
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Tag all matmul-like nodes of `graph`."""
+        depends = dependencies(graph, self.inputs)
+        finder = _Finder(self, depends)
+        matmuls = [node for node in graph.nodes if is_matmul_like(node)]
+        for node in matmuls:
+            if Depends.GRADIENT not in depends[node]:
+                finder.tag_forward(node)
+        for node in matmuls:
+            if Depends.GRADIENT in depends[node]:
+                finder.tag_backward(node)
+        index = itertools.count(self.first_index)
+        for node in matmuls:
+            set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
+
+
+class _Finder:
+    """State of one run: the forward nodes by sequence number and by operand."""
+
+    def __init__(self, options: Find, depends: dict[fx.Node, Depends]) -> None:
+        self._options = options
+        self._depends = depends
+        self._by_seq: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+
+    def tag_forward(self, node: fx.Node) -> None:
+        """Tag a node of the forward as the first GEMM of a layer of its own."""
+        path, module = module_of(node)
+        if packet(node) in MATMULS:
+            kind, tensors = self._kind_of_matmul(node)
+            if kind is Kind.LINEAR:
+                path = layer_name(path, self._weight_path(operands(node)[tensors.index("w")]))
+            sizes = [matmul_sizes(node)]
+            if tensors == ("w", "x"):  # Wx: m still counts the rows of x
+                batch, m, n, k = sizes[0]
+                sizes = [(batch, n, m, k)]
+        else:
+            kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
+        name = ".".join(part for part in (self._options.prefix, path) if part)
+        tag = GemmTag(
+            layer=node.name,
+            name=name,
+            module=module,
+            source=source_of(node),
+            gemm=Gemm.FPROP,
+            kind=kind,
+            tensors=tensors,
+            **_hints(sizes[0]),
+        )
+        set_tag(node, *_per_product(tag, sizes))
+        self._by_seq[node.meta.get("seq_nr", -1)].append(node)
+        for operand in _origins(node):
+            self._by_operand[operand].append(node)
+
+    def tag_backward(self, node: fx.Node) -> None:
+        """Tag a node of the backward as a GEMM of its forward node's layer."""
+        forward = self._forward_of(node)
+        if packet(node) in MATMULS:
+            sizes = [matmul_sizes(node)]
+        else:
+            sizes = _sizes_of_other(node)
+        if forward is None:
+            self.tag_forward(node)
+            set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
+            return
+        known = tags_of(forward)[0]
+        gemm, tensors = Gemm.DGRAD, ("x", "x")
+        if known.kind is Kind.LINEAR:
+            weight = origin(operands(forward)[known.tensors.index("w")])
+            gemm = Gemm.DGRAD if weight in _origins(node) else Gemm.WGRAD
+            other = "w" if gemm is Gemm.DGRAD else "x"
+            left = operands(node)[0]
+            tensors = ("dy", other) if Depends.GRADIENT in self._depends[left] else (other, "dy")
+        tag = replace(known, gemm=gemm, tensors=tensors, **_hints(sizes[0]))
+        set_tag(node, *_per_product(tag, sizes))
+
+    def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
+        left, right = operands(node)
+        weights = self._is_weight(left), self._is_weight(right)
+        if weights == (False, True) and self._is_data(left):
+            return Kind.LINEAR, ("x", "w")
+        if weights == (True, False) and self._is_data(right):
+            return Kind.LINEAR, ("w", "x")
+        return Kind.PRODUCT, ("x", "x")
+
+    def _is_weight(self, node: Any) -> bool:
+        """Whether `node` is made from parameters alone, and is stored as a matrix."""
+        if not isinstance(node, fx.Node) or self._depends[node] != Depends.PARAMETER:
+            return False
+        stored = tensor(origin(node))
+        return stored is not None and stored.ndim >= 2
+
+    def _is_data(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and bool(
+            self._depends[node] & (Depends.DATA | Depends.GRADIENT)
+        )
+
+    def _weight_path(self, weight: fx.Node) -> str:
+        source = origin(weight)
+        if source.op != "placeholder":
+            return ""
+        known = graph_input(source, self._options.inputs)
+        return known.path if known is not None else ""
+
+    def _forward_of(self, node: fx.Node) -> fx.Node | None:
+        """The forward node whose gradient `node` computes a part of."""
+        same_seq = self._by_seq.get(node.meta.get("seq_nr", -1), [])
+        if packet(node) in ATTENTION_BACKWARD:
+            return next((n for n in same_seq if packet(n) in ATTENTION_FORWARD), None)
+        shared = _origins(node)
+        matching = [n for n in same_seq if packet(n) in MATMULS and shared & _origins(n)]
+        if not matching:
+            candidates = [n for operand in shared for n in self._by_operand.get(operand, [])]
+            matching = [n for n in candidates if _can_be_gradient(node, n)]
+        return matching[0] if matching else None
+
+
+def _origins(node: fx.Node) -> frozenset[fx.Node]:
+    return frozenset(origin(arg) for arg in operands(node) if isinstance(arg, fx.Node))
+
+
+def _can_be_gradient(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether the sizes of `node` are those of `forward` in another order."""
+    if packet(forward) not in MATMULS or len(tags_of(forward)) != 1:
+        return False
+    return sorted(map(hint, matmul_sizes(node))) == sorted(map(hint, matmul_sizes(forward)))
+
+
+def _unmatched(tag: GemmTag) -> GemmTag:
+    """A backward GEMM without a forward one: a product of its own, which stays as it is."""
+    kind = Kind.PRODUCT if tag.kind is Kind.LINEAR else tag.kind
+    return replace(tag, gemm=Gemm.DGRAD, kind=kind)
+
+
+def _kind_of_other(node: fx.Node) -> Kind:
+    if is_opaque(node):
+        return Kind.OPAQUE
+    return Kind.QUANTIZED if packet(node) in QUANTIZED_MATMULS else Kind.ATTENTION
+
+
+def _sizes_of_other(node: fx.Node) -> list[Sizes]:
+    """Sizes of the products of a node that is not a plain matmul.
+
+    An attention forward has two, its backward four: dP and dV of softmax·v, dQ and dK of q·kᵀ.
+    """
+    if packet(node) in QUANTIZED_MATMULS:
+        return [matmul_sizes(node)]
+    if is_opaque(node):
+        return [(1, 0, 0, 0)]
+    scores, values = attention_sizes(node)
+    if packet(node) in ATTENTION_FORWARD:
+        return [scores, values]
+    return [*_gradients(scores), *_gradients(values)]
+
+
+def _gradients(sizes: Sizes) -> list[Sizes]:
+    batch, m, n, k = sizes
+    return [(batch, m, k, n), (batch, n, k, m)]
+
+
+def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
+    """One tag per product of a node; those of an attention know their role."""
+    if len(sizes) == 1:
+        return [tag]
+    half = len(sizes) // 2
+    roles = [Role.ATTN_SCORES] * half + [Role.ATTN_VALUES] * half
+    return [
+        replace(tag, role=role, **_hints(size)) for role, size in zip(roles, sizes, strict=True)
+    ]
+
+
+def _hints(sizes: Sizes) -> dict[str, int]:
+    return dict(zip(("batch", "m", "n", "k"), map(hint, sizes), strict=True))

@@ -1,0 +1,68 @@
+"""The order of the passes, and what surrounds each: timing, verification, printing.
+
+``TORCH_LOGS="+mxcompile.passes"`` prints the graph after every pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from torch import fx
+
+from mxcompile.graph.printer import Printed
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.decide import Decide
+from mxcompile.passes.find import Find
+from mxcompile.graph.names import GraphInput
+from mxcompile.passes.restore import Restore
+from mxcompile.passes.rewrite import Rewrite
+from mxcompile.passes.save import Save
+from mxcompile.passes.share import Share
+from mxcompile.passes.verify import verify
+from mxcompile.policy import Policy
+
+log = logging.getLogger(__name__)
+
+
+class Pass(Protocol):
+    """One rewrite of a graph, in place."""
+
+    name: ClassVar[str]
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Transform `graph`, a valid graph, into a valid graph."""
+
+
+def joint_passes(
+    *,
+    inputs: tuple[GraphInput, ...],
+    policy: Policy,
+    strict: bool = False,
+    prefix: str = "",
+    first_index: int = 0,
+) -> tuple[Pass, ...]:
+    """The passes over a joint or inference graph, in order."""
+    return (
+        Find(inputs=inputs, prefix=prefix, first_index=first_index),
+        Classify(inputs=inputs),
+        Decide(policy=policy, strict=strict),
+        Rewrite(),
+        Restore(),
+        Share(),
+        Save(),
+    )
+
+
+def run(passes: Sequence[Pass], graph: fx.Graph) -> float:
+    """Apply `passes` to `graph` in order, verifying after each. Returns the time taken, in µs."""
+    start = time.perf_counter()
+    decided = False
+    for step in passes:
+        step.apply(graph)
+        decided = decided or isinstance(step, Decide)
+        verify(graph, step.name, decided=decided)
+        log.debug("%s", Printed(graph, step.name))
+    return (time.perf_counter() - start) * 1e6

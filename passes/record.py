@@ -1,0 +1,58 @@
+"""Tags to report records."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.errors import VerificationError
+from mxcompile.graph.opsets import is_matmul_like, packet
+from mxcompile.graph.tags import GemmTag, tags_of
+from mxcompile.report import GemmRecord, OperandFormat
+
+
+def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
+    """One record per GEMM of `graph`, by index. Raises `VerificationError` if one is missing."""
+    tags = sorted(
+        (tag for node in graph.nodes for tag in tags_of(node)), key=lambda tag: tag.index
+    )
+    untagged = [
+        node.name
+        for node in graph.nodes
+        if (is_matmul_like(node) or packet(node) in ops.PRODUCTS) and not tags_of(node)
+    ]
+    first = tags[0].index if tags else 0
+    if untagged or [tag.index for tag in tags] != list(range(first, first + len(tags))):
+        raise VerificationError(f"matmuls without a record: {untagged or 'lost in a pass'}")
+    return tuple(map(_record, tags))
+
+
+def _record(tag: GemmTag) -> GemmRecord:
+    assert tag.choice is not None
+    return GemmRecord(
+        name=tag.name,
+        role=str(tag.role),
+        gemm=str(tag.gemm),
+        batch=tag.batch,
+        m=tag.m,
+        n=tag.n,
+        k=tag.k,
+        precision=str(tag.choice.precision),
+        reason=tag.choice.reason,
+        formats=_formats(tag),
+        kernel=tag.kernel,
+        module=tag.module,
+        source=tag.source,
+    )
+
+
+def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
+    return tuple(
+        OperandFormat(
+            operand=operand,
+            elem=fmt.elem.name,
+            block=str(fmt.tile),
+            rounding=str(fmt.rounding),
+        )
+        for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
+    )

@@ -1,0 +1,68 @@
+"""restore: decompose again the degenerate matmuls that stay in BF16.
+
+Inductor turns products with a contraction of length one into a multiplication, and matrix-vector products
+into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided. Those
+that stay as they are get Inductor's form back, and its exactness: a rotary embedding's positions × frequencies
+must not meet a GEMM that rounds its inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import matmul_sizes, operands
+from mxcompile.graph.tags import set_tag, tag_of, tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restore:
+    """No options."""
+
+    name: ClassVar[str] = "restore"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Decompose the degenerate matmuls of `graph`; their tags stay on the result."""
+        build = Builder(graph, self.name)
+        for node in list(graph.nodes):
+            tag = tag_of(node)
+            if tag is None or tag.formats is not None:
+                continue
+            with graph.inserting_before(node):
+                result = _decomposed(node, build)
+            if result is not None:
+                set_tag(result, replace(tag, kernel=str(packet(result))))
+                build.replace(node, result)
+
+
+def _decomposed(node: fx.Node, build: Builder) -> fx.Node | None:
+    what = packet(node)
+    if what in (aten.mm, aten.bmm):
+        k = matmul_sizes(node)[3]
+        if isinstance(k, int) and k == 1 and _same_dtype(node):
+            return build.call(aten.mul.Tensor, *operands(node), like=node)
+    if what is aten.mv and _same_dtype(node):
+        value = tensor(node)
+        assert value is not None
+        matrix, vector = (_to(operand, torch.float32, build) for operand in operands(node))
+        product = build.call(aten.mul.Tensor, matrix, vector, like=node)
+        total = build.call(aten.sum.dim_IntList, product, [1], like=node)
+        return _to(total, value.dtype, build)
+    return None
+
+
+def _same_dtype(node: fx.Node) -> bool:
+    dtypes = {value.dtype for n in (node, *operands(node)) if (value := tensor(n)) is not None}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _to(node: fx.Node, dtype: torch.dtype, build: Builder) -> fx.Node:
+    value = tensor(node)
+    if value is not None and value.dtype is dtype:
+        return node
+    return build.call(torch.ops.prims.convert_element_type.default, node, dtype, like=node)

@@ -1,0 +1,197 @@
+"""rewrite: replace every GEMM decided to be MXFP8 by mx operators.
+
+    a[M, K] · b[K, N]  →  scaled_mm(quantize(a along K), quantize(b along K))
+
+Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
+A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
+they read equal nodes. Numerics change in this pass and in no other.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, Format, Tile
+from mxcompile.graph.build import Builder
+from mxcompile.passes.operand import widest
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import GemmTag, set_tag, tag_of, tags_of, tensor
+from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.policy import Gemm, Saved
+
+Quantized = tuple[fx.Node, fx.Node]
+"""qdata and scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewrite:
+    """No options: what to do is in the tags."""
+
+    name: ClassVar[str] = "rewrite"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Rewrite the GEMMs of `graph` whose tags carry formats."""
+        writer = _Writer(graph)
+        for node in list(graph.nodes):
+            tag = tag_of(node)
+            if tag is not None and tag.formats is not None:
+                writer.rewrite(node, tag, tag.formats)
+        graph.eliminate_dead_code()
+
+
+class _Writer:
+    """State of one run: the casts made so far."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._build = Builder(graph, Rewrite.name)
+        self._casts: dict[tuple[fx.Node, int, Format], Quantized] = {}
+
+    def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
+        """Replace `node`, a GEMM, by mx operators."""
+        with self._graph.inserting_before(node):
+            left, right = (self._as_matrix(operand, node) for operand in operands(node))
+            if packet(node) is aten._grouped_mm:
+                result = self._grouped(node, tag, left, right, formats)
+            else:
+                a = self._quantize(left, -1, formats[0], tag, node)
+                b = self._quantize(right, -2, formats[1], tag, node)
+                result = self._product(node, a, b)
+        self._build.replace(node, result)
+
+    def _as_matrix(self, operand: Any, node: fx.Node) -> fx.Node:
+        value = tensor(operand)
+        assert value is not None
+        if value.ndim > 1:
+            return operand  # type: ignore[no-any-return]
+        return self._build.call(aten.unsqueeze.default, operand, 1, like=node)
+
+    def _product(self, node: fx.Node, a: Quantized, b: Quantized) -> fx.Node:
+        """scaled_mm with what the replaced operator adds to the product."""
+        what, out = packet(node), tensor(node)
+        assert out is not None
+        biased = what in (aten.addmm, aten.baddbmm, aten.addmv)
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        plain = alpha == 1 and beta == 1 and what is not aten.addmv
+        bias = node.args[0] if biased and plain else None
+        result = self._build.call(ops.scaled_mm, *a, *b, bias, out.dtype, like=node)
+        set_tag(result, *tags_of(node))
+        if what in (aten.mv, aten.addmv):
+            result = self._build.call(aten.squeeze.dim, result, 1, like=node)
+        if biased and not plain:
+            added = node.args[0]
+            if alpha != 1:
+                result = self._build.call(aten.mul.Tensor, result, alpha, like=node)
+            if beta != 1:
+                added = self._build.call(aten.mul.Tensor, added, beta, like=node)
+            if beta != 0:
+                result = self._build.call(aten.add.Tensor, result, added, like=node)
+        return result
+
+    def _grouped(
+        self,
+        node: fx.Node,
+        tag: GemmTag,
+        left: fx.Node,
+        right: fx.Node,
+        formats: tuple[Format, Format],
+    ) -> fx.Node:
+        out, offs = tensor(node), node.args[2]
+        assert out is not None
+        assert isinstance(offs, fx.Node)
+        if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
+            left, right = (self._zero_past_end(side, offs, node) for side in (left, right))
+        a = self._quantize(left, -1, formats[0], tag, node)
+        b = self._quantize(right, -2, formats[1], tag, node)
+        result = self._build.call(ops.scaled_grouped_mm, *a, *b, offs, out.dtype, like=node)
+        set_tag(result, tag)
+        return result
+
+    def _zero_past_end(self, side: fx.Node, offs: fx.Node, node: fx.Node) -> fx.Node:
+        base, swapped = untransposed(side)
+        value = tensor(base)
+        assert value is not None
+        call = self._build.call
+        length = self._build.size(base, 0, like=node)
+        rows = self._build.range(length, value.device, node)
+        end = call(aten.select.int, offs, 0, -1, like=node)
+        mask = call(aten.unsqueeze.default, call(aten.lt.Tensor, rows, end, like=node), 1, like=node)
+        zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
+        kept = call(aten.where.self, mask, base, zero, like=node)
+        return transpose(kept, self._build) if swapped else kept
+
+    def _quantize(
+        self, operand: fx.Node, dim: int, fmt: Format, tag: GemmTag, node: fx.Node
+    ) -> Quantized:
+        """qdata and scale of `operand` in blocks along `dim` (−1 or −2), one cast per source."""
+        source, swapped = untransposed(widest(operand, self._build))
+        if swapped:
+            dim = -3 - dim
+        transcode = tag.saved is Saved.TRANSCODE and tag.gemm is Gemm.WGRAD
+        if fmt.tile is Tile.SQUARE:
+            cast = self._square_cast(source, dim, fmt, node)
+        elif transcode and (source, -1, fmt) in self._casts:
+            cast = self._transcoded(source, dim, fmt, node)
+        else:
+            cast = self._cast(source, dim, fmt, node)
+        _note_itemsize(cast, operand)
+        if swapped:
+            qdata, scale = cast
+            return transpose(qdata, self._build), transpose(scale, self._build)
+        return cast
+
+    def _cast(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+        key = (source, dim, fmt)
+        if key not in self._casts:
+            like = source if source.op == "call_function" else node
+            self._casts[key] = self._emit(source, dim, fmt, like)
+        return self._casts[key]
+
+    def _emit(self, source: fx.Node, dim: int, fmt: Format, like: fx.Node) -> Quantized:
+        square = fmt.tile is Tile.SQUARE
+        pair = self._build.call(
+            ops.quantize, source, dim, fmt.elem.dtype, str(fmt.rounding), square, like=like
+        )
+        qdata = self._build.call(operator.getitem, pair, 0, like=like)
+        scale = self._build.call(operator.getitem, pair, 1, like=like)
+        return qdata, scale
+
+    def _square_cast(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+        """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
+        qdata, scale = self._cast(source, -1, fmt, node)
+        if dim == -1:
+            return qdata, scale
+        value = tensor(source)
+        assert value is not None
+        call = self._build.call
+        rank, width = value.ndim, self._build.size(source, value.ndim - 1, like=node)
+        tiles = call(aten.slice.Tensor, scale, rank - 2, 0, 2**63 - 1, BLOCK, like=node)
+        column = self._build.range(width, value.device, node)
+        tile = call(aten.div.Tensor_mode, column, BLOCK, like=node, rounding_mode="floor")
+        return qdata, call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
+
+    def _transcoded(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+        """The other layout made from the rowwise copy, which then is all that is kept."""
+        key = (source, dim, fmt)
+        if key not in self._casts:
+            qdata, scale = self._casts[source, -1, fmt]
+            value = tensor(source)
+            assert value is not None
+            copy = self._build.call(ops.dequantize, qdata, scale, -1, torch.float32, like=node)
+            self._casts[key] = self._emit(copy, dim, fmt, node)
+        return self._casts[key]
+
+
+def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
+    """Leave on the cast what an element took in the operand it stands for (see `account`)."""
+    value = tensor(operand)
+    made = cast[0].args[0]
+    if isinstance(made, fx.Node) and value is not None:
+        made.meta.setdefault("mx_itemsize", value.element_size())

@@ -1,0 +1,61 @@
+"""save: say what of a layer's input is kept for backward, where the policy asks for more than the default.
+
+    columnwise  the partitioner chooses between the FP8 copy wgrad reads and what it can be made from
+    transcode   the rowwise FP8 copy is kept; the columnwise one is made from it in backward
+    bf16        the source is kept; it is quantized in backward
+
+By default nothing is marked: a columnwise copy is needed by backward alone, so the min-cut partitioner
+weighs its bytes against those of its source, and a weight, which is kept anyway, is cast in backward.
+Numerics do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mxcompile import ops
+from mxcompile.graph.tags import tag_of
+from mxcompile.graph.transpose import untransposed
+from mxcompile.policy import Gemm, Saved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """No options: what to keep is in the tags."""
+
+    name: ClassVar[str] = "save"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Mark the casts of `graph` that have to be made in backward."""
+        for node in graph.nodes:
+            tag = tag_of(node)
+            if tag is None or tag.formats is None or tag.gemm is not Gemm.WGRAD:
+                continue
+            if tag.saved is Saved.COLUMNWISE:
+                continue
+            qdata = node.args[0 if tag.tensors[0] == "x" else 2]
+            cast = untransposed(qdata)[0].args[0]
+            if tag.saved is Saved.TRANSCODE:
+                cast = cast.args[0]
+                if cast.target is not ops.dequantize:
+                    continue
+            if not _read_by_forward(cast):
+                cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _read_by_forward(cast: fx.Node) -> bool:
+    """Whether a forward GEMM reads this cast too, as it may when both contract the same dimension."""
+    readers = [cast]
+    while readers:
+        node = readers.pop()
+        for user in node.users:
+            tag = tag_of(user)
+            if tag is not None and tag.gemm is Gemm.FPROP:
+                return True
+            if tag is None:
+                readers.append(user)
+    return False

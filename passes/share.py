@@ -1,0 +1,56 @@
+"""share: merge equal casts, and the equal views they read.
+
+q, k and v each read a view of one activation; after this pass they read one view and one cast of it.
+Only operators whose result is a function of their arguments are merged, and only within the same
+checkpointing region. Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import CASTS, VIEWS, packet
+from mxcompile.graph.tags import PASS_KEY, tags_of
+
+_MERGED = VIEWS | CASTS | ops.CASTS | {operator.getitem}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """No options."""
+
+    name: ClassVar[str] = "share"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Merge equal nodes of `graph`, the first of them staying."""
+        first: dict[Any, fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_function" or tags_of(node):
+                continue
+            if packet(node) not in _MERGED and PASS_KEY not in node.meta:
+                continue
+            known = first.setdefault(_key(node), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+
+
+def _key(node: fx.Node) -> Any:
+    region = node.meta.get("recompute"), node.meta.get("ac_graph_id")
+    return node.target, _frozen(node.args), _frozen(node.kwargs), region
+
+
+def _frozen(value: Any) -> Any:
+    """`value` in a hashable form that tells 1, 1.0 and True apart."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, slice):
+        return "slice", _frozen((value.start, value.stop, value.step))
+    return type(value), value

@@ -1,0 +1,58 @@
+"""The verifier run between passes: what must hold of a graph that holds aten and mx operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.errors import VerificationError
+from mxcompile.formats import num_blocks
+from mxcompile.graph.opsets import is_matmul_like, packet
+from mxcompile.graph.tags import tags_of, tensor
+
+
+
+def verify(graph: fx.Graph, after: str, *, decided: bool) -> None:
+    """Check `graph` after the pass called `after`. Raises `VerificationError`.
+
+    Every matmul-like node is tagged, with a choice if `decided`; operands of products are FP8 with scales
+    of matching shape; every mx node has a fake value.
+    """
+    try:
+        graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise VerificationError(f"after {after}: {error}") from error
+    for node in graph.nodes:
+        if is_matmul_like(node) or packet(node) in ops.PRODUCTS:
+            tags = tags_of(node)
+            if not tags:
+                raise VerificationError(f"after {after}: {node.format_node()} has no tag")
+            if decided and any(tag.choice is None for tag in tags):
+                raise VerificationError(f"after {after}: {node.format_node()} is not decided")
+        if packet(node) in ops.PRODUCTS:
+            _check_product(node, after)
+        elif packet(node) in ops.CASTS and node.meta.get("val") is None:
+            raise VerificationError(f"after {after}: {node.format_node()} has no value")
+
+
+def _check_product(node: fx.Node, after: str) -> None:
+    for qdata, scale, dim in ((node.args[0], node.args[1], -1), (node.args[2], node.args[3], -2)):
+        found, bytes_ = tensor(qdata), tensor(scale)
+        if found is None or bytes_ is None:
+            raise VerificationError(f"after {after}: {node.format_node()} reads no tensor")
+        expected: list[Any] = list(found.shape)
+        expected[dim] = num_blocks(expected[dim])
+        fp8 = found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        if not fp8 or bytes_.dtype is not torch.uint8 or len(expected) != bytes_.ndim:
+            raise VerificationError(
+                f"after {after}: {node.format_node()} reads {found.dtype} and {bytes_.dtype}"
+            )
+        for wanted, size in zip(expected, bytes_.shape, strict=True):
+            if isinstance(wanted, int) and isinstance(size, int) and wanted != size:
+                raise VerificationError(
+                    f"after {after}: {node.format_node()} reads scales {tuple(bytes_.shape)}"
+                    f" for elements {tuple(found.shape)} along {dim}"
+                )

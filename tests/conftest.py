@@ -1,0 +1,29 @@
+"""Shared by all tests: the import path, and Inductor's caches, new for every run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+for folder in (".", "end_to_end", "passes"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
+_caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """Every test starts without compiled code or reports of another."""
+    import torch
+
+    import mxcompile
+
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    mxcompile.clear_reports()

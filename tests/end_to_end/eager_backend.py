@@ -1,0 +1,71 @@
+"""A Dynamo backend that runs the passes but not Inductor: the rewritten graphs are executed node by node.
+
+The mx operators run their reference implementations, and every intermediate has the dtype the graph says, so
+what differs from an eager model is what the passes did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from mxcompile.capture import capture
+from mxcompile.compilation import Compilation
+from mxcompile.decompositions import table
+from mxcompile.graph.printer import print_ir
+from mxcompile.options import Options
+
+
+class EagerBackend:
+    """Options as for the real backend.
+
+    before: called with every joint or inference graph before the passes. ir: those graphs as text, after
+    them. graphs: the forward, backward and inference graphs that ran.
+    """
+
+    def __init__(self, before: Callable[[fx.Graph], None] | None = None, **options: Any) -> None:
+        self.options = Options.parse(None, options)
+        self.before = before
+        self.ir: list[str] = []
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        compilation = Compilation(self.options, capture(gm, example_inputs, None), gm)
+
+        def passes(graph: fx.GraphModule) -> None:
+            if self.before is not None:
+                self.before(graph.graph)
+            compilation.run_passes(graph.graph)
+            self.ir.append(print_ir(graph.graph))
+
+        def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+            passes(joint)
+            graphs = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+            compilation.count_saved(graphs, kwargs["num_fwd_outputs"])
+            return graphs
+
+        def run(graph: fx.GraphModule, _: Any) -> Any:
+            graph.recompile()
+            self.graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        def inference(graph: fx.GraphModule, inputs: Any) -> Any:
+            passes(graph)
+            return run(graph, inputs)
+
+        compiled = aot_autograd(
+            fw_compiler=run,
+            bw_compiler=run,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=table(),
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+        compilation._lowered = True  # there is nothing to lower, and nothing to look up
+        compilation.finish(gm, example_inputs)
+        return compiled

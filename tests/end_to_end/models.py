@@ -1,0 +1,302 @@
+"""Small models of real architectures, from configs, with a batch each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its keyword arguments, and how to get a scalar loss and logits from what it returns.
+
+    roles: layer → role, as a transformer engineer would say.
+    """
+
+    model: nn.Module
+    kwargs: dict[str, Any]
+    roles: dict[str, str]
+
+    def loss(self, output: Any) -> torch.Tensor:
+        loss = getattr(output, "loss", None)
+        if loss is not None:
+            return loss  # type: ignore[no-any-return]
+        logits = self.logits(output).float()
+        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+        return (logits * direction).mean()
+
+    def logits(self, output: Any) -> torch.Tensor:
+        if isinstance(output, torch.Tensor):
+            return output
+        return output.logits
+
+
+def _text(**extra: Any) -> dict[str, Any]:
+    ids = torch.randint(0, 128, (2, 19), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids, **extra}
+
+
+def _per_layer(prefix: str, layers: range, roles: dict[str, str]) -> dict[str, str]:
+    return {
+        f"{prefix.format(i=i)}.{name}": role for i in layers for name, role in roles.items()
+    }
+
+
+LLAMA_LAYER = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ffn_in",
+    "mlp.up_proj": "ffn_in",
+    "mlp.down_proj": "ffn_out",
+}
+
+
+def llama(**changes: Any) -> Case:
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    config = hf.LlamaConfig(**{**sizes, **changes})
+    return Case(
+        model=hf.LlamaForCausalLM(config),
+        kwargs=_text(use_cache=False),
+        roles={**_per_layer("model.layers.{i}", range(2), LLAMA_LAYER), "lm_head": "head"},
+    )
+
+
+def llama_tied() -> Case:
+    return llama(tie_word_embeddings=True)
+
+
+def llama_eager() -> Case:
+    return llama(attn_implementation="eager")
+
+
+def qwen3() -> Case:
+    config = hf.Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    )
+    return Case(
+        model=hf.Qwen3ForCausalLM(config),
+        kwargs=_text(use_cache=False),
+        roles={**_per_layer("model.layers.{i}", range(2), LLAMA_LAYER), "lm_head": "head"},
+    )
+
+
+def gpt2() -> Case:
+    config = hf.GPT2Config(
+        vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    layer = {
+        "attn.c_attn": "qkv",
+        "attn.c_proj": "attn_out",
+        "mlp.c_fc": "ffn_in",
+        "mlp.c_proj": "ffn_out",
+    }
+    model = hf.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # or transformers warns, which breaks the graph
+    return Case(
+        model=model,
+        kwargs=_text(use_cache=False),
+        roles={**_per_layer("transformer.h.{i}", range(2), layer), "lm_head": "head"},
+    )
+
+
+def bert() -> Case:
+    config = hf.BertConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = {
+        "attention.self.query": "qkv",
+        "attention.self.key": "qkv",
+        "attention.self.value": "qkv",
+        "attention.output.dense": "attn_out",
+        "intermediate.dense": "ffn_in",
+        "output.dense": "ffn_out",
+    }
+    return Case(
+        model=hf.BertForMaskedLM(config),
+        kwargs=_text(),
+        roles={
+            **_per_layer("bert.encoder.layer.{i}", range(2), layer),
+            "cls.predictions.transform.dense": "other",
+            "cls.predictions.decoder": "head",
+        },
+    )
+
+
+def vit() -> Case:
+    config = hf.ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+    )
+    layer = {
+        "attention.q_proj": "qkv",
+        "attention.k_proj": "qkv",
+        "attention.v_proj": "qkv",
+        "attention.o_proj": "attn_out",
+        "mlp.fc1": "ffn_in",
+        "mlp.fc2": "ffn_out",
+    }
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return Case(
+        model=hf.ViTForImageClassification(config),
+        kwargs={"pixel_values": pixels},
+        roles={**_per_layer("vit.layers.{i}", range(2), layer), "classifier": "head"},
+    )
+
+
+def t5() -> Case:
+    config = hf.T5Config(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    attention = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "attn_out"}
+    roles = {"lm_head": "head"}
+    for stack, blocks in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):  # noqa: E501
+        for i in range(2):
+            for at, kind in enumerate(blocks):
+                roles |= {
+                    f"{stack}.block.{i}.layer.{at}.{kind}.{name}": role
+                    for name, role in attention.items()
+                }
+            ffn = f"{stack}.block.{i}.layer.{len(blocks)}.DenseReluDense"
+            roles |= {f"{ffn}.wi": "ffn_in", f"{ffn}.wo": "ffn_out"}
+    return Case(
+        model=hf.T5ForConditionalGeneration(config), kwargs=_text(use_cache=False), roles=roles
+    )
+
+
+def mixtral() -> Case:
+    config = hf.MixtralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    attention = {k: v for k, v in LLAMA_LAYER.items() if k.startswith("self_attn")}
+    layer = {
+        **attention,
+        "mlp.gate": "router",
+        "mlp.experts.gate_up_proj": "expert_in",
+        "mlp.experts.down_proj": "expert_out",
+    }
+    return Case(
+        model=hf.MixtralForCausalLM(config).bfloat16(),  # in FP32 transformers hides its experts
+        kwargs=_text(use_cache=False),
+        roles={**_per_layer("model.layers.{i}", range(2), layer), "lm_head": "head"},
+    )
+
+
+class _Wrapped(nn.Module):
+    """A module called with one positional tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def _features(*shape: int) -> dict[str, Any]:
+    return {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
+
+
+def torch_encoder() -> Case:
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+    roles = {
+        "self_attn.in_proj": "qkv",
+        "self_attn.out_proj": "attn_out",
+        "linear1": "ffn_in",
+        "linear2": "ffn_out",
+    }
+    return Case(
+        model=_Wrapped(nn.TransformerEncoder(layer, 2)),
+        kwargs=_features(2, 19, 64),
+        roles=_per_layer("inner.layers.{i}", range(2), roles),
+    )
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(x, x, x, need_weights=False)[0]
+
+
+def torch_attention() -> Case:
+    return Case(
+        model=_SelfAttention(),
+        kwargs=_features(2, 19, 64),
+        roles={"attn.in_proj": "qkv", "attn.out_proj": "attn_out"},
+    )
+
+
+class _Fused(nn.Module):
+    """Fused QKV and fused gate-up, pre-norm, with the names of neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(64), nn.RMSNorm(64)
+        self.a, self.b = nn.Linear(64, 192), nn.Linear(64, 64, bias=False)
+        self.c, self.d = nn.Linear(64, 192, bias=False), nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.a(self.n1(x)).view(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.b(y.transpose(1, 2).reshape(batch, length, 64))
+        gate, up = self.c(self.n2(x)).chunk(2, dim=-1)
+        return x + self.d(F.silu(gate) * up)
+
+
+def fused() -> Case:
+    return Case(
+        model=nn.Sequential(_Fused(), _Fused()),
+        kwargs={"input": _features(2, 19, 64)["x"]},
+        roles=_per_layer(
+            "{i}", range(2), {"a": "qkv", "b": "attn_out", "c": "ffn_in", "d": "ffn_out"}
+        ),
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    build.__name__: build
+    for build in (
+        llama, llama_tied, llama_eager, qwen3, gpt2, bert, vit, t5, mixtral, torch_encoder,
+        torch_attention, fused,
+    )
+}  # fmt: skip

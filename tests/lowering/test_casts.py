@@ -1,0 +1,137 @@
+"""Compiled casts against the reference implementation, bit for bit, on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mxcompile import ops
+from mxcompile.lowering import casts as casts  # registers the lowerings
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+        return
+    assert found.dtype is expected.dtype
+    assert found.shape == expected.shape
+    nan = expected.float().isnan()
+    assert torch.equal(found.float().isnan(), nan)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+    assert torch.equal(
+        found.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan]
+    )
+
+
+def check(function: Callable[..., Any], *arguments: torch.Tensor, dynamic: bool = False) -> None:
+    compiled = torch.compile(function, backend="inductor", fullgraph=True, dynamic=dynamic)
+    assert_same_bits(compiled(*arguments), function(*arguments))
+
+
+def wild(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Random bit patterns: all exponents, subnormals, zeros of both signs; a few NaN and Inf."""
+    generator = torch.Generator().manual_seed(0)
+    integer = torch.int16 if dtype.itemsize == 2 else torch.int32
+    info = torch.iinfo(integer)
+    bits = torch.randint(info.min, info.max, shape, generator=generator, dtype=integer)
+    x = bits.view(dtype)
+    rare = torch.rand(shape, generator=generator) < 0.001
+    x = torch.where(x.isfinite() | rare, x, torch.tensor(1.5, dtype=dtype))
+    # exponents within a block spread over a few binades, those of blocks over all of them
+    scale = torch.exp2(torch.randint(-100, 100, (shape[0], 1), generator=generator).float())
+    normal = (torch.randn(shape, generator=generator) * scale).to(dtype)
+    return torch.where(torch.rand(shape[0], 1, generator=generator) < 0.5, x, normal)
+
+
+CASES = [
+    pytest.param(dtype, elem, rounding, square, shape, id=f"{dtype}-{elem}-{rounding}-{square}-{shape}")
+    for dtype, elem, rounding, square, shape in [
+        (BF16, E4M3, "rceil", False, (64, 128)),
+        (BF16, E5M2, "floor", False, (64, 128)),
+        (F32, E4M3, "even", False, (96, 64)),
+        (F32, E5M2, "ceil", False, (96, 64)),
+        (F32, E4M3, "rceil", True, (96, 64)),
+        (F16, E4M3, "rceil", False, (64, 64)),
+        (BF16, E4M3, "rceil", False, (33, 70)),
+        (BF16, E5M2, "even", True, (33, 70)),
+        (BF16, E4M3, "floor", False, (1, 48)),
+        (BF16, E4M3, "rceil", False, (0, 64)),
+    ]
+]
+
+
+@pytest.mark.parametrize(("dtype", "elem", "rounding", "square", "shape"), CASES)
+def test_compiled_casts_are_bit_exact(
+    dtype: torch.dtype, elem: torch.dtype, rounding: str, square: bool, shape: tuple[int, int]
+):
+    def casts(x: torch.Tensor) -> Any:
+        results: tuple[torch.Tensor, ...] = ()
+        for dim in (-1, -2):
+            qdata, scale = ops.quantize(x, dim, elem, rounding, square)
+            results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
+            results += (ops.quantize_dequantize(x, dim, elem, rounding, square, F32),)
+        return results
+
+    check(casts, wild(*shape, dtype=dtype))
+
+
+def test_every_bf16_element_compiles_to_the_same_bits():
+    """All 65,536 values, sorted so that neighbours share a block, under both element types."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(BF16)
+    x = x[x.isfinite()].view(-1, 64)
+
+    def casts(x: torch.Tensor) -> Any:
+        return tuple(
+            ops.quantize_dequantize(x, dim, elem, "rceil", False, F32)
+            for dim in (-1, -2)
+            for elem in (E4M3, E5M2)
+        )
+
+    check(casts, x)
+    # again with a large leader in every block, so that the elements fall among the subnormals
+    for leader in (2.0**-100, 1.0, 2.0**100):
+        led = torch.where(x.abs() <= leader, x, torch.tensor(leader, dtype=BF16))
+        led[:, ::32] = leader
+        check(casts, led)
+
+
+def test_casts_of_computed_values_use_the_rounded_value():
+    """A producer fused into the cast must not leak precision its dtype does not have."""
+    x, y = torch.randn(64, 128, dtype=BF16), torch.randn(64, 128, dtype=BF16)
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y  # exact in FP32, so that BF16 holds its correct rounding
+
+    def casts(x: torch.Tensor, y: torch.Tensor) -> Any:
+        z = product(x, y)
+        return *ops.quantize(z, -1, E4M3, "rceil"), *ops.quantize(z, -2, E4M3, "rceil")
+
+    check(casts, x, y)
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (64, 96), (17, 96)])
+def test_dynamic_token_counts(shape: tuple[int, int]):
+    def casts(x: torch.Tensor) -> Any:
+        return (
+            *ops.quantize_both(x, E4M3, "rceil"),
+            ops.quantize_dequantize(x, -2, E4M3, "rceil", False, BF16),
+        )
+
+    check(casts, torch.randn(shape, dtype=BF16), dynamic=True)
+
+
+@pytest.mark.parametrize("view", ["transposed", "expanded", "strided", "batched"])
+def test_sources_of_any_layout(view: str):
+    x = {
+        "transposed": torch.randn(96, 64, dtype=BF16).t(),
+        "expanded": torch.randn(1, 96, dtype=BF16).expand(64, 96),
+        "strided": torch.randn(64, 200, dtype=BF16)[:, 3:195:2],
+        "batched": torch.randn(3, 64, 96, dtype=BF16),
+    }[view]
+    check(lambda x: ops.quantize_both(x, E4M3, "rceil"), x)

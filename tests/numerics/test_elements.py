@@ -1,0 +1,109 @@
+"""Elements: every BF16 value under every scale, every FP8 code under every scale, special values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from reference import FP8, TORCH
+
+import mxcompile
+from mxcompile import MXTensor
+
+
+def bf16_values() -> torch.Tensor:
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("elem", FP8)
+def test_every_bf16_element_under_every_scale(elem: str):
+    """Blocks led by largest·2^k fix the scale at 2^k; all BF16 values of at most that size follow."""
+    dtype, largest, _, _ = FP8[elem]
+    values = bf16_values()
+    values = values[values.isfinite()].float()
+    seen = set()
+    for byte in range(0, 255):
+        leader = torch.tensor(largest * 2.0 ** (byte - 127), dtype=torch.float64).float()
+        if not leader.isfinite():
+            break
+        body = values[values.abs() <= leader]
+        body = torch.nn.functional.pad(body, (0, -body.numel() % 31)).view(-1, 31)
+        blocks = torch.cat([leader.expand(body.shape[0], 1), body], dim=1).bfloat16()
+        quantized = mxcompile.quantize(blocks, elem_dtype=TORCH[elem])
+        assert (quantized.scale.view(torch.uint8) == byte).all()
+        scaled = blocks.double().numpy() * 2.0 ** (127 - byte)
+        expected = scaled.astype(np.float32).astype(dtype)
+        found = quantized.qdata.view(torch.uint8).numpy()
+        np.testing.assert_array_equal(found, expected.view(np.uint8))
+        seen.add(byte)
+    assert seen == set(range(0, max(seen) + 1))
+    assert max(seen) == 254 - FP8[elem][2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("elem", FP8)
+def test_every_code_under_every_scale_dequantizes(elem: str, dtype: torch.dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    qdata = codes.view(TORCH[elem]).view(8, 32).repeat(1, 256)
+    scale = codes.expand(8, 256).contiguous()
+    found = MXTensor(qdata, scale.view(torch.float8_e8m0fnu)).dequantize(dtype)
+    elements = codes.numpy().view(FP8[elem][0]).astype(np.float64).reshape(8, 1, 32)
+    scales = 2.0 ** (np.arange(256.0) - 127)
+    scales[255] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = (elements * scales[:, None]).reshape(8, -1)
+        rounded = exact.astype(np.float32)
+        expected = {
+            torch.float32: rounded,
+            torch.float64: rounded.astype(np.float64),
+            torch.float16: rounded.astype(np.float16),
+            torch.bfloat16: rounded.astype(ml_dtypes.bfloat16).astype(np.float32),
+        }[dtype]
+    found = found.float() if dtype is torch.bfloat16 else found
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_ties_round_to_even_and_values_saturate():
+    block = torch.zeros(32)
+    block[:8] = torch.tensor([256.0, 1.0625, 1.1875, 2.0**-9 * 0.5, 2.0**-9 * 1.5, 500.0, -500.0, -1e-9])
+    q = mxcompile.quantize(block, rounding="floor")
+    assert q.scale.view(torch.uint8).item() == 127
+    expected = [256.0, 1.0, 1.25, 0.0, 2.0**-8, 448.0, -448.0, -0.0]
+    assert q.qdata[:8].float().tolist() == expected
+    assert torch.signbit(q.qdata[7].float())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("elem", FP8)
+def test_nan_and_inf_take_their_block_and_no_other(elem: str, bad: float):
+    x = torch.ones(3, 70)
+    x[1, 40] = bad
+    q = mxcompile.quantize(x, elem_dtype=TORCH[elem])
+    expected = torch.zeros(3, 70, dtype=torch.bool)
+    expected[1, 32:64] = True
+    assert torch.equal(q.qdata.float().isnan(), expected)
+    assert torch.equal(q.dequantize(torch.float32).isnan(), expected)
+    assert (q.scale.view(torch.uint8) == 255).nonzero().tolist() == [[1, 1]]
+
+
+def test_zero_blocks_keep_signs():
+    x = torch.tensor([0.0, -0.0]).repeat(32)
+    q = mxcompile.quantize(x)
+    assert (q.scale.view(torch.uint8) == 0).all()
+    assert torch.equal(torch.signbit(q.dequantize(torch.float32)), torch.signbit(x))
+
+
+def test_torchao_agrees_where_it_is_right():
+    """torchao 0.18 is an independent oracle for finite BF16, except in blocks whose byte is 0."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-60, 60, (512, 8, 1), generator=generator)
+    x = torch.randn(512, 8, 32, generator=generator).ldexp(exponents).view(512, 256).bfloat16()
+    for rounding in ("rceil", "floor", "ceil", "even"):
+        mode = config.ScaleCalculationMode(rounding)
+        for elem in FP8:
+            scale, qdata = mx.to_mx(x, TORCH[elem], 32, mode)
+            found = mxcompile.quantize(x, elem_dtype=TORCH[elem], rounding=rounding)
+            assert torch.equal(found.scale.view(torch.uint8), scale.view(torch.uint8).view(512, 8))
+            assert torch.equal(found.qdata.view(torch.uint8), qdata.view(torch.uint8))

@@ -1,0 +1,73 @@
+"""The mx operators: what `torch.library.opcheck` demands, and their references."""
+
+import pytest
+import torch
+from reference import round_trip
+from torch.library import opcheck
+
+from mxcompile import ops
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+# opcheck's schema test compares inputs before and after, which torch cannot do for FP8
+WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (64, 64), (0, 5), (3, 0), (2, 33, 65)])
+@pytest.mark.parametrize("square", [False, True])
+def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
+    x = torch.randn(shape, dtype=BF16)
+    for dim in (-1, -2):
+        opcheck(ops.quantize, (x, dim, E4M3, "rceil", square))
+        opcheck(ops.quantize_dequantize, (x, dim, E5M2, "floor", square, BF16))
+        qdata, scale = ops.quantize(x, dim, E4M3, "rceil", square)
+        opcheck(ops.dequantize, (qdata, scale, dim, BF16), test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.quantize_both, (x, E4M3, "even"))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("bias", [None, 30])
+def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
+    a, scale_a = ops.quantize(torch.randn(*batch, 40, 70), -1, E4M3, "rceil")
+    b, scale_b = ops.quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
+    added = None if bias is None else torch.randn(bias)
+    opcheck(ops.scaled_mm, (a, scale_a, b, scale_b, added, BF16), test_utils=WITHOUT_SCHEMA)
+
+
+def test_grouped_product_passes_opcheck():
+    a, scale_a = ops.quantize(torch.randn(40, 64), -1, E4M3, "rceil")
+    b, scale_b = ops.quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")
+    offs = torch.tensor([10, 10, 40], dtype=torch.int32)
+    arguments = (a, scale_a, b, scale_b, offs, BF16)
+    opcheck(ops.scaled_grouped_mm, arguments, test_utils=WITHOUT_SCHEMA)
+
+
+def test_scaled_mm_is_the_product_of_what_its_operands_stand_for():
+    x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
+    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
+    exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()
+    found = ops.scaled_mm(*a, *b, bias, torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(ops.scaled_mm(*a, *b, bias, BF16), found.to(BF16))
+
+
+def test_square_tiles_share_their_scale_in_both_layouts():
+    x = torch.randn(70, 100)
+    rowwise, row_scale = ops.quantize(x, -1, E4M3, "rceil", True)
+    columnwise, col_scale = ops.quantize(x, -2, E4M3, "rceil", True)
+    assert torch.equal(rowwise.view(torch.uint8), columnwise.view(torch.uint8))
+    tiles = row_scale[::32]
+    assert torch.equal(row_scale, tiles.repeat_interleave(32, 0)[:70])
+    assert torch.equal(col_scale, tiles.repeat_interleave(32, 1)[:, :100])
+    found = ops.dequantize(rowwise, row_scale, -1, torch.float32)
+    assert torch.equal(found, round_trip(x, 1, square=True))
+
+
+def test_grouped_reference_is_one_product_per_group():
+    x, w = torch.randn(40, 64), torch.randn(3, 64, 32)
+    offs = torch.tensor([10, 10, 40], dtype=torch.int32)
+    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
+    found = ops.scaled_grouped_mm(*a, *b, offs, torch.float32)
+    one = ops.scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
+    three = ops.scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
+    torch.testing.assert_close(found, torch.cat([one, three]))

@@ -1,0 +1,274 @@
+"""The options of the backend: every mistake is an error that says what is allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from mxcompile import Backend
+from mxcompile.errors import MXCompileError, OptionError, PolicyError, TargetError
+from mxcompile.options import Options
+from mxcompile.policy import Policy
+
+OPTIONS_ERRORS = {
+    "typo in a key": (
+        {"polcy": "nvidia"},
+        OptionError,
+        "unknown option 'polcy' (did you mean 'policy'?);"
+        " allowed: policy, report, target, strict, inductor",
+    ),
+    "capital in a key": ({"Target": "cpu"}, OptionError, "(did you mean 'target'?)"),
+    "key of Inductor": (
+        {"max_autotune": True},
+        OptionError,
+        "unknown option 'max_autotune'; allow",
+    ),
+    "number for a key": ({1: 2}, OptionError, "unknown option 1; allowed: policy"),
+    "number for strict": ({"strict": 1}, OptionError, "'strict' is True or False, found 1"),
+    "word for strict": ({"strict": "no"}, OptionError, "'strict' is True or False, found 'no'"),
+    "number for target": ({"target": 90}, OptionError, "option 'target' is a name, found 90"),
+    "unknown target": (
+        {"target": "gfx95"},
+        TargetError,
+        "unknown target 'gfx95' (did you mean 'gfx950'?); allowed: auto, cpu, sm_80",
+    ),
+    "capitals in target": ({"target": "SM_120"}, TargetError, "(did you mean 'sm_120'?)"),
+    "number for report": ({"report": 5}, OptionError, "option 'report' is a file path, found 5"),
+    "unknown form of report": (
+        {"report": "mx_report.jsn"},
+        OptionError,
+        "report 'mx_report.jsn': unknown suffix '.jsn' (did you mean '.json'?); allowed: .txt, .md",
+    ),
+    "report without a suffix": ({"report": "mx_report"}, OptionError, "unknown suffix ''; allowed"),
+    "list for inductor": (
+        {"inductor": ["max_autotune"]},
+        OptionError,
+        "option 'inductor' is a dict of Inductor settings, found ['max_autotune']",
+    ),
+    "unknown setting of Inductor": (
+        {"inductor": {"max_autotun": True}},
+        OptionError,
+        "unknown Inductor setting 'max_autotun' (did you mean 'max_autotune'?)",
+    ),
+    "unknown preset": ({"policy": "nvida"}, PolicyError, "'nvida' (did you mean 'nvidia'?)"),
+    "missing policy file": ({"policy": "none.yaml"}, PolicyError, "none.yaml: cannot be read"),
+    "number for policy": ({"policy": 8}, PolicyError, "a dict or a Policy, found int"),
+    "broken policy": (
+        {"policy": {"version": 1, "rules": [{"match": {"role": "qvk"}, "use": "bf16"}]}},
+        PolicyError,
+        "policy: rules[0].match.role: unknown role 'qvk' (did you mean 'qkv'?)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS_ERRORS)
+def test_a_mistake_in_options_is_an_error(name: str):
+    options, kind, message = OPTIONS_ERRORS[name]
+    with pytest.raises(kind, match=re.escape(message)) as caught:
+        Options.parse(None, options)
+    assert isinstance(caught.value, MXCompileError)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def compiled(**settings: Any) -> Any:
+    return torch.compile(nn.Linear(4, 4), backend="mxfp8", **settings)
+
+
+@pytest.mark.parametrize("name", OPTIONS_ERRORS)
+def test_users_of_torch_compile_see_the_error(name: str):
+    options, kind, message = OPTIONS_ERRORS[name]
+    with pytest.raises(BackendCompilerFailed, match=re.escape(message)) as caught:
+        compiled(options=options)(torch.ones(2, 4))
+    assert type(caught.value.inner_exception) is kind
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"mode": "max-autotun"}, OptionError, "'max-autotun' (did you mean 'max-autotune'?)"),
+        ({"options": ["policy"]}, OptionError, "options are a dict with policy, report, target"),
+        (
+            {"options": {"target": "sm_100"}},
+            TargetError,
+            "target sm_100 does not run on cpu: the model is on cpu. Leave target 'auto'",
+        ),
+    ],
+    ids=["unknown mode", "options in a list", "target of another device"],
+)
+def test_users_of_torch_compile_see_other_errors(settings, kind: type, message: str):
+    with pytest.raises(BackendCompilerFailed, match=re.escape(message)) as caught:
+        compiled(**settings)(torch.ones(2, 4))
+    assert type(caught.value.inner_exception) is kind
+
+
+@pytest.mark.parametrize("kind", [OptionError, PolicyError, TargetError])
+def test_a_wrong_value_is_also_a_value_error(kind: type):
+    assert issubclass(kind, MXCompileError)
+    assert issubclass(kind, ValueError)
+
+
+def test_nothing_given_is_the_defaults():
+    assert Options.parse() == Options.parse("default", {}) == Options()
+    assert Options() == Options(
+        policy=Policy.preset("nvidia"),
+        report=None,
+        target="auto",
+        strict=False,
+        mode=None,
+        inductor=(),
+    )
+
+
+def test_none_is_as_not_given():
+    assert Options.parse(None, {"policy": None, "report": None, "inductor": None}) == Options()
+
+
+def test_what_is_given_is_kept(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "policy": "hybrid",
+        "report": "out/mx_report.md",
+        "target": "sm_100",
+        "strict": True,
+        "inductor": {"max_autotune": True, "epilogue_fusion": False},
+    }
+    assert Options.parse("reduce-overhead", given) == Options(
+        policy=Policy.preset("hybrid"),
+        report=tmp_path / "out" / "mx_report.md",
+        target="sm_100",
+        strict=True,
+        mode="reduce-overhead",
+        inductor=(("epilogue_fusion", False), ("max_autotune", True)),
+    )
+    assert [*tmp_path.iterdir()] == []
+
+
+CHANGES = [
+    {"policy": "ocp"},
+    {"policy": {"version": 1, "rules": [{"match": {"role": "head"}, "use": "mxfp8"}]}},
+    {"target": "cpu"},
+    {"strict": True},
+    {"mode": "max-autotune"},
+    {"inductor": {"max_autotune": True}},
+]
+
+
+def parsed(settings: dict[str, Any]) -> Options:
+    rest = {key: value for key, value in settings.items() if key != "mode"}
+    return Options.parse(settings.get("mode"), rest)
+
+
+def test_all_that_can_change_the_code_is_in_the_fingerprint():
+    fingerprints = {parsed(change).fingerprint() for change in [{}, *CHANGES]}
+    assert len(fingerprints) == 1 + len(CHANGES)
+
+
+def test_what_cannot_change_the_code_is_not_in_the_fingerprint(tmp_path: Path):
+    path = tmp_path / "policy.yaml"
+    Policy.preset("nvidia").dump(path)
+    plain = Options().fingerprint()
+    assert parsed({"report": "report.md"}).fingerprint() == plain
+    assert parsed({"policy": path}).fingerprint() == plain
+    assert parsed({"mode": "default"}).fingerprint() == plain
+
+
+def alike(left: Backend, right: Backend) -> bool:
+    """Whether the two are equal; a dict, as Dynamo's, must find one for the other only then."""
+    equal = left == right
+    assert ({left: 1}.get(right) == 1) is equal
+    assert (right == left) is equal
+    return equal
+
+
+def test_backends_of_equal_options_are_equal(tmp_path: Path):
+    path = tmp_path / "policy.yaml"
+    Policy.preset("nvidia").dump(path)
+    assert alike(Backend(), Backend(policy="nvidia", target="auto", strict=False))
+    assert alike(Backend(), Backend(policy=path))
+    assert alike(Backend(mode="default"), Backend(root=nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("change", [*CHANGES, {"report": "report.md"}], ids=str)
+def test_backends_of_unequal_options_are_not(change: dict[str, Any]):
+    assert alike(Backend(**change), Backend(**change))
+    assert not alike(Backend(**change), Backend())
+
+
+def test_a_backend_equals_nothing_else():
+    assert Backend() != Options()
+    assert Backend() != "mxfp8"
+
+
+def test_a_backend_says_what_it_is():
+    assert repr(Backend(policy="ocp", target="cpu")) == "Backend(policy='preset ocp', target='cpu')"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+class Model(nn.Module):
+    """Two equal blocks, and one of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.tail = nn.Linear(4, 4)
+
+
+def backend_of(model: Model, block: nn.Module, *patterns: str) -> Backend:
+    rules = [{"match": {"name": pattern}, "use": "bf16"} for pattern in patterns]
+    return Backend(policy={"version": 1, "rules": rules}, root=model, block=block)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "equal"),
+    [
+        ([], True),
+        (["*.up"], True),
+        (["blocks.*"], True),
+        (["re:blocks.[01].down"], True),
+        (["tail"], True),
+        (["blocks.0.*"], False),
+        (["*.1.up"], False),
+        (["*.0.down", "*.1.down"], False),
+        (["blocks.1.down.weight"], False),
+    ],
+)
+def test_blocks_have_equal_backends_if_the_policy_treats_them_alike(patterns, equal: bool):
+    model = Model()
+    first, second = (backend_of(model, block, *patterns) for block in model.blocks)
+    assert alike(first, second) is equal
+
+
+def test_the_same_block_has_equal_backends():
+    model = Model()
+    left, right = (backend_of(model, model.blocks[0], "blocks.0.*") for _ in range(2))
+    assert alike(left, right)
+
+
+def test_a_block_does_not_share_with_the_whole_model():
+    model = Model()
+    assert not alike(backend_of(model, model.blocks[0]), Backend(root=model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block": nn.Linear(1, 1)}, "Backend(block=…) needs root=…"),
+        ({"block": nn.Linear(1, 1), "root": Model()}, "Backend(block=…) is not a module of root"),
+        ({"mode": "fast"}, "unknown mode 'fast'"),
+        ({"polcy": "nvidia"}, "unknown option 'polcy' (did you mean 'policy'?)"),
+    ],
+)
+def test_a_mistake_in_a_backend_is_an_error_at_once(settings: dict[str, Any], message: str):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Backend(**settings)

@@ -1,0 +1,181 @@
+"""Rules that match no layer, and strict mode: what a user asked for and did not get is said."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from models import fused
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import mxcompile
+from mxcompile.errors import PolicyError, UnsupportedError
+from mxcompile.report import GemmRecord
+
+LINEARS = ("0.a", "0.b", "0.c", "0.d", "1.a", "1.b", "1.c", "1.d")
+
+
+def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
+    return {"match": match, "use": use}
+
+
+def run(*rules: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """Compile and run two blocks of attention and gated FFN, the layers of `LINEARS`."""
+    torch._dynamo.reset()
+    case = fused()
+    policy = {"version": 1, "preset": "bf16", "rules": list(rules)}
+    backend = EagerBackend(policy=policy, **options)
+    model = torch.compile(case.model.to(dtype), backend=backend, fullgraph=True)
+    model(case.kwargs["input"].to(dtype))
+
+
+def gemms() -> tuple[GemmRecord, ...]:
+    (report,) = mxcompile.reports()
+    return report.gemms
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What was warned about so far."""
+    caplog.set_level(logging.WARNING, logger="mxcompile.rules")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "mxcompile.rules"]
+
+
+UNUSED = {
+    "typo in a name": (
+        rule(name="0.aa"),
+        "policy: rule 1 matched no layer: '0.aa' (did you mean '0.a'?)",
+    ),
+    "several names": (
+        rule(name=["0.aa", "1.bb"]),
+        "policy: rule 1 matched no layer:"
+        " '0.aa' (did you mean '0.a'?), '1.bb' (did you mean '1.b'?)",
+    ),
+    "a name like no other": (
+        rule(name="model.layers.*"),
+        "policy: rule 1 matched no layer: 'model.layers.*'",
+    ),
+    "a role this model has not": (rule(role="router"), "policy: rule 1 matched no layer"),
+    "a class this model has not": (rule(module="Conv1D"), "policy: rule 1 matched no layer"),
+    "a name of another role": (
+        rule(name="0.b", role="qkv"),
+        "policy: rule 1 matched no layer: 0.b has role attn_out and class Linear",
+    ),
+    "a size no layer reaches": (
+        rule(role="qkv", min_k=256),
+        "policy: rule 1 matched no layer: 0.a misses min_k 256 (k=64)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_rule_that_matched_nothing_is_warned_about(name: str, warnings):
+    unused, sentence = UNUSED[name]
+    run(unused, rule(name="*"))
+    assert warnings() == [sentence]
+    assert {gemm.precision for gemm in gemms() if gemm.name in LINEARS} == {"mxfp8"}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_in_strict_mode_it_is_an_error(name: str, warnings):
+    unused, sentence = UNUSED[name]
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(unused, rule(name="*"), strict=True)
+    assert type(caught.value.inner_exception) is PolicyError
+    assert str(caught.value.inner_exception) == sentence
+    assert warnings() == []
+
+
+def test_every_unused_rule_is_named(warnings):
+    run(rule(name="0.e"), rule(name="0.*"), rule(role="head"))
+    assert warnings() == [
+        "policy: rule 1 matched no layer: '0.e' (did you mean '0.d'?)",
+        "policy: rule 3 matched no layer",
+    ]
+
+
+def test_strict_names_every_unused_rule_in_one_error():
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(rule(name="x.y"), rule(name="0.*"), rule(role="head"), strict=True)
+    assert str(caught.value.inner_exception).splitlines() == [
+        "policy: rule 1 matched no layer: 'x.y'",
+        "policy: rule 3 matched no layer",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [rule(name="0.*"), rule(role=["qkv", "router"], min_k=64)],
+        [rule("bf16", role=["attn_scores", "attn_values"])],
+        [rule("bf16", role="ffn_out", min_k=96), rule(name="*.a", min_m=38)],
+    ],
+    ids=["one of a list is enough", "attention products", "exactly the size"],
+)
+def test_rules_that_matched_are_not_mentioned(rules: list[dict[str, Any]], warnings):
+    run(*rules, strict=True)
+    assert warnings() == []
+
+
+def test_a_rule_for_the_name_of_an_attention_product_alone_matches_nothing(warnings):
+    run(rule("bf16", name="0"))
+    assert "0" in {gemm.name for gemm in gemms() if gemm.role == "attn_scores"}
+    (sentence,) = warnings()
+    assert sentence.startswith("policy: rule 1 matched no layer: '0'")
+
+
+class Broken(nn.Module):
+    """Two layers in a graph each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_a_rule_for_a_later_graph_is_not_mentioned(warnings):
+    rules = [rule(name="first"), rule(name="second"), rule(name="secnod")]
+    backend = EagerBackend(policy={"version": 1, "rules": rules})
+    torch.compile(Broken(), backend=backend)(torch.ones(4, 64))
+    assert [gemm.name for report in mxcompile.reports() for gemm in report.gemms] == [
+        "first", "first", "second", "second", "second",
+    ]  # fmt: skip
+    assert warnings() == ["policy: rule 3 matched no layer: 'secnod' (did you mean 'second'?)"]
+
+
+def test_an_unsupported_dtype_falls_back_with_the_reason(warnings):
+    run(rule(name="*"), dtype=torch.float64)
+    linear = [gemm for gemm in gemms() if gemm.name in LINEARS]
+    assert len(linear) == 3 * len(LINEARS)
+    assert {gemm.precision for gemm in linear} == {"bf16"}
+    assert {gemm.reason for gemm in linear} == {"unsupported dtype float64"}
+    assert {gemm.formats for gemm in linear} == {()}
+    assert warnings() == []
+
+
+def test_in_strict_mode_every_refused_gemm_is_named_at_once():
+    sent = {"fprop": "mxfp8", "dgrad": "mxfp8"}
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(rule(sent, name="*"), dtype=torch.float64, strict=True)
+    error = caught.value.inner_exception
+    assert type(error) is UnsupportedError
+    first, *refused = str(error).splitlines()
+    assert first == "strict: the policy sends these to MXFP8, but they cannot go there:"
+    assert sorted(line.strip() for line in refused) == [
+        f"{name} {gemm}: unsupported dtype float64"
+        for name in LINEARS
+        for gemm in ("dgrad", "fprop")
+    ]
+
+
+def test_strict_mode_lets_pass_what_the_policy_keeps():
+    run(rule("bf16", name="*"), dtype=torch.float64, strict=True)
+    assert {gemm.precision for gemm in gemms()} == {"bf16"}

@@ -1,0 +1,188 @@
+"""Every matmul has a record, tied to its layer; the verifier catches what breaks that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
+from eager_backend import EagerBackend
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.errors import VerificationError
+from mxcompile.graph.opsets import is_matmul_like
+from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.passes import pipeline
+from mxcompile.passes.record import records
+from mxcompile.passes.verify import verify
+from mxcompile.policy import Policy
+
+
+def step(model: nn.Module, *args: Tensor, **options: Any) -> mxcompile.Report:
+    torch.compile(model, backend=EagerBackend(**options))(*args).float().mean().backward()
+    (report,) = mxcompile.reports()
+    return report
+
+
+def test_three_gemms_a_layer_in_training_one_in_inference():
+    model, x = block(), features(2, 9, WIDTH).requires_grad_()
+    report = step(model, x)
+    layers: dict[str, list[str]] = {}
+    for gemm in report.gemms:
+        if gemm.role not in ("attn_scores", "attn_values"):
+            layers.setdefault(gemm.name, []).append(gemm.gemm)
+    assert len(layers) == 7
+    assert all(sorted(found) == ["dgrad", "fprop", "wgrad"] for found in layers.values())
+
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    with torch.no_grad():
+        torch.compile(model, backend=EagerBackend())(x)
+    (report,) = mxcompile.reports()
+    assert [gemm.gemm for gemm in report.gemms] == ["fprop"] * 9
+    assert report.summary.saved_bytes is None
+
+
+def test_attention_counts_both_products_fused_or_not():
+    """softmax(q·kᵀ)·v is two products forward and four backward, in one operator or spelled out."""
+    for model in (Attention(), Explicit()):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        report = step(model, features(2, 9, WIDTH))
+        found = [(g.role, g.gemm) for g in report.gemms if g.role in ("attn_scores", "attn_values")]
+        assert sorted(found) == sorted(
+            [("attn_scores", "fprop"), ("attn_values", "fprop")]
+            + [("attn_scores", "dgrad"), ("attn_values", "dgrad")] * 2
+        )
+        assert all(g.precision == "bf16" for g in report.gemms if g.role.startswith("attn_s"))
+
+
+def test_flops_of_a_layer_are_its_three_products():
+    report = step(nn.Linear(64, 48), features(20, 64).requires_grad_())
+    assert [gemm.flops for gemm in report.gemms] == [2 * 20 * 48 * 64] * 3
+
+
+def test_names_are_the_users_across_a_graph_break():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = block()
+            self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return x + self.attn(x, x, x, need_weights=False)[0]
+
+    torch.compile(Outer(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
+    names = {g.name for report in mxcompile.reports() for g in report.gemms}
+    assert names >= {"first.0.b.a", "first.1.b.c", "attn.in_proj", "attn.out_proj"}
+    assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
+
+
+def test_one_graph_for_layers_a_policy_tells_apart_is_warned_about():
+    """A break in a loop makes Dynamo compile the blocks' frames, one for all that guard equal."""
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = nn.ModuleList([SwiGLU(), SwiGLU()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for inner in self.stack:
+                x = x + inner(x)
+                torch._dynamo.graph_break()
+            return x
+
+    first = {"version": 1, "rules": [{"match": {"name": "stack.0.*"}, "use": "bf16"}]}
+    for policy, warned in ((first, True), ("nvidia", False)):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        torch.compile(Looped(), backend=EagerBackend(policy=policy))(features(2, WIDTH))
+        warnings = [w for report in mxcompile.reports() for w in report.summary.warnings]
+        assert any("tells stack.0 from stack.1 by name" in w for w in warnings) == warned
+
+
+def test_graph_break_inside_a_submodule_keeps_its_path():
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.a(x))
+            torch._dynamo.graph_break()
+            return x + self.b(y)
+
+    model = nn.Sequential(nn.Sequential(Breaking()), Breaking())
+    torch.compile(model, backend=EagerBackend())(features(3, WIDTH)).mean().backward()
+    names = {g.name for report in mxcompile.reports() for g in report.gemms}
+    assert names == {"0.0.a", "0.0.b", "1.a", "1.b"}
+
+
+def test_source_is_the_users_line():
+    report = step(block(), features(2, 9, WIDTH))
+    by_name = {gemm.name: gemm.source for gemm in report.gemms}
+    file, line = by_name["1.b.c"].rsplit(":", 1)
+    text = Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    assert "self.c(F.silu(self.a(x)) * self.b(x))" in text
+
+
+def traced(function: Any, *args: Tensor) -> fx.Graph:
+    return make_fx(function, tracing_mode="fake")(*args).graph
+
+
+def decided_graph() -> fx.Graph:
+    graph = traced(lambda x, w: x @ w, torch.randn(4, 8), torch.randn(8, 4))
+    pipeline.run(pipeline.joint_passes(inputs=(), policy=Policy()), graph)
+    return graph
+
+
+def matmul(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if is_matmul_like(node))
+
+
+def test_a_lost_tag_is_an_error():
+    graph = decided_graph()
+    set_tag(matmul(graph))
+    with pytest.raises(VerificationError, match="has no tag"):
+        verify(graph, "test", decided=True)
+    with pytest.raises(VerificationError, match="without a record"):
+        records(graph)
+
+
+def test_an_undecided_matmul_is_an_error():
+    graph = decided_graph()
+    node = matmul(graph)
+    set_tag(node, replace(tags_of(node)[0], choice=None))
+    with pytest.raises(VerificationError, match="is not decided"):
+        verify(graph, "test", decided=True)
+
+
+def test_scales_of_another_dimension_are_an_error():
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        qx, sx = ops.quantize(x, -2, torch.float8_e4m3fn, "rceil")
+        qw, sw = ops.quantize(w, -2, torch.float8_e4m3fn, "rceil")
+        return ops.scaled_mm(qx, sx, qw, sw, None, torch.float32)
+
+    graph = traced(product, torch.randn(64, 96), torch.randn(96, 32))
+    set_tag(next(n for n in graph.nodes if n.target is ops.scaled_mm), *tags_of(matmul(decided_graph())))
+    with pytest.raises(VerificationError, match="reads scales"):
+        verify(graph, "test", decided=True)
+
+
+def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
+    torch._logging.set_logs(modules={"mxcompile.passes": 10})
+    try:
+        step(nn.Linear(8, 8), features(2, 8))
+    finally:
+        torch._logging.set_logs()
+    printed = capfd.readouterr().err
+    for name in ("find", "classify", "decide", "rewrite", "restore", "share", "save"):
+        assert f"after {name}\n" in printed

@@ -1,0 +1,199 @@
+"""What the passes make of a graph, read off the printed IR."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from blocks import WIDTH, Attention, SwiGLU, block, features
+from eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.testing import FileCheck
+
+import mxcompile
+
+EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+def policy(**use: Any) -> dict[str, Any]:
+    """Every layer, with the given `use`."""
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+
+
+def step(model: nn.Module, x: Tensor, backend: EagerBackend, autocast: bool = False) -> str:
+    """IR of the joint graph of one training step."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = torch.compile(model, backend=backend, fullgraph=True)(x)
+    output.float().square().mean().backward()
+    (ir,) = backend.ir
+    return ir
+
+
+def forward_outputs(backend: EagerBackend) -> list[torch.Tensor]:
+    """Fake values of what forward keeps for backward, without inputs."""
+    forward = backend.graphs[0].graph
+    (output,) = forward.find_nodes(op="output")
+    return [n.meta["val"] for n in output.args[0][1:] if n.op != "placeholder"]
+
+
+def test_each_gemm_is_quantized_along_its_own_contraction():
+    """x[20, 64] · W[48, 64]ᵀ: blocks of x and W along 64, of dy and W along 48, of dy and x along 20."""
+    backend = EagerBackend(policy=EVERYTHING)
+    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), backend)
+    FileCheck().check_regex(
+        r"mx.quantize.default\(%view|mx.quantize.default\(%primals_\d, -1, "
+    ).check("uint8[20, 2]").check("uint8[48, 2]").check("mx.scaled_mm").run(ir)
+    casts = re.findall(r": \((\S+\[[\d, ]+\]), (\S+\[[\d, ]+\])\) = mx\.quantize", ir)
+    assert sorted(casts) == sorted(
+        [
+            ("float8_e4m3fn[20, 64]", "uint8[20, 2]"),  # x, fprop
+            ("float8_e4m3fn[48, 64]", "uint8[48, 2]"),  # W, fprop
+            ("float8_e4m3fn[20, 48]", "uint8[20, 2]"),  # dy, dgrad
+            ("float8_e4m3fn[48, 64]", "uint8[2, 64]"),  # W, dgrad
+            ("float8_e4m3fn[20, 48]", "uint8[1, 48]"),  # dy, wgrad
+            ("float8_e4m3fn[20, 64]", "uint8[1, 64]"),  # x, wgrad
+        ]
+    )
+    assert ir.count("mx.scaled_mm") == 3
+    assert "aten.mm" not in ir
+    assert "aten.addmm" not in ir
+
+
+def test_q_k_and_v_share_the_casts_of_their_input():
+    ir = step(Attention(), features(2, 20, WIDTH), EagerBackend())
+    reads = re.findall(r"mx\.quantize\.default\((%\w+), (-\d)", ir)
+    assert len(reads) == len(set(reads)), "a cast is made twice"
+    # forward: x, y and four weights rowwise. backward: x, y columnwise, four dy in both layouts but for
+    # the rows of dq, dk and dv (x needs no gradient), the output's weight columnwise
+    assert len(reads) == 6 + 2 + 4 + 1 + 1
+
+
+def test_bf16_policy_leaves_the_graph_alone():
+    ir = step(block(), features(2, 9, WIDTH), EagerBackend(policy="bf16"))
+    assert "mx." not in ir
+    (report,) = mxcompile.reports()
+    assert {gemm.precision for gemm in report.gemms} == {"bf16"}
+
+
+def test_roles_outside_the_preset_stay():
+    ir = step(nn.Linear(WIDTH, 48), features(20, WIDTH), EagerBackend())
+    FileCheck().check("aten.addmm").check("other fprop bf16 (role other)").check("wgrad").run(ir)
+    assert "mx." not in ir
+
+
+def test_gemms_are_decided_one_by_one():
+    only = policy(fprop="mxfp8", dgrad="bf16", wgrad="bf16")
+    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), EagerBackend(policy=only))
+    assert ir.count("mx.scaled_mm") == 1
+    assert ir.count("aten.mm") == 2
+    FileCheck().check("fprop mxfp8").check_same("x=e4m3 1x32 rceil").run(ir)
+
+
+def test_formats_reach_the_casts():
+    use = policy(precision="mxfp8", grad_dtype="e5m2", rounding="floor")
+    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), EagerBackend(policy=use))
+    made = re.findall(r"mx\.quantize\.default\(%\w+, -\d, torch\.(\w+), (\w+)", ir)
+    assert sorted(made) == [("float8_e4m3fn", "floor")] * 4 + [("float8_e5m2", "floor")] * 2
+
+
+def test_square_weight_is_cast_once():
+    use = policy(precision="mxfp8", weight_block="32x32")
+    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), EagerBackend(policy=use))
+    assert len(re.findall(r"mx\.quantize\.default\(%primals_\d, -1, .*True\)", ir)) == 1
+    assert len(re.findall(r"float8_e4m3fn\[48, 64\].* = mx\.quantize", ir)) == 1
+
+
+def test_weights_are_cast_in_backward_not_saved():
+    backend = EagerBackend()
+    step(SwiGLU(), features(2, 20, WIDTH).requires_grad_(), backend)
+    weights = {(96, WIDTH), (WIDTH, 96)}
+    fp8 = [v for v in forward_outputs(backend) if v.dtype is torch.float8_e4m3fn]
+    assert {tuple(v.shape) for v in fp8} == {(40, WIDTH), (40, 96)}
+    assert not weights & {tuple(v.shape) for v in fp8}
+    backward = backend.graphs[1].graph
+    cast = [n for n in backward.nodes if str(n.target) == "mx.quantize.default"]
+    assert {tuple(n.args[0].meta["val"].shape) for n in cast} >= weights
+
+
+@pytest.mark.parametrize("saved", ["columnwise", "transcode", "bf16"])
+def test_what_is_saved_of_an_input(saved: str):
+    """The input of a layer that nothing else in backward needs: one copy, in the form asked for."""
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(torch.cumsum(x, 0))  # not recomputed in backward, and not needed there
+
+    backend = EagerBackend(policy=policy(precision="mxfp8", saved=saved))
+    step(Doubled(), features(96, 64), backend)
+    kept = {(str(v.dtype).removeprefix("torch."), tuple(v.shape)) for v in forward_outputs(backend)}
+    assert kept == {
+        "columnwise": {("float8_e4m3fn", (96, 64)), ("uint8", (3, 64))},
+        "transcode": {("float8_e4m3fn", (96, 64)), ("uint8", (96, 2))},
+        "bf16": {("float32", (96, 64))},
+    }[saved]
+
+
+def test_master_weights_are_quantized_as_they_are_stored():
+    """Under autocast the cast of an FP32 weight to BF16 is undone; an activation's own rounding is not."""
+    ir = step(SwiGLU(), features(2, 20, WIDTH), EagerBackend(), autocast=True)
+    sources = dict(re.findall(r"^%(\w+): (\w+)\[", ir, re.MULTILINE))
+    read = [sources[name] for name in re.findall(r"mx\.quantize\.default\(%(\w+), -1", ir)]
+    # x and three weights from FP32; silu(a)·b, and the gradients, from BF16
+    assert read.count("float32") == 4
+    assert set(read) == {"float32", "bfloat16"}
+
+
+def test_products_with_a_contraction_of_one_go_back_to_multiplication():
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[0], dtype=torch.float32)
+            return x + (self.a[None, :, None] @ positions[None, None]).mT
+
+    ir = step(nn.Sequential(nn.Linear(8, 8), Rotary()), features(5, 8), EagerBackend())
+    FileCheck().check("# 1 other fprop bf16 (role other)").run(ir)
+    assert "aten.bmm" not in ir
+    (report,) = mxcompile.reports()
+    assert [(g.name, g.kernel) for g in report.gemms if g.k == 1] == [("1", "aten.mul")]
+
+
+def test_one_token_is_quantized_like_many():
+    backend = EagerBackend(policy=EVERYTHING)
+    step(nn.Linear(64, 48), features(1, 64).requires_grad_(), backend)
+    (report,) = mxcompile.reports()
+    assert [(g.gemm, g.m, g.n, g.k, g.precision) for g in report.gemms] == [
+        ("fprop", 1, 48, 64, "mxfp8"),
+        ("dgrad", 1, 64, 48, "mxfp8"),
+        ("wgrad", 48, 64, 1, "mxfp8"),
+    ]
+
+
+def test_checkpointed_regions_recompute_their_casts():
+    """What forward keeps is the same as in BF16: the region's input."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = SwiGLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.a, x.sin(), use_reentrant=False)
+
+    kept = []
+    for chosen in ("nvidia", "bf16"):
+        torch._dynamo.reset()
+        backend = EagerBackend(policy=chosen)
+        ir = step(Region(), features(2, 20, WIDTH), backend)
+        assert ("mx.scaled_mm" in ir) == (chosen == "nvidia")
+        kept.append([(v.dtype, v.shape) for v in forward_outputs(backend)])
+    assert kept[0] == kept[1]

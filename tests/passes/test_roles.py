@@ -1,0 +1,153 @@
+"""Roles from structure: blocks of many kinds, and real models whose every name has been scrambled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import pytest
+import torch
+from blocks import (
+    WIDTH,
+    Adapted,
+    Experts,
+    Explicit,
+    Language,
+    Latent,
+    LinearAttention,
+    Mixer,
+    Modulated,
+    Parallel,
+    Patches,
+    Residual,
+    block,
+    features,
+)
+from eager_backend import EagerBackend
+from models import CASES
+from torch import Tensor, fx, nn
+
+import mxcompile
+
+ATTENTION = {"b.a": "qkv", "b.b": "qkv", "b.c": "qkv", "b.d": "attn_out"}
+SWIGLU = {"b.a": "ffn_in", "b.b": "ffn_in", "b.c": "ffn_out"}
+BLOCK = {**{f"0.{k}": v for k, v in ATTENTION.items()}, **{f"1.{k}": v for k, v in SWIGLU.items()}}
+
+
+def roles_of(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> dict[str, str]:
+    """Layer → role, of the linear layers of `model`, from a training step."""
+    output = torch.compile(model, backend=EagerBackend(), fullgraph=True)(*args, **kwargs)
+    output.float().mean().backward()
+    (report,) = mxcompile.reports()
+    return {
+        gemm.name: gemm.role
+        for gemm in report.gemms
+        if gemm.gemm == "fprop" and not gemm.role.startswith("attn_") or gemm.role == "attn_out"
+    }
+
+
+def within(prefix: str, roles: dict[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": role for name, role in roles.items()}
+
+
+MODELS = {
+    "one linear": (lambda: nn.Linear(WIDTH, 32), {"": "other"}),
+    "classifier": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, 10)),
+        {"0": "other", "2": "head"},
+    ),
+    "feed-forward alone": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
+        {"0": "ffn_in", "2": "ffn_out"},
+    ),
+    "residual feed-forward": (
+        lambda: Residual(nn.Sequential(nn.Linear(WIDTH, 96), nn.ELU(), nn.Linear(96, WIDTH))),
+        {"b.0": "ffn_in", "b.2": "ffn_out"},
+    ),
+    "block": (block, BLOCK),
+    "gated attention": (lambda: block(gated=True), {**BLOCK, "0.b.e": "qkv"}),
+    "adapters": (
+        lambda: block(Adapted),
+        {f"{name}.{part}": role for name, role in BLOCK.items() for part in "abc"},
+    ),
+    "latent attention": (
+        Latent,
+        {"a": "qkv", "c": "qkv", "d": "qkv", "f": "qkv", "g": "attn_out"},
+    ),
+    "parallel": (
+        lambda: nn.Sequential(Parallel(), Parallel()),
+        {
+            f"{i}.{name}": role
+            for i in range(2)
+            for name, role in {**ATTENTION, "c": "ffn_in", "d": "ffn_out"}.items()
+        },
+    ),
+    "mixer": (Mixer, {"a": "ffn_in", "b": "ffn_out", "d": "ffn_in", "e": "ffn_out"}),
+    "experts": (Experts, {"a": "router", "b": "expert_in", "c": "expert_out"}),
+    "linear attention": (LinearAttention, {name: "other" for name in ("a", "b", "c", "d", "")}),
+    "explicit attention": (
+        Explicit,
+        {"a": "qkv", "b": "qkv", "c": "qkv", "d": "attn_out"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks(name: str):
+    build, expected = MODELS[name]
+    assert roles_of(build(), features(2, 9, WIDTH)) == expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_language_model(tied: bool):
+    expected = {**within("b", BLOCK), "c": "head"}
+    assert roles_of(Language(tied), torch.randint(0, 100, (2, 9))) == expected
+
+
+def test_patch_projection_is_an_embedding():
+    expected = {"a": "embedding", **within("b", BLOCK), "c": "head"}
+    assert roles_of(Patches(), features(2, 9, 48)) == expected
+
+
+def test_projection_of_a_condition_is_no_part_of_the_layers_it_modulates():
+    expected = {"a": "other", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}
+    assert roles_of(Modulated(), features(2, 9, WIDTH), features(2, 32)) == expected
+
+
+def test_explicit_attention_products_are_told_apart():
+    torch.compile(Explicit(), backend=EagerBackend())(features(2, 9, WIDTH)).mean().backward()
+    (report,) = mxcompile.reports()
+    products = Counter(g.role for g in report.gemms if g.role in ("attn_scores", "attn_values"))
+    assert products == {"attn_scores": 3, "attn_values": 3}
+
+
+def scramble(graph: fx.Graph) -> None:
+    """Replace every name a pass could look at by its hash."""
+
+    def nonsense(text: str) -> str:
+        return "x" + hashlib.md5(text.encode()).hexdigest()[:6]
+
+    for node in graph.nodes:
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if node.meta.get(key):
+                node.meta[key] = {
+                    k: ("L['self']." + nonsense(path), nonsense(str(kind)))
+                    for k, (path, kind) in node.meta[key].items()
+                }
+        node.meta.pop("stack_trace", None)
+        if node.op != "output":
+            node._rename(nonsense(node.name) if "tangents" not in node.name else node.name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scrambled_names_change_nothing(name: str):
+    def roles(before) -> Counter[tuple[str, str, int, int, int]]:
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        torch.manual_seed(0)
+        case = CASES[name]()
+        case.loss(torch.compile(case.model, backend=EagerBackend(before))(**case.kwargs)).backward()
+        (report,) = mxcompile.reports()
+        return Counter((g.role, g.gemm, g.m, g.n, g.k) for g in report.gemms)
+
+    assert roles(scramble) == roles(None)

@@ -1,0 +1,269 @@
+"""What a policy decides for a layer, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mxcompile.formats import E4M3, E5M2, Format, Rounding, Tile
+from mxcompile.policy import (
+    ATTENTION_PRODUCTS,
+    Decision,
+    Gemm,
+    Layer,
+    Policy,
+    Role,
+    Saved,
+)
+from mxcompile.policy.presets import PRESETS
+
+QUANTIZED_ROLES = {"qkv", "attn_out", "ffn_in", "ffn_out", "expert_in", "expert_out"}
+KEPT_ROLES = {"router", "embedding", "head", "other"}
+
+
+def layer(
+    name: str = "model.layers.0.mlp.up_proj",
+    role: str = "ffn_in",
+    module: str = "Linear",
+    m: int = 128,
+    n: int = 96,
+    k: int = 64,
+) -> Layer:
+    return Layer(name=name, role=Role(role), module=module, m=m, n=n, k=k)
+
+
+def policy(*rules: dict[str, Any], preset: str = "bf16") -> Policy:
+    return Policy.from_dict({"version": 1, "preset": preset, "rules": list(rules)})
+
+
+def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
+    return {"match": match, "use": use}
+
+
+def precisions(decision: Decision) -> list[str]:
+    return [str(decision.choice(gemm).precision) for gemm in Gemm]
+
+
+def reasons(decision: Decision) -> list[str]:
+    return [decision.choice(gemm).reason for gemm in Gemm]
+
+
+def matches(match: dict[str, Any], **facts: Any) -> bool:
+    return policy(rule(**match)).rule_for(layer(**facts)) == 0
+
+
+def test_first_match_wins():
+    found = policy(rule("bf16", name="*.0.*"), rule("mxfp8", role="ffn_in"))
+    first = found.decide(layer("model.layers.0.mlp.up_proj"))
+    second = found.decide(layer("model.layers.1.mlp.up_proj"))
+    assert (precisions(first), reasons(first)) == (["bf16"] * 3, ["policy: rule 1"] * 3)
+    assert (precisions(second), reasons(second)) == (["mxfp8"] * 3, ["policy: rule 2"] * 3)
+
+
+def test_what_no_rule_matches_follows_the_preset():
+    found = policy(rule("bf16", role="head"), preset="nvidia").decide(layer(role="qkv"))
+    assert precisions(found) == ["mxfp8"] * 3
+    assert reasons(found) == ["preset nvidia: role qkv"] * 3
+
+
+def test_a_gemm_the_rule_does_not_name_follows_the_preset():
+    found = policy(rule({"wgrad": "bf16"}, role="ffn_in"), preset="nvidia").decide(layer())
+    assert precisions(found) == ["mxfp8", "mxfp8", "bf16"]
+    assert reasons(found) == ["preset nvidia: role ffn_in"] * 2 + ["policy: rule 1"]
+
+
+def test_a_rule_that_decided_hides_later_ones_for_every_gemm():
+    found = policy(rule({"wgrad": "bf16"}, role="ffn_in"), rule("mxfp8", name="*"))
+    assert precisions(found.decide(layer())) == ["bf16"] * 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "mxfp8", "reason"),
+    [
+        ("nvidia", ["mxfp8"] * 3, ["preset nvidia: role {role}"] * 3),
+        ("ocp", ["mxfp8"] * 3, ["preset ocp: role {role}"] * 3),
+        ("hybrid", ["mxfp8"] * 3, ["preset hybrid: role {role}"] * 3),
+        (
+            "inference",
+            ["mxfp8", "bf16", "bf16"],
+            [
+                "preset inference: role {role}",
+                "preset inference: no dgrad",
+                "preset inference: no wgrad",
+            ],
+        ),
+        ("bf16", ["bf16"] * 3, ["preset bf16"] * 3),
+    ],
+)
+def test_presets_decide_by_role(preset: str, mxfp8: list[str], reason: list[str]):
+    for role in QUANTIZED_ROLES:
+        found = Policy.preset(preset).decide(layer(role=role))
+        assert precisions(found) == mxfp8
+        assert reasons(found) == [text.format(role=role) for text in reason]
+    for role in KEPT_ROLES:
+        found = Policy.preset(preset).decide(layer(role=role))
+        assert precisions(found) == ["bf16"] * 3
+        assert reasons(found) == ["preset bf16" if preset == "bf16" else f"role {role}"] * 3
+
+
+def test_every_role_of_a_linear_layer_is_decided_above():
+    assert set(Role) - ATTENTION_PRODUCTS == QUANTIZED_ROLES | KEPT_ROLES
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_set_no_size_limit(preset: str):
+    small, large = (Policy.preset(preset).decide(layer(m=s, n=s, k=s)) for s in (1, 1 << 20))
+    assert small == large
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj", True),
+        ("model.layers.0.*", "model.layers.0.mlp.up_proj", True),
+        ("model.*.up_proj", "model.layers.0.mlp.up_proj", True),
+        ("*.mlp.*", "model.layers.0.mlp.up_proj", True),
+        ("*", "", True),
+        ("layers.0.*", "model.layers.0.mlp.up_proj", False),
+        ("model.layers.0", "model.layers.0.mlp.up_proj", False),
+        ("model.layers.1.*", "model.layers.10.mlp.up_proj", False),
+        ("model.layers.?.*", "model.layers.10.mlp.up_proj", False),
+        ("model.layers.[0-3].*", "model.layers.2.mlp.up_proj", True),
+        ("model.layers.[!0-3].*", "model.layers.2.mlp.up_proj", False),
+        ("model.layers.0.MLP.*", "model.layers.0.mlp.up_proj", False),
+        ("model.layersX0.*", "model.layers.0.mlp.up_proj", False),
+        (r"re:.*\.(up|gate)_proj", "model.layers.0.mlp.up_proj", True),
+        (r"re:.*\.(up|gate)", "model.layers.0.mlp.up_proj", False),
+        (r"re:layers.*", "model.layers.0.mlp.up_proj", False),
+        (r"re:model\.layers\.\d+\.mlp\..*", "model.layers.10.mlp.up_proj", True),
+        ("re:a|b", "ab", False),
+        (["a", "re:b|c", "d.*"], "c", True),
+        (["a", "re:b|c", "d.*"], "d", False),
+    ],
+)
+def test_name_patterns_are_anchored_and_cross_dots(pattern: Any, name: str, fits: bool):
+    assert matches({"name": pattern}, name=name) is fits
+
+
+@pytest.mark.parametrize(
+    ("match", "facts", "fits"),
+    [
+        ({"role": "qkv"}, {"role": "qkv"}, True),
+        ({"role": "qkv"}, {"role": "attn_out"}, False),
+        ({"role": ["qkv", "attn_out"]}, {"role": "attn_out"}, True),
+        ({"module": "Linear"}, {"module": "Linear"}, True),
+        ({"module": "Linear"}, {"module": "LoraLinear"}, False),
+        ({"module": ["Conv1D", "Linear"]}, {"module": "Conv1D"}, True),
+        ({"min_m": 8}, {"m": 8}, True),
+        ({"min_m": 8}, {"m": 7}, False),
+        ({"min_n": 8}, {"n": 7, "m": 9, "k": 9}, False),
+        ({"min_k": 8}, {"k": 7, "m": 9, "n": 9}, False),
+        ({"name": "a.*", "role": "qkv", "min_k": 8}, {"name": "a.b", "role": "qkv", "k": 8}, True),
+        ({"name": "a.*", "role": "qkv"}, {"name": "a.b", "role": "head"}, False),
+        ({"name": "a.*", "role": "qkv"}, {"name": "b.a", "role": "qkv"}, False),
+        ({"name": "*", "module": "Linear"}, {"module": "Conv1D"}, False),
+    ],
+)
+def test_every_key_of_a_match_must_hold(match: dict[str, Any], facts: dict[str, Any], fits: bool):
+    assert matches(match, **facts) is fits
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "reason"),
+    [
+        ({"min_k": 256}, {"k": 48}, "policy: min_k 256 (k=48)"),
+        ({"min_m": 64}, {"m": 1}, "policy: min_m 64 (m=1)"),
+        ({"min_n": 512}, {"n": 511}, "policy: min_n 512 (n=511)"),
+        ({"min_m": 64, "min_k": 256}, {"m": 64, "k": 48}, "policy: min_k 256 (k=48)"),
+    ],
+)
+def test_a_rule_missed_by_size_is_the_reason_for_bf16(limit, sizes, reason: str):
+    found = policy(rule(role="ffn_in", **limit)).decide(layer(**sizes))
+    assert (precisions(found), reasons(found)) == (["bf16"] * 3, [reason] * 3)
+
+
+def test_the_first_near_miss_is_told_also_where_a_later_rule_keeps_bf16():
+    found = policy(
+        rule(role="ffn_in", min_k=256), rule(role="ffn_in", min_k=128), rule("bf16", name="*")
+    ).decide(layer(k=48))
+    assert reasons(found) == ["policy: min_k 256 (k=48)"] * 3
+
+
+def test_a_near_miss_is_told_only_for_the_gemms_the_rule_would_send():
+    sent = {"fprop": "mxfp8", "wgrad": "bf16"}
+    found = policy(rule(sent, role="other", min_k=256), preset="nvidia")
+    assert reasons(found.decide(layer(role="other", k=48))) == [
+        "policy: min_k 256 (k=48)", "role other", "role other",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [rule(role="qkv", min_k=256)],
+        [rule("bf16", role="ffn_in", min_k=256)],
+        [rule("bf16", role="ffn_in"), rule(name="model.*", min_k=256)],
+    ],
+    ids=["another role", "a rule for BF16", "after the deciding rule"],
+)
+def test_what_is_not_a_near_miss(rules: list[dict[str, Any]]):
+    assert all("min_k" not in reason for reason in reasons(policy(*rules).decide(layer(k=48))))
+
+
+def test_a_near_miss_is_no_reason_where_the_preset_sends_to_mxfp8():
+    found = policy(rule(role="ffn_in", min_k=256), preset="nvidia").decide(layer(k=48))
+    assert reasons(found) == ["preset nvidia: role ffn_in"] * 3
+
+
+def formats(use: Any, preset: str = "nvidia") -> tuple[Format, Format, Format]:
+    found = policy(rule(use, role="ffn_in"), preset=preset).decide(layer())
+    return found.x, found.w, found.dy
+
+
+@pytest.mark.parametrize(
+    ("preset", "gradient", "rounding"),
+    [
+        ("nvidia", E4M3, Rounding.RCEIL),
+        ("ocp", E4M3, Rounding.FLOOR),
+        ("hybrid", E5M2, Rounding.RCEIL),
+        ("inference", E4M3, Rounding.RCEIL),
+    ],
+)
+def test_formats_of_the_presets(preset: str, gradient, rounding: Rounding):
+    both = Format(elem=E4M3, rounding=rounding)
+    expected = (both, both, Format(elem=gradient, rounding=rounding))
+    assert formats("mxfp8", preset) == expected
+
+
+def test_elem_dtype_is_of_input_and_weight():
+    x, w, dy = formats({"elem_dtype": "e5m2"})
+    assert (x.elem, w.elem, dy.elem) == (E5M2, E5M2, E4M3)
+
+
+def test_grad_dtype_is_of_the_output_gradient():
+    x, w, dy = formats({"grad_dtype": "e5m2"})
+    assert (x.elem, w.elem, dy.elem) == (E4M3, E4M3, E5M2)
+
+
+def test_a_rule_overrides_the_gradient_type_of_its_preset():
+    assert formats({"grad_dtype": "e4m3"}, "hybrid")[2].elem is E4M3
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_rounding_is_of_all_operands(rounding: Rounding):
+    assert {form.rounding for form in formats({"rounding": str(rounding)})} == {rounding}
+
+
+def test_weight_block_is_of_the_weight():
+    x, w, dy = formats({"weight_block": "32x32"})
+    assert (x.tile, w.tile, dy.tile) == (Tile.ROW, Tile.SQUARE, Tile.ROW)
+
+
+@pytest.mark.parametrize("saved", Saved)
+def test_saved_form(saved: Saved):
+    assert policy(rule({"saved": str(saved)}, role="ffn_in")).decide(layer()).saved is saved
+
+
+def test_saved_columnwise_unless_told():
+    assert Policy.preset("nvidia").decide(layer()).saved is Saved.COLUMNWISE

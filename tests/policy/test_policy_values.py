@@ -1,0 +1,213 @@
+"""Where policies come from, and that one survives being written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxcompile.errors import PolicyError
+from mxcompile.formats import E4M3, E5M2, Rounding, Tile
+from mxcompile.policy import ATTENTION_PRODUCTS, Match, Policy, Precision, Role, Rule, Saved, Use
+from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.shadow import shadowed_by
+
+
+def policy(*rules: dict[str, Any], preset: str = "bf16") -> Policy:
+    return Policy.from_dict({"version": 1, "preset": preset, "rules": list(rules)})
+
+
+def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
+    return {"match": match, "use": use}
+
+
+def test_none_is_the_default_preset():
+    assert Policy.resolve(None) == Policy.preset("nvidia") == Policy()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_by_name(name: str):
+    found = Policy.resolve(name)
+    assert found == Policy.preset(name) == policy(preset=name)
+    assert found.label == f"preset {name}"
+
+
+def test_a_policy_stays_itself():
+    found = policy(rule(role="head"))
+    assert Policy.resolve(found) is found
+
+
+def test_a_dict_is_read_as_a_file_is(tmp_path: Path):
+    found = policy(rule({"fprop": "mxfp8", "rounding": "even"}, name=["a", "b.*"], min_k=32))
+    path = tmp_path / "policy.yaml"
+    found.dump(path)
+    assert (
+        Policy.resolve(found.to_dict())
+        == Policy.resolve(path)
+        == Policy.resolve(str(path))
+        == found
+    )
+    assert Policy.resolve(path).label == str(path)
+
+
+def test_a_file_of_any_name_is_read(tmp_path: Path):
+    path = tmp_path / "settings"
+    path.write_text("version: 1\npreset: hybrid\n")
+    assert Policy.resolve(str(path)) == Policy.preset("hybrid")
+
+
+def test_a_file_does_not_hide_a_preset(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ocp").write_text("version: 1\npreset: hybrid\n")
+    assert Policy.resolve("ocp") == Policy.preset("ocp")
+    assert Policy.resolve("./ocp") == Policy.preset("hybrid")
+
+
+@pytest.mark.parametrize(
+    ("value", "piece"),
+    [
+        ("nvdia", "unknown preset 'nvdia' (did you mean 'nvidia'?); allowed: nvidia, ocp"),
+        ("no_such_file", "and no file is called so"),
+        ("no_such_file.yaml", "no_such_file.yaml: cannot be read: No such file or directory"),
+        (Path("no_such_file.yml"), "no_such_file.yml: cannot be read"),
+        ("version: 1\nrules: []\n" + "# a policy is not its text\n" * 200, "no file is called so"),
+        (5, "a file path, a preset name, a dict or a Policy, found int"),
+        (["nvidia"], "a file path, a preset name, a dict or a Policy, found list"),
+        (
+            {"version": 1, "prest": "ocp"},
+            "policy: prest: unknown key 'prest' (did you mean 'preset'",
+        ),
+        ({}, "policy: the key 'version' is missing"),
+        ({None: 1}, "unknown key None"),
+        ({"version": 1, ("a", "b"): 1}, "unknown key ('a', 'b')"),
+    ],
+)
+def test_what_is_no_policy_is_an_error(value: Any, piece: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PolicyError) as caught:
+        Policy.resolve(value)
+    assert piece in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+PRECISIONS = st.none() | st.sampled_from(Precision)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+PATTERNS = st.one_of(
+    st.from_regex(r"[a-z*?]{1,4}(\.[a-z0-9*?]{1,4}){0,3}", fullmatch=True),
+    st.from_regex(r"re:[a-z]{1,3}(\\\.|\.\*|\|)[a-z]{1,3}", fullmatch=True),
+    TEXT.filter(lambda text: not text.startswith("re:")),
+)
+MATCHES = st.builds(
+    Match,
+    name=st.lists(PATTERNS, max_size=3, unique=True).map(tuple),
+    role=st.lists(st.sampled_from(Role), max_size=4, unique=True).map(tuple),
+    module=st.lists(st.sampled_from(["Linear", "Conv1D", "_Fused"]), max_size=2, unique=True).map(
+        tuple
+    ),
+    min_m=st.integers(0, 1 << 40),
+    min_n=st.integers(0, 2),
+    min_k=st.integers(0, 2),
+).filter(lambda match: match != Match())
+USES = st.builds(
+    Use,
+    fprop=PRECISIONS,
+    dgrad=PRECISIONS,
+    wgrad=PRECISIONS,
+    elem_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
+    grad_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
+    rounding=st.none() | st.sampled_from(Rounding),
+    weight_block=st.none() | st.sampled_from(Tile),
+    saved=st.none() | st.sampled_from(Saved),
+).filter(lambda use: use != Use())
+
+
+def readable(rules: list[Rule]) -> tuple[Rule, ...]:
+    """`rules` without those that a policy file may not hold."""
+    kept: list[Rule] = []
+    for candidate in rules:
+        quantizes_products = candidate.use.asks_mxfp8 and ATTENTION_PRODUCTS & {
+            *candidate.match.role
+        }
+        if not quantizes_products and not shadowed_by(candidate.match, [r.match for r in kept]):
+            kept.append(candidate)
+    return tuple(kept)
+
+
+POLICIES = st.builds(
+    lambda preset, rules: Policy(base=PRESETS[preset], rules=readable(rules)),
+    st.sampled_from(list(PRESETS)),
+    st.lists(st.builds(Rule, match=MATCHES, use=USES), max_size=4),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(found=POLICIES)
+def test_a_policy_survives_being_written_and_read(found: Policy, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    found.dump(path)
+    again = Policy.load(path)
+    assert again == found
+    assert again.to_dict() == found.to_dict() == Policy.from_dict(found.to_dict()).to_dict()
+
+
+@settings(max_examples=150, deadline=None)
+@given(one=POLICIES, other=POLICIES)
+def test_fingerprints_are_equal_as_policies_are(one: Policy, other: Policy):
+    assert (one.fingerprint() == other.fingerprint()) == (one == other)
+
+
+@settings(max_examples=50, deadline=None)
+@given(found=POLICIES)
+def test_a_fingerprint_does_not_depend_on_where_the_policy_came_from(found: Policy):
+    assert Policy.from_dict(found.to_dict(), label="elsewhere").fingerprint() == found.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("written", "shortest"),
+    [
+        ("bf16", "bf16"),
+        ({"precision": "mxfp8"}, "mxfp8"),
+        ({"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}, "bf16"),
+        (
+            {"rounding": "floor", "wgrad": "mxfp8", "dgrad": "mxfp8", "fprop": "mxfp8"},
+            {"precision": "mxfp8", "rounding": "floor"},
+        ),
+        ({"fprop": "mxfp8", "dgrad": "mxfp8"}, {"fprop": "mxfp8", "dgrad": "mxfp8"}),
+        (
+            {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"},
+            {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"},
+        ),
+        ({"grad_dtype": "e5m2"}, {"grad_dtype": "e5m2"}),
+    ],
+)
+def test_a_use_is_written_in_its_shortest_form(written: Any, shortest: Any):
+    (found,) = policy(rule(written, role="qkv")).to_dict()["rules"]
+    assert found == {"match": {"role": "qkv"}, "use": shortest}
+
+
+def test_a_dumped_file_reads_as_a_person_would_write_it(tmp_path: Path):
+    path = tmp_path / "policy.yaml"
+    policy(
+        rule("bf16", name="model.layers.0.*"),
+        rule({"precision": "mxfp8", "weight_block": "32x32"}, role=["qkv", "attn_out"], min_k=256),
+        preset="nvidia",
+    ).dump(path)
+    assert path.read_text() == (
+        "version: 1\n"
+        "preset: nvidia\n"
+        "rules:\n"
+        "- match:\n"
+        "    name: model.layers.0.*\n"
+        "  use: bf16\n"
+        "- match:\n"
+        "    role:\n"
+        "    - qkv\n"
+        "    - attn_out\n"
+        "    min_k: 256\n"
+        "  use:\n"
+        "    precision: mxfp8\n"
+        "    weight_block: 32x32\n"
+    )

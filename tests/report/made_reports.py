@@ -1,0 +1,49 @@
+"""Records and reports made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxcompile.report import GemmRecord, OperandFormat, Part, Report
+
+X, W, DY = (
+    OperandFormat(operand=operand, elem="e4m3", block="1x32", rounding="rceil")
+    for operand in ("x", "w", "dy")
+)
+
+
+def record(name: str = "mlp.up", gemm: str = "fprop", **changes: Any) -> GemmRecord:
+    usual = {"role": "ffn_in", "m": 64, "n": 96, "k": 32, "precision": "mxfp8", "formats": (X, W)}
+    return GemmRecord(name=name, gemm=gemm, **{"reason": "policy: rule 1", **usual, **changes})
+
+
+def kept(name: str = "lm_head", **changes: Any) -> GemmRecord:
+    usual = {"role": "head", "precision": "bf16", "reason": "role head", "formats": ()}
+    return record(name, **{**usual, **changes})
+
+
+def training(name: str, **changes: Any) -> list[GemmRecord]:
+    return [
+        record(name, "fprop", formats=(X, W), **changes),
+        record(name, "dgrad", formats=(DY, W), **changes),
+        record(name, "wgrad", formats=(DY, X), **changes),
+    ]
+
+
+def report(*gemms: GemmRecord, **part: Any) -> Report:
+    return Report.of([Part(gemms=gemms, **part)], target="cpu", policy="preset nvidia")
+
+
+def whole_report() -> Report:
+    return report(
+        *training("layers.0.up", kernel="triton_mx_mm", module="Linear", source="model.py:12"),
+        kept("ünï"),
+        saved_bytes=10,
+        saved_bytes_bf16=20,
+        weight_bytes=5,
+        weight_bytes_bf16=10,
+        pass_time_us=1.5,
+        graph_breaks=2,
+        cache="hit",
+        warnings=("a", "b"),
+    )

@@ -1,0 +1,258 @@
+# ruff: noqa: RUF001 - × is meant
+"""The forms of a report: text, Markdown and JSON, and the files they are kept in."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_reports import DY, W, X, kept, record, report, training, whole_report
+
+from mxcompile.errors import OptionError
+from mxcompile.report import FORMS, GemmRecord, Part, Report, form_of
+
+LONG = st.integers(1, 300).map(lambda length: ("layer.up_proj." * 30)[:length])
+GEMMS = st.builds(
+    GemmRecord,
+    name=LONG,
+    role=st.sampled_from(["qkv", "expert_out", "attn_scores"]),
+    gemm=st.sampled_from(["fprop", "dgrad", "wgrad"]),
+    m=st.integers(0, 1 << 22),
+    n=st.integers(0, 1 << 22),
+    k=st.integers(0, 1 << 22),
+    batch=st.integers(1, 4096),
+    precision=st.sampled_from(["mxfp8", "bf16"]),
+    reason=LONG,
+    kernel=st.just("") | LONG,
+    formats=st.sampled_from([(), (X, W), (replace(DY, elem="e5m2"), replace(W, block="32x32"))]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gemms=st.lists(GEMMS, max_size=5), policy=LONG, warnings=st.lists(LONG, max_size=2))
+def test_text_is_at_most_120_columns_wide(gemms, policy: str, warnings: list[str]):
+    parts = [Part(gemms=tuple(gemms), warnings=tuple(warnings), saved_bytes=1, saved_bytes_bf16=2)]
+    lines = str(Report.of(parts, target="sm_100", policy=policy)).splitlines()
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_long_name_keeps_both_ends():
+    name = "model.language_model." + "transformer." * 20 + "layers.mlp.up_proj"
+    (line,) = [line for line in str(report(record(name))).splitlines() if "ffn_in" in line]
+    shown = line.split()[0]
+    assert re.fullmatch(r"model\.language_.*….*\.layers\.mlp\.up_proj", shown)
+
+
+def test_what_fits_is_shown_whole():
+    name = "model.language_model.layers.0.mlp.up_proj"
+    text = str(report(record(name, reason="preset nvidia: role ffn_in", kernel="k" * 50)))
+    assert name in text
+    assert "preset nvidia: role ffn_in" in text
+    assert "k" * 50 in text
+
+
+def test_text_of_a_training_report():
+    gemms = [gemm for i in range(4) for gemm in training(f"layers.{i}.up", kernel="aten.mm")]
+    text = str(
+        report(
+            *gemms,
+            kept(kernel="aten.addmm"),
+            saved_bytes=3 << 20,
+            saved_bytes_bf16=4 << 20,
+            weight_bytes=100,
+            weight_bytes_bf16=50,
+            pass_time_us=12_300.0,
+            graph_breaks=1,
+            cache="miss",
+            warnings=("rule 3 matched no layer",),
+        )
+    )
+    assert text.splitlines() == [
+        "MXFP8 report: 92.3% of matmul FLOPs in MXFP8 (13 GEMMs, target cpu, policy preset nvidia)",
+        "saved for backward 3.0 MiB, without mxcompile 4.0 MiB (75%)",
+        "weights of linear layers 100 B (50 B in BF16)",
+        "1 graph, 1 graph break, passes 12 ms, Inductor cache miss",
+        "warning: rule 3 matched no layer",
+        "",
+        "layer              role    m×n×k     fprop    dgrad    wgrad    reason",
+        "-------------  --  ------  --------  -------  -------  -------  --------------",
+        "layers.0-3.up  ×4  ffn_in  64×96×32  mxfp8    mxfp8    mxfp8    policy: rule 1",
+        "lm_head            head    64×96×32  bf16     -        -        role head",
+        "",
+        "precision    kernel      formats                 GEMMs    FLOPs",
+        "-----------  ----------  ----------------------  -------  -------",
+        "mxfp8        aten.mm     x, w: e4m3 1x32 rceil   4        30.8%",
+        "mxfp8        aten.mm     dy, x: e4m3 1x32 rceil  4        30.8%",
+        "mxfp8        aten.mm     dy, w: e4m3 1x32 rceil  4        30.8%",
+        "bf16         aten.addmm  -                       1        7.7%",
+    ]
+
+
+def test_operands_of_different_formats_are_told_apart():
+    gemm = record(formats=(replace(DY, elem="e5m2"), replace(W, block="32x32")))
+    assert "dy: e5m2 1x32 rceil; w: e4m3 32x32 rceil" in str(report(gemm))
+
+
+def test_a_layer_run_in_two_precisions_says_both():
+    gemms = [
+        record(source="a.py:1"),
+        record(source="a.py:1", precision="bf16", reason="role other"),
+    ]
+    assert "bf16/mxfp8" in str(report(*gemms))
+    assert "policy: rule 1; role other" in str(report(*gemms))
+
+
+def test_a_batched_product_says_so():
+    assert "8·64×96×32" in str(report(record(batch=8)))
+
+
+def test_the_root_module_and_kernels_to_come_have_words():
+    text = str(report(record(name="")))
+    assert "(root)" in text
+    assert "not lowered" in text
+
+
+def test_an_empty_report():
+    assert str(Report.of([], target="cpu", policy="preset nvidia")) == (
+        "MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (0 GEMMs, target cpu, policy preset nvidia)\n"
+        "0 graphs, 0 graph breaks, passes 0 ms, Inductor cache off"
+    )
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one line of a GitHub table."""
+    assert line.startswith("|")
+    assert line.endswith("|")
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def tables(markdown: str) -> list[list[list[str]]]:
+    """The tables of `markdown`: blocks between empty lines, each a header, a rule and rows."""
+    blocks = [block.splitlines() for block in markdown.split("\n\n") if block.startswith("|")]
+    for header, rule, *_ in blocks:
+        assert all(re.fullmatch(":?-+:?", cell) for cell in cells(rule))
+        assert len(cells(rule)) == len(cells(header))
+    return [[cells(line) for i, line in enumerate(block) if i != 1] for block in blocks]
+
+
+def markdown(found: Report) -> str:
+    return form_of("report.md")(found)
+
+
+def test_markdown_is_github_tables_of_whole_cells():
+    name = "model." + "transformer." * 20 + "up"
+    text = markdown(report(*training(name, kernel="aten.mm"), kept()))
+    layer_table, kernel_table = tables(text)
+    assert layer_table[0] == [
+        "layer", "", "role", "m×n×k", "fprop", "dgrad", "wgrad", "reason",
+    ]  # fmt: skip
+    assert layer_table[1] == [
+        name, "", "ffn_in", "64×96×32", "mxfp8", "mxfp8", "mxfp8", "policy: rule 1",
+    ]  # fmt: skip
+    assert kernel_table[0] == ["precision", "kernel", "formats", "GEMMs", "FLOPs"]
+    assert [len(row) for row in layer_table + kernel_table] == [8] * 3 + [5] * 5
+
+
+def test_a_bar_in_a_cell_does_not_split_it():
+    layer_table, _ = tables(markdown(report(record("a|b", reason="x || y"))))
+    assert layer_table[1][0] == r"a\|b"
+    assert layer_table[1][-1] == r"x \|\| y"
+
+
+def test_markdown_opens_with_a_heading_and_facts():
+    lines = markdown(report(kept(), warnings=("one\ntwo",))).splitlines()
+    assert lines[0].startswith("### MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (1 GEMM, ")
+    assert lines[1] == ""
+    assert lines[2].startswith("- 1 graph, 0 graph breaks")
+    assert lines[3:5] == ["- warning: one two", ""]
+
+
+def test_markdown_of_an_empty_report_has_no_table():
+    assert tables(markdown(Report.of([], target="cpu", policy="p"))) == []
+
+
+@pytest.mark.parametrize(
+    "found", [whole_report(), report(kept()), Report.of([], target="", policy="")]
+)
+def test_json_round_trip(found: Report):
+    again = Report.from_json(found.to_json())
+    assert again == found
+    assert hash(again) == hash(found)
+
+
+def test_json_carries_its_schema():
+    data = json.loads(whole_report().to_json())
+    assert data["schema"] == 1
+    assert set(data) == {"schema", "gemms", "summary"}
+    assert data["gemms"][0]["formats"][0] == {
+        "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
+    }  # fmt: skip
+
+
+def changed_json(**changes: Any) -> str:
+    return json.dumps({**json.loads(whole_report().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        (changed_json(schema=2), "report schema 2 is not 1"),
+        (changed_json(schema=None), "report schema None is not 1"),
+        ("{}", "'schema'"),
+        ('{"schema": 1}', "'gemms'"),
+        (changed_json(gemms=[{}]), "'formats'"),
+        (changed_json(gemms=[{"formats": [], "name": "a"}]), "missing"),
+        (changed_json(gemms=5), "not an mxcompile report"),
+        (changed_json(summary={"warnings": [], "colour": "red"}), "colour"),
+        ("", "not an mxcompile report"),
+        ("{", "not an mxcompile report"),
+        ("[]", "not an mxcompile report"),
+        ("null", "not an mxcompile report"),
+        ("[" * 100_000, "not an mxcompile report"),
+    ],
+)
+def test_what_is_no_report_is_an_error(text: str, piece: str):
+    with pytest.raises(OptionError, match=re.escape(piece)):
+        Report.from_json(text)
+
+
+@pytest.mark.parametrize("suffix", FORMS)
+def test_a_report_is_saved_in_the_form_of_its_suffix(suffix: str, tmp_path: Path):
+    path = tmp_path / "new" / "folder" / f"report{suffix}"
+    whole_report().save(path)
+    text = path.read_text(encoding="utf-8")
+    assert text == FORMS[suffix](whole_report())
+    assert "ünï" in text
+    assert text.endswith("\n")
+
+
+def test_text_and_json_files_hold_what_python_shows(tmp_path: Path):
+    found = whole_report()
+    found.save(str(tmp_path / "report.txt"))
+    found.save(str(tmp_path / "report.json"))
+    assert (tmp_path / "report.txt").read_text() == f"{found}\n"
+    assert Report.from_json((tmp_path / "report.json").read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [
+        ("report.jsn", "unknown suffix '.jsn' (did you mean '.json'?); allowed: .txt, .md"),
+        ("report.JSON", "unknown suffix '.JSON' (did you mean '.json'?)"),
+        ("report", "unknown suffix ''; allowed: .txt"),
+        ("report.json.gz", "unknown suffix '.gz'"),
+    ],
+)
+def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str, tmp_path: Path):
+    path = tmp_path / "folder" / name
+    with pytest.raises(OptionError) as caught:
+        whole_report().save(path)
+    assert repr(str(path)) in str(caught.value)
+    assert piece in str(caught.value)
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,113 @@
+"""The summary: shares, sums over graphs, and how they are said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_reports import kept, record, report
+
+from mxcompile.report import GemmRecord, Part, Report, Summary
+
+
+def test_flop_share_is_of_multiply_adds():
+    half = [record(m=2, n=3, k=5), kept(m=3, n=5, k=2)]
+    assert [gemm.flops for gemm in half] == [60, 60]
+    assert report(*half).summary.flop_share == 0.5
+    batched = replace(half[0], batch=3)
+    assert batched.flops == 180
+    assert report(batched, half[1]).summary.flop_share == 0.75
+
+
+@pytest.mark.parametrize(
+    ("gemms", "share"),
+    [
+        ([], 0.0),
+        ([kept()], 0.0),
+        ([record()], 1.0),
+        ([record(m=0)], 0.0),
+        ([record(m=0), kept()], 0),
+    ],
+)
+def test_flop_share_at_its_ends(gemms: list[GemmRecord], share: float):
+    assert report(*gemms).summary.flop_share == share
+
+
+def merged(*parts: Part) -> Summary:
+    return Report.of(parts, target="sm_100", policy="p.yaml").summary
+
+
+def test_parts_add_up():
+    part = Part(
+        gemms=(record(),),
+        saved_bytes=1,
+        saved_bytes_bf16=2,
+        weight_bytes=3,
+        weight_bytes_bf16=4,
+        pass_time_us=5.0,
+        graph_breaks=1,
+        cache="miss",
+        warnings=("same",),
+    )
+    other = replace(part, gemms=(kept(), kept()), warnings=("same", "new"), pass_time_us=6.0)
+    assert merged(part, other) == Summary(
+        target="sm_100",
+        policy="p.yaml",
+        num_gemms=3,
+        flop_share=1 / 3,
+        saved_bytes=2,
+        saved_bytes_bf16=4,
+        weight_bytes=6,
+        weight_bytes_bf16=8,
+        pass_time_us=11.0,
+        graphs=2,
+        graph_breaks=2,
+        cache="miss",
+        warnings=("same", "new"),
+    )
+
+
+def test_records_know_their_graph():
+    parts = [Part(gemms=(record("a"), record("b"))), Part(gemms=()), Part(gemms=(record("c"),))]
+    found = Report.of(parts, target="cpu", policy="p").gemms
+    assert [(gemm.name, gemm.graph) for gemm in found] == [("a", 0), ("b", 0), ("c", 2)]
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        ([], "off"),
+        (["off", "off"], "off"),
+        (["hit", "hit"], "hit"),
+        (["miss"], "miss"),
+        (["hit", "miss", "hit"], "partial"),
+    ],
+)
+def test_cache_state_of_several_graphs(states: list[str], state: str):
+    assert merged(*(Part(cache=cache) for cache in states)).cache == state
+
+
+def test_inference_saves_nothing_and_says_nothing_of_it():
+    assert merged(Part(), Part()).saved_bytes is None
+    assert "saved for backward" not in str(report(record()))
+
+
+def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
+    summary = merged(Part(), Part(saved_bytes=0, saved_bytes_bf16=8))
+    assert (summary.saved_bytes, summary.saved_bytes_bf16) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 50, "3072.0 TiB"),
+    ],
+)
+def test_bytes_in_words(num_bytes: int, words: str):
+    text = str(report(weight_bytes=num_bytes, weight_bytes_bf16=num_bytes))
+    assert f"weights of linear layers {words} ({words} in BF16)" in text
