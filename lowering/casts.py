@@ -42,7 +42,7 @@ class _Blocks:
 
     def __init__(self, x: ir.TensorBox, dims: Sequence[int]) -> None:
         self.shape = list(x.get_size())
-        self.device = x.get_device()
+        self.device = x.get_device_or_error()
         self.dims = sorted(dim % len(self.shape) for dim in dims)
         self.scale_shape = [
             FloorDiv(size + (BLOCK - 1), BLOCK) if dim in self.dims else size
@@ -88,9 +88,7 @@ class _Blocks:
             block = [index[place] for place in places]
             return body(_element(block, dims, [index[places[dim] + 1] for dim in dims]), block)
 
-        padded = [
-            size * BLOCK if dim in dims else size for dim, size in enumerate(self.scale_shape)
-        ]
+        padded = [size * BLOCK if dim in dims else size for dim, size in enumerate(self.scale_shape)]
         result = self._create(dtype, split, inner)
         ragged = [dim for dim in dims if dim in self.ragged]
         if ragged:
@@ -98,7 +96,8 @@ class _Blocks:
         result = _VIEW(result, padded)
         for dim in ragged:
             result = _SLICE(result, dim, 0, self.shape[dim])
-        return _CLONE(result) if any(dim > 0 for dim in ragged) else result
+        whole: ir.TensorBox = _CLONE(result) if any(dim > 0 for dim in ragged) else result
+        return whole
 
     def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
         """A tensor with one value a block."""
@@ -136,9 +135,7 @@ def _element(block: Index, dims: Sequence[int], offsets: Index) -> list[Any]:
 class _Cast:
     """The scales of one tensor, and its elements over them."""
 
-    def __init__(
-        self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding
-    ) -> None:
+    def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
         x.realize()
         self.blocks = _Blocks(x, dims)
         self.elem = elem
@@ -148,7 +145,7 @@ class _Cast:
         amax.realize()
         amax_of = amax.make_loader()
         self.byte: Load = lambda block: _scale_byte(amax_of(block), elem, mode)
-        self._on_cpu = x.get_device().type == "cpu"
+        self._on_cpu = x.get_device_or_error().type == "cpu"
 
     def rounded(self, index: Index, inverse: Any) -> Any:
         """Element at `index` over its scale, rounded to the element type, in FP32."""
@@ -251,7 +248,7 @@ def _scale_output(cast: _Cast, block_dim: int) -> ir.TensorBox:
 def lower_quantize(
     x: ir.TensorBox, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """qdata and scale bytes."""
+    """Qdata and scale bytes."""
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse = cast.scales(_inverse_scale_value)
     qdata = cast.blocks.pointwise(
@@ -288,9 +285,7 @@ def lower_dequantize(
     """Elements times scales, in `dtype`."""
     blocks = _Blocks(qdata, (block_dim,))
     byte_of = scale.make_loader()
-    values = blocks.per_block(
-        _F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32))
-    )
+    values = blocks.per_block(_F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32)))
     if blocks.device.type == "cpu" and len(blocks.shape) - 1 not in blocks.dims:
         values.realize()
     value_of, load = values.make_loader(), qdata.make_loader()

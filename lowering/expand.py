@@ -19,7 +19,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 
@@ -52,7 +52,8 @@ class _Expander:
         out = tensor(node)
         assert out is not None
         dtype = torch.bfloat16 if out.dtype is torch.bfloat16 else torch.float32
-        qa, sa, qb, sb, extra, _ = node.args
+        qa, sa, qb, sb = (argument(node, index) for index in range(4))
+        extra: Any = node.args[4]
         with self._graph.inserting_before(node):
             a = self._value(qa, sa, -1, dtype, node)
             b = self._value(qb, sb, -2, dtype, node)
@@ -83,9 +84,7 @@ class _Expander:
         convert = torch.ops.prims.convert_element_type.default
         return self._build.call(convert, node, dtype, like=like)
 
-    def _value(
-        self, qdata: Any, scale: Any, dim: int, dtype: torch.dtype, node: fx.Node
-    ) -> fx.Node:
+    def _value(self, qdata: Any, scale: Any, dim: int, dtype: torch.dtype, node: fx.Node) -> fx.Node:
         """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`."""
         qdata, swapped = untransposed(qdata)
         scale, scale_swapped = untransposed(scale)
@@ -97,9 +96,7 @@ class _Expander:
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
 
-    def _emit(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, node: fx.Node
-    ) -> fx.Node:
+    def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, node: fx.Node) -> fx.Node:
         made = qdata.args[0] if qdata.target is operator.getitem else None
         if isinstance(made, fx.Node) and made.target is ops.quantize:
             square = len(made.args) > 4 and made.args[4]

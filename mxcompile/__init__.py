@@ -31,7 +31,7 @@ _HOME = {
     "reports": "mxcompile.report",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names of _HOME are defined by __getattr__
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

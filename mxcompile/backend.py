@@ -12,7 +12,7 @@ the store (see `store`), and if it is gone, from tracing the graph again without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
@@ -60,9 +60,7 @@ class Backend:
             raise OptionError("Backend(block=…) is not a module of root")
         return name_signature(self.options.policy, self.root, path)
 
-    def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> Compiled:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
         """Compile `gm`. Called by Dynamo."""
         return compile_graph(gm, example_inputs, self.options, self.root)
 
@@ -93,11 +91,11 @@ def compile_graph(
     """Compile one captured graph and put it in the report."""
     found = capture(gm, example_inputs, root)
     compilation = Compilation(options, found, gm)
-    compiled: Compiled = compile_fx(
+    compiled = compile_fx(
         gm,
         example_inputs,
         config_patches=compilation.config_patches(),
         decompositions=table(),
     )
     compilation.finish(gm, example_inputs)
-    return compiled
+    return cast(Compiled, compiled)

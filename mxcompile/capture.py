@@ -21,8 +21,8 @@ class Capture:
     """A graph as Dynamo handed it over.
 
     inputs: what each is, by its path below the frame's module. root: the compiled model, if known. prefix:
-    path in it of the module whose frame this is. device: of the first tensor. identity: hash of what names the graph's layers; with_sources: the
-    same with the lines of the user's code, and the inputs' shapes.
+    path in it of the module whose frame this is. device: of the first tensor. identity: hash of what names
+    the graph's layers; with_sources: the same with the lines of the user's code, and the inputs' shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -55,9 +55,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
     )
 
 
-def _describe(
-    node: fx.Node, value: Any, paths: dict[int, str]
-) -> tuple[GraphInput, str | None]:
+def _describe(node: fx.Node, value: Any, paths: dict[int, str]) -> tuple[GraphInput, str | None]:
     """The input behind a placeholder, its path relative to the frame, and the frame's prefix if known."""
     raw = _source_name(node)
     static = isinstance(value, nn.Parameter) or "_parameters[" in raw or "_buffers[" in raw

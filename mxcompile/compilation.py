@@ -74,12 +74,8 @@ class Compilation:
             "joint_custom_pre_pass": GraphPass(
                 self.run_passes, f"{base} {self.found.identity}", config.joint_custom_pre_pass
             ),
-            "post_grad_custom_pre_pass": GraphPass(
-                self.lower, base, config.post_grad_custom_pre_pass
-            ),
-            "custom_partitioner_fn": Partitioner(
-                self.count_saved, base, config.custom_partitioner_fn
-            ),
+            "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
+            "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
         }
 
     # -- hooks -----------------------------------------------------------------------------------

@@ -96,9 +96,7 @@ def batches(tokens: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
     """Endless random windows of `tokens`, [batch, length + 1], the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(
-            len(tokens) - settings.length - 1, (settings.batch,), generator=generator
-        )
+        starts = torch.randint(len(tokens) - settings.length - 1, (settings.batch,), generator=generator)
         yield torch.stack([tokens[s : s + settings.length + 1] for s in starts.tolist()])
 
 
@@ -122,7 +120,7 @@ def build_model(settings: Settings) -> nn.Module:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    return LlamaForCausalLM(config)
 
 
 def train(
@@ -146,7 +144,7 @@ def train(
     for step in range(1, settings.steps + 1):
         start = time.perf_counter()
         loss = _loss(compiled, next(data))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -45,12 +45,8 @@ class ElemType:
     min_exponent: int
 
 
-E4M3 = ElemType(
-    name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, mantissa_bits=3, min_exponent=-6
-)
-E5M2 = ElemType(
-    name="e5m2", dtype=torch.float8_e5m2, max=57344.0, emax=15, mantissa_bits=2, min_exponent=-14
-)
+E4M3 = ElemType(name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, mantissa_bits=3, min_exponent=-6)
+E5M2 = ElemType(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, emax=15, mantissa_bits=2, min_exponent=-14)
 
 ELEM_TYPES = {elem.name: elem for elem in (E4M3, E5M2)}
 _BY_DTYPE = {elem.dtype: elem for elem in (E4M3, E5M2)}

@@ -49,20 +49,15 @@ class GraphPass(CustomGraphPass):
         return _joined(self._uuid, self._users)
 
 
-
 class Partitioner(CustomPartitionerFn):
     """The user's partitioner, or Inductor's, followed by `look` at forward and backward."""
 
-    def __init__(
-        self, look: Callable[[GraphModules, int], None], uuid: str, users: Any = None
-    ) -> None:
+    def __init__(self, look: Callable[[GraphModules, int], None], uuid: str, users: Any = None) -> None:
         self._look = look
         self._uuid = uuid
         self._users = users
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> GraphModules:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> GraphModules:
         """Partition `gm`; the graphs are those the inner partitioner makes."""
         partition: Any = self._users or min_cut_rematerialization_partition
         graphs: GraphModules = partition(gm, joint_inputs, **kwargs)

@@ -68,7 +68,8 @@ def split_blocks(x: Tensor, dim: int) -> Tensor:
     length = x.shape[dim]
     missing = num_blocks(length) * BLOCK - length
     x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
-    return x.unflatten(dim, (num_blocks(length), BLOCK))
+    blocks: Tensor = x.unflatten(dim, (num_blocks(length), BLOCK))
+    return blocks
 
 
 def _join_blocks(blocks: Tensor, dim: int, length: int) -> Tensor:
@@ -106,9 +107,7 @@ def quantize_tensors(
     return qdata, byte.squeeze(dim + 1).to(torch.uint8).contiguous()
 
 
-def dequantize_tensors(
-    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype
-) -> Tensor:
+def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
     """`qdata` · 2^(`scale` − 127), exact in FP32, rounded once to `dtype`; contiguous, shape of qdata."""
     dim = block_dim % qdata.ndim
     blocks = split_blocks(qdata.to(torch.float32), dim)

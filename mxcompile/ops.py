@@ -69,9 +69,7 @@ def _spec_quantize_both(x: Tensor, elem_dtype: torch.dtype, rounding: str) -> li
     return rowwise + _spec_quantize(x, -2, elem_dtype, rounding)
 
 
-def _spec_dequantize(
-    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype
-) -> list[Spec]:
+def _spec_dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> list[Spec]:
     return [(qdata.shape, dtype)]
 
 
@@ -197,9 +195,7 @@ scaled_grouped_mm = _define(
     _spec_scaled_grouped_mm,
 )
 
-CASTS = frozenset(
-    op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize)
-)
+CASTS = frozenset(op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize))
 """The operators that change the format of one tensor."""
 
 PRODUCTS = frozenset(op.overloadpacket for op in (scaled_mm, scaled_grouped_mm))

@@ -29,8 +29,9 @@ def name_signature(policy: Policy, root: nn.Module, path: str) -> tuple[tuple[bo
 
 
 def shared_code(policy: Policy, root: nn.Module, prefix: str) -> str | None:
-    """A sentence if code compiled for the module `prefix` of `root` may run for one the policy treats
-    differently: Dynamo compiles a frame once for all modules whose guards are equal.
+    """A sentence if code compiled for the module `prefix` may run for one the policy treats differently.
+
+    Dynamo compiles a frame once for all modules of `root` whose guards are equal.
     """
     if not any(rule.match.name for rule in policy.rules):
         return None

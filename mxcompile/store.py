@@ -46,9 +46,7 @@ def load(name: str) -> Part | None:
     try:
         raw = json.loads(_path(name).read_text(encoding="utf-8"))
         gemms = tuple(
-            GemmRecord(
-                **{**gemm, "formats": tuple(OperandFormat(**f) for f in gemm["formats"])}
-            )
+            GemmRecord(**{**gemm, "formats": tuple(OperandFormat(**f) for f in gemm["formats"])})
             for gemm in raw["gemms"]
         )
         return Part(**{**raw, "gemms": gemms, "warnings": tuple(raw["warnings"])})

@@ -30,9 +30,7 @@ class MXTensor:
         if self.scale.dtype is not torch.float8_e8m0fnu:
             raise FormatError(f"scale must be torch.float8_e8m0fnu, not {self.scale.dtype}")
         if not -self.qdata.ndim <= self.block_dim < self.qdata.ndim:
-            raise FormatError(
-                f"block_dim {self.block_dim} is outside qdata of {self.qdata.ndim} dimensions"
-            )
+            raise FormatError(f"block_dim {self.block_dim} is outside qdata of {self.qdata.ndim} dimensions")
         expected = list(self.qdata.shape)
         expected[self.block_dim] = num_blocks(expected[self.block_dim])
         if list(self.scale.shape) != expected:

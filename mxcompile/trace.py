@@ -31,7 +31,7 @@ def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence
         compile_fx(
             _copy(gm),
             list(example_inputs),
-            inner_compile=inner_compile,  # type: ignore[arg-type]
+            inner_compile=inner_compile,
             config_patches={**compilation.config_patches(), "force_disable_caches": True},
             decompositions=table(),
         )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.opsets import packet
+from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import Kind, hint, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.passes.flow import origin
@@ -28,9 +28,7 @@ def weight_bytes(graph: fx.Graph) -> tuple[int, int]:
         if stored is not None and value is not None:
             weights[stored] = _numel(value.shape)
     held = sum(
-        numel * value.element_size()
-        for node, numel in weights.items()
-        if (value := tensor(node)) is not None
+        numel * value.element_size() for node, numel in weights.items() if (value := tensor(node)) is not None
     )
     return held, 2 * sum(weights.values())
 
@@ -38,19 +36,19 @@ def weight_bytes(graph: fx.Graph) -> tuple[int, int]:
 def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
-        qdata = untransposed(node.args[2 * side])[0]
-        cast = qdata.args[0] if packet(qdata) is operator.getitem else qdata
-        return origin(cast.args[0]) if packet(cast) in ops.CASTS else origin(cast)
+        qdata = untransposed(argument(node, 2 * side))[0]
+        cast = argument(qdata) if packet(qdata) is operator.getitem else qdata
+        return origin(argument(cast)) if packet(cast) in ops.CASTS else origin(cast)
     matrices = [
-        arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None
-        and v.ndim > 1
+        arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
     ]
     return origin(matrices[-2:][side]) if len(matrices) > side else None
 
 
 def saved_bytes(forward: fx.Graph, num_outputs: int) -> tuple[int, int]:
-    """Bytes that `forward`, a partitioned forward graph, keeps for backward; and those it would without
-    mxcompile, where every FP8 copy is a copy of its source in the model's dtype.
+    """Bytes that `forward`, a partitioned forward graph, keeps for backward, and those without mxcompile.
+
+    Without it every FP8 copy is a copy of its source in the model's dtype.
 
     num_outputs: the model's own outputs, which come first. Inputs that are kept cost nothing.
     """
@@ -64,7 +62,7 @@ def saved_bytes(forward: fx.Graph, num_outputs: int) -> tuple[int, int]:
     for node in quantized:
         cast = _cast_of(node)
         assert cast is not None
-        source = origin(cast.args[0])
+        source = origin(argument(cast))
         if source not in sources and source.op != "placeholder":
             sources.add(source)
             replaced += _numel(node.meta["val"].shape) * cast.meta.get("mx_itemsize", 2)
@@ -76,7 +74,7 @@ def _cast_of(node: fx.Node) -> fx.Node | None:
     node = untransposed(node)[0]
     if packet(node) is not operator.getitem:
         return None
-    cast: Any = node.args[0]
+    cast = argument(node)
     return cast if packet(cast) in ops.CASTS else None
 
 
@@ -91,4 +89,3 @@ def _numel(shape: Iterable[Any]) -> int:
     for size in shape:
         total *= hint(size)
     return total
-

@@ -22,23 +22,23 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mxcompile.passes.flow import Depends, dependencies, origin
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import (
     ACTIVATIONS,
     GATHERS,
     LINEAR_OPS,
-    is_matmul_like,
     MAXIMA,
     SOFTMAX,
     STREAM_SOURCES,
     SUMS,
     TOP_K,
     aten,
+    is_matmul_like,
     packet,
 )
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tag_of, tags_of, tensor
+from mxcompile.passes.flow import Depends, dependencies, origin
 from mxcompile.policy import Role
 
 _STREAM = "stream"
@@ -104,9 +104,7 @@ class Classify:
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
-                set_tag(
-                    node, *(replace(tag, role=roles.get(tag.layer, Role.OTHER)) for tag in tags)
-                )
+                set_tag(node, *(replace(tag, role=roles.get(tag.layer, Role.OTHER)) for tag in tags))
 
 
 class _Structure:
@@ -136,9 +134,7 @@ class _Structure:
         if tags_of(node):
             self._visit_matmul(node)
             raw = tags_of(node)[0].kind is Kind.LINEAR and merged.roots == {_INPUT}
-            return Feeds(
-                roots=frozenset({node}), starts=merged.starts | ({node} if raw else frozenset())
-            )
+            return Feeds(roots=frozenset({node}), starts=merged.starts | ({node} if raw else frozenset()))
         if what in STREAM_SOURCES:
             return Feeds(roots=frozenset({_STREAM}), starts=merged.starts)
         if what in SUMS and self._joins_stream(arguments):
@@ -175,9 +171,7 @@ class _Structure:
     def _visit_matmul(self, node: fx.Node) -> None:
         """Recognise an attention product, and remember what its operands are."""
         if tags_of(node)[0].kind is Kind.ATTENTION:
-            self._attention_operands.update(
-                arg for arg in node.args[:3] if isinstance(arg, fx.Node)
-            )
+            self._attention_operands.update(arg for arg in node.args[:3] if isinstance(arg, fx.Node))
             return
         if tags_of(node)[0].kind is not Kind.PRODUCT:
             return
@@ -191,9 +185,7 @@ class _Structure:
             tag = tag_of(root)
             if tag is not None and tag.kind is Kind.PRODUCT:
                 self._products[root] = Role.ATTN_SCORES
-                self._attention_operands.update(
-                    arg for arg in operands(root) if isinstance(arg, fx.Node)
-                )
+                self._attention_operands.update(arg for arg in operands(root) if isinstance(arg, fx.Node))
 
     def _activates(self, node: fx.Node, what: Any, merged: Feeds) -> bool:
         if not merged.matmuls:
@@ -260,7 +252,7 @@ class _Structure:
             for first in self._chain(node):
                 if roles[first] is Role.OTHER and roles[node] is not Role.HEAD:
                     roles[first] = roles[node]
-        for node, tag in layers:
+        for node, _ in layers:
             partners = pairs[node] | {last for last, firsts in pairs.items() if node in firsts}
             if any(self._is_expert(n) for n in (node, *partners)):
                 roles[node] = _EXPERT.get(roles[node], roles[node])
@@ -324,17 +316,14 @@ class _Structure:
         if _STREAM in feeds.roots or feeds.roots & self._stream_starts:
             return False
         return any(
-            tags_of(root)[0].kind is Kind.ATTENTION
-            or self._products.get(root) is Role.ATTN_VALUES
+            tags_of(root)[0].kind is Kind.ATTENTION or self._products.get(root) is Role.ATTN_VALUES
             for root in feeds.matmuls
         )
 
     def _is_tied(self, node: fx.Node, tag: GemmTag) -> bool:
         """Whether the weight is also a table of embeddings."""
         weight = origin(operands(node)[tag.tensors.index("w")])
-        return any(
-            packet(user) is aten.embedding and user.args[0] is weight for user in weight.users
-        )
+        return any(packet(user) is aten.embedding and user.args[0] is weight for user in weight.users)
 
     def _is_expert(self, node: fx.Node) -> bool:
         tag = tag_of(node)

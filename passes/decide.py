@@ -18,12 +18,10 @@ from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
-from mxcompile.policy import Choice, Decision, Gemm, Policy, Precision
+from mxcompile.policy import Choice, Decision, Policy, Precision
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-_SUPPORTED = frozenset(
-    {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten._grouped_mm}
-)
+_SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten._grouped_mm})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

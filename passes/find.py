@@ -17,26 +17,27 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mxcompile.passes.flow import Depends, dependencies, graph_input, origin
 from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
-    is_matmul_like,
     MATMULS,
-    is_opaque,
     QUANTIZED_MATMULS,
+    is_matmul_like,
+    is_opaque,
     packet,
 )
 from mxcompile.graph.shapes import Sizes, attention_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of, tensor
+from mxcompile.passes.flow import Depends, dependencies, graph_input, origin
 from mxcompile.policy import Gemm, Role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Find:
-    """Options: `inputs`, those of the captured graph; `prefix`, put before module paths; `first_index`,
-    where the numbering of GEMMs starts.
+    """Tag the matmuls of a graph.
+
+    inputs: those of the captured graph. prefix: put before module paths. first_index: of the first GEMM.
     """
 
     name: ClassVar[str] = "find"
@@ -91,7 +92,6 @@ class _Finder:
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
-            **_hints(sizes[0]),
         )
         set_tag(node, *_per_product(tag, sizes))
         self._by_seq[node.meta.get("seq_nr", -1)].append(node)
@@ -101,10 +101,7 @@ class _Finder:
     def tag_backward(self, node: fx.Node) -> None:
         """Tag a node of the backward as a GEMM of its forward node's layer."""
         forward = self._forward_of(node)
-        if packet(node) in MATMULS:
-            sizes = [matmul_sizes(node)]
-        else:
-            sizes = _sizes_of_other(node)
+        sizes = [matmul_sizes(node)] if packet(node) in MATMULS else _sizes_of_other(node)
         if forward is None:
             self.tag_forward(node)
             set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
@@ -117,7 +114,7 @@ class _Finder:
             other = "w" if gemm is Gemm.DGRAD else "x"
             left = operands(node)[0]
             tensors = ("dy", other) if Depends.GRADIENT in self._depends[left] else (other, "dy")
-        tag = replace(known, gemm=gemm, tensors=tensors, **_hints(sizes[0]))
+        tag = replace(known, gemm=gemm, tensors=tensors)
         set_tag(node, *_per_product(tag, sizes))
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
@@ -137,9 +134,7 @@ class _Finder:
         return stored is not None and stored.ndim >= 2
 
     def _is_data(self, node: Any) -> bool:
-        return isinstance(node, fx.Node) and bool(
-            self._depends[node] & (Depends.DATA | Depends.GRADIENT)
-        )
+        return isinstance(node, fx.Node) and bool(self._depends[node] & (Depends.DATA | Depends.GRADIENT))
 
     def _weight_path(self, weight: fx.Node) -> str:
         source = origin(weight)
@@ -207,13 +202,12 @@ def _gradients(sizes: Sizes) -> list[Sizes]:
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
     """One tag per product of a node; those of an attention know their role."""
     if len(sizes) == 1:
-        return [tag]
+        return [_sized(tag, sizes[0])]
     half = len(sizes) // 2
     roles = [Role.ATTN_SCORES] * half + [Role.ATTN_VALUES] * half
-    return [
-        replace(tag, role=role, **_hints(size)) for role, size in zip(roles, sizes, strict=True)
-    ]
+    return [_sized(replace(tag, role=role), size) for role, size in zip(roles, sizes, strict=True)]
 
 
-def _hints(sizes: Sizes) -> dict[str, int]:
-    return dict(zip(("batch", "m", "n", "k"), map(hint, sizes), strict=True))
+def _sized(tag: GemmTag, sizes: Sizes) -> GemmTag:
+    batch, m, n, k = map(hint, sizes)
+    return replace(tag, batch=batch, m=m, n=n, k=k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Flag, auto
+from typing import Any
 
 from torch import fx
 
@@ -52,7 +53,7 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
     AOTAutograd describes placeholders: the position of a plain input, the name of a lifted parameter,
     or the attribute of a tensor subclass (a DTensor's local shard) that stands for one of those.
     """
-    descriptor = node.meta.get("desc")
+    descriptor: Any = node.meta.get("desc")
     while hasattr(descriptor, "base"):
         descriptor = descriptor.base
     index = getattr(descriptor, "idx", None)

@@ -12,11 +12,11 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
+from mxcompile.graph.names import GraphInput
 from mxcompile.graph.printer import Printed
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
-from mxcompile.graph.names import GraphInput
 from mxcompile.passes.restore import Restore
 from mxcompile.passes.rewrite import Rewrite
 from mxcompile.passes.save import Save

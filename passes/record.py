@@ -13,9 +13,7 @@ from mxcompile.report import GemmRecord, OperandFormat
 
 def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
     """One record per GEMM of `graph`, by index. Raises `VerificationError` if one is missing."""
-    tags = sorted(
-        (tag for node in graph.nodes for tag in tags_of(node)), key=lambda tag: tag.index
-    )
+    tags = sorted((tag for node in graph.nodes for tag in tags_of(node)), key=lambda tag: tag.index)
     untagged = [
         node.name
         for node in graph.nodes

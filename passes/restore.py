@@ -1,9 +1,9 @@
 """restore: decompose again the degenerate matmuls that stay in BF16.
 
 Inductor turns products with a contraction of length one into a multiplication, and matrix-vector products
-into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided. Those
-that stay as they are get Inductor's form back, and its exactness: a rotary embedding's positions × frequencies
-must not meet a GEMM that rounds its inputs.
+into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided.
+Those that stay as they are get Inductor's form back, and its exactness: a rotary embedding's positions ×
+frequencies must not meet a GEMM that rounds its inputs.
 """
 
 from __future__ import annotations

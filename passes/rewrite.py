@@ -19,11 +19,11 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.graph.build import Builder
-from mxcompile.passes.operand import widest
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, set_tag, tag_of, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.passes.operand import widest
 from mxcompile.policy import Gemm, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
@@ -127,10 +127,8 @@ class _Writer:
         kept = call(aten.where.self, mask, base, zero, like=node)
         return transpose(kept, self._build) if swapped else kept
 
-    def _quantize(
-        self, operand: fx.Node, dim: int, fmt: Format, tag: GemmTag, node: fx.Node
-    ) -> Quantized:
-        """qdata and scale of `operand` in blocks along `dim` (−1 or −2), one cast per source."""
+    def _quantize(self, operand: fx.Node, dim: int, fmt: Format, tag: GemmTag, node: fx.Node) -> Quantized:
+        """Qdata and scale of `operand` in blocks along `dim` (−1 or −2), one cast per source."""
         source, swapped = untransposed(widest(operand, self._build))
         if swapped:
             dim = -3 - dim

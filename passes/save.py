@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mxcompile import ops
+from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tag_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.policy import Gemm, Saved
@@ -37,10 +38,10 @@ class Save:
                 continue
             if tag.saved is Saved.COLUMNWISE:
                 continue
-            qdata = node.args[0 if tag.tensors[0] == "x" else 2]
-            cast = untransposed(qdata)[0].args[0]
+            qdata = argument(node, 0 if tag.tensors[0] == "x" else 2)
+            cast = argument(untransposed(qdata)[0])
             if tag.saved is Saved.TRANSCODE:
-                cast = cast.args[0]
+                cast = argument(cast)
                 if cast.target is not ops.dequantize:
                     continue
             if not _read_by_forward(cast):

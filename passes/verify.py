@@ -14,7 +14,6 @@ from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
 
 
-
 def verify(graph: fx.Graph, after: str, *, decided: bool) -> None:
     """Check `graph` after the pass called `after`. Raises `VerificationError`.
 

@@ -38,9 +38,7 @@ def scale_byte(amax: float, elem: str, rounding: str) -> int:
     return byte + int(rounding == "ceil" and mantissa != 1.0)
 
 
-def quantize(
-    x: np.ndarray, elem: str = "e4m3", rounding: str = "rceil"
-) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, elem: str = "e4m3", rounding: str = "rceil") -> tuple[np.ndarray, np.ndarray]:
     """Elements (as float64 values) and bytes of `x` [rows, n] FP32, in blocks of 32 along the last axis."""
     dtype, largest, _, _ = FP8[elem]
     rows, length = x.shape

@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
                     bar.update(step - bar.n)
 
                 def compiled(model: Any, backend: str = backend, policy: Any = policy) -> Any:
-                    extra = {"options": {"policy": policy}} if policy else {}
-                    return torch.compile(model, backend=backend, **extra)
+                    given = {"policy": policy} if policy else None
+                    return torch.compile(model, backend=backend, options=given)
 
                 runs.append(demo.train(name, settings, text, compiled, progress))
     return _conclude(runs, options.out)
@@ -108,8 +108,7 @@ def _conclude(runs: list[Any], out: Path) -> int:
             run.report.save(out / f"{name}.json")
             run.report.save(out / f"{name}.txt")
     losses = {
-        run.label: {"train": run.train, "validation": run.validation, "step_ms": run.step_ms}
-        for run in runs
+        run.label: {"train": run.train, "validation": run.validation, "step_ms": run.step_ms} for run in runs
     }
     (out / "losses.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
     demo.plot(runs, out / "losses.png")

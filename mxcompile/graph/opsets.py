@@ -21,9 +21,7 @@ def _packets(namespace: Any, *names: str) -> frozenset[Any]:
     return frozenset(getattr(namespace, name) for name in names if hasattr(namespace, name))
 
 
-MATMULS = _packets(
-    aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm"
-)
+MATMULS = _packets(aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm")
 """Operators that are one matrix product of their floating-point operands."""
 
 QUANTIZED_MATMULS = _packets(
@@ -128,6 +126,13 @@ RANDOM = _packets(aten, "rand", "randn", "rand_like", "randn_like", "bernoulli",
 
 STREAM_SOURCES = _packets(aten, "embedding", "convolution", "_embedding_bag")
 """What starts a residual stream, beside floating-point inputs."""
+
+
+def argument(node: fx.Node, index: int = 0) -> fx.Node:
+    """The positional argument of `node` at `index`, which must be a node itself."""
+    found = node.args[index]
+    assert isinstance(found, fx.Node), f"argument {index} of {node.name} is no node"
+    return found
 
 
 def packet(node: fx.Node) -> Any:

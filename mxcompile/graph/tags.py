@@ -34,9 +34,10 @@ class GemmTag:
     """One GEMM: what it computes, of which layer, and what is to become of it.
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
-    name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right operand are: "x", "w" or
-    "dy". batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`. choice, formats (of
-    the operands; None unless the GEMM goes to MXFP8), saved: from `decide`. kernel: from the lowering.
+    name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
+    operand are: "x", "w" or "dy". batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`.
+    choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`. kernel: from
+    the lowering.
     """
 
     layer: str
@@ -47,10 +48,10 @@ class GemmTag:
     gemm: Gemm
     kind: Kind
     tensors: tuple[str, str]
-    batch: int
-    m: int
-    n: int
-    k: int
+    batch: int = 1
+    m: int = 0
+    n: int = 0
+    k: int = 0
     role: Role = Role.OTHER
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
@@ -59,9 +60,7 @@ class GemmTag:
 
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
-        return Layer(
-            name=self.name, role=self.role, module=self.module, m=self.m, n=self.n, k=self.k
-        )
+        return Layer(name=self.name, role=self.role, module=self.module, m=self.m, n=self.n, k=self.k)
 
 
 def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:

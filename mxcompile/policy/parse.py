@@ -23,11 +23,7 @@ class Source:
     def error(self, path: Path, message: str) -> PolicyError:
         """A `PolicyError` that names `path` and, for a file, its line."""
         line = next(
-            (
-                self.lines[path[:end]]
-                for end in range(len(path), -1, -1)
-                if path[:end] in self.lines
-            ),
+            (self.lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.lines),
             0,
         )
         place = f"{self.label}:{line}" if line else self.label
@@ -56,9 +52,7 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     """Preset name and rules in `data`, a mapping with version, preset and rules."""
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
-        raise source.error(
-            (), f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}"
-        )
+        raise source.error((), f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}")
     _check_keys(data, schema.TOP, (), source)
     if "version" not in data:
         raise source.error((), f"the key 'version' is missing: add 'version: {schema.VERSION}'")
@@ -69,9 +63,7 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     if raw_rules is None:
         raw_rules = []
     if not isinstance(raw_rules, list):
-        raise source.error(
-            ("rules",), f"expected a list of rules, found {type(raw_rules).__name__}"
-        )
+        raise source.error(("rules",), f"expected a list of rules, found {type(raw_rules).__name__}")
     rules: list[Rule] = []
     for index, raw in enumerate(raw_rules):
         rule = _parse_rule(raw, ("rules", index), source)

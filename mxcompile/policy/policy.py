@@ -79,12 +79,9 @@ class Policy:
         if isinstance(value, str | Path):
             if _is_file(Path(value)) or Path(value).suffix in (".yaml", ".yml"):
                 return cls.load(value)
-            raise PolicyError(
-                f"{not_allowed('preset', str(value), PRESETS)}; and no file is called so"
-            )
+            raise PolicyError(f"{not_allowed('preset', str(value), PRESETS)}; and no file is called so")
         raise PolicyError(
-            "policy must be a file path, a preset name, a dict or a Policy, found "
-            f"{type(value).__name__}"
+            f"policy must be a file path, a preset name, a dict or a Policy, found {type(value).__name__}"
         )
 
     @classmethod
@@ -97,9 +94,7 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         rounding = use.rounding or self.base.rounding
         elem = use.elem_dtype or self.base.elem
-        choices = {
-            gemm.value: self._choose(gemm, getattr(use, gemm), layer, index) for gemm in Gemm
-        }
+        choices = {gemm.value: self._choose(gemm, getattr(use, gemm), layer, index) for gemm in Gemm}
         return Decision(
             **choices,
             x=Format(elem=elem, rounding=rounding),
@@ -122,9 +117,7 @@ class Policy:
                 return rule.match.too_small(layer)
         return None
 
-    def _choose(
-        self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None
-    ) -> Choice:
+    def _choose(self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None) -> Choice:
         if wanted is not None:
             reason = f"policy: rule {(index or 0) + 1}"
         elif not self.base.gemms:

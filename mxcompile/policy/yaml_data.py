@@ -87,9 +87,7 @@ def _compose(text: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = f"U+{error.character:04X}"
-        raise YamlProblem(
-            f"not valid YAML: the character {character} is not allowed", line
-        ) from None
+        raise YamlProblem(f"not valid YAML: the character {character} is not allowed", line) from None
     except RecursionError:
         raise YamlProblem(f"nested more than {MAX_DEPTH} deep") from None
 
@@ -141,9 +139,7 @@ class _Reader:
 
 def _check_tag(node: yaml.Node, allowed: set[str], line: int) -> None:
     if node.tag not in allowed:
-        raise YamlProblem(
-            f"the tag {_shown_tag(node)} is not allowed: a policy is plain data", line
-        )
+        raise YamlProblem(f"the tag {_shown_tag(node)} is not allowed: a policy is plain data", line)
 
 
 def _shown_tag(node: yaml.Node) -> str:

@@ -52,8 +52,7 @@ def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
     """What two layers must have in common to be one row."""
     path = _path(records[0].name)
     return tuple(_ANY if isinstance(step, frozenset) else step for step in path), tuple(
-        (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason)
-        for g in records
+        (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason) for g in records
     )
 
 
@@ -95,6 +94,5 @@ def _ranges(numbers: frozenset[int]) -> str:
     starts = [number for number in ordered if number - 1 not in numbers]
     ends = [number for number in ordered if number + 1 not in numbers]
     return ",".join(
-        f"{start}" if start == end else f"{start}-{end}"
-        for start, end in zip(starts, ends, strict=True)
+        f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
     )

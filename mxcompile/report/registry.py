@@ -19,9 +19,7 @@ class Ledger:
     group: equal for frames compiled with equal options, which may be parts of one model.
     """
 
-    def __init__(
-        self, *, target: str, policy: str, path: Path | None = None, group: str = ""
-    ) -> None:
+    def __init__(self, *, target: str, policy: str, path: Path | None = None, group: str = "") -> None:
         self.target = target
         self.policy = policy
         self.path = path

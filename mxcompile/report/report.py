@@ -35,9 +35,7 @@ class Report:
     def of(cls, parts: Sequence[Part], *, target: str, policy: str) -> Report:
         """The report of a model compiled as several graphs, one part each."""
         gemms = tuple(
-            dataclasses.replace(gemm, graph=index)
-            for index, part in enumerate(parts)
-            for gemm in part.gemms
+            dataclasses.replace(gemm, graph=index) for index, part in enumerate(parts) for gemm in part.gemms
         )
         return cls(
             gemms=gemms,

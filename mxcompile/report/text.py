@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - × is meant
+
 """The text and Markdown forms: a summary, a table of folded layers and one of the kernels.
 
 Text is at most 120 columns wide: cells that do not fit lose their middle. Markdown keeps them.
@@ -125,10 +125,7 @@ def _drawn(table: _Table, form: str) -> str:
 
 def _fitted(table: _Table, flexible: tuple[str, ...]) -> _Table:
     """`table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
-    widths = [
-        max(len(header) + MIN_PADDING, *map(len, cells))
-        for header, *cells in zip(*table, strict=True)
-    ]
+    widths = [max(len(header) + MIN_PADDING, *map(len, cells)) for header, *cells in zip(*table, strict=True)]
     columns = [table[0].index(name) for name in flexible]
     for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
         widths[max(columns, key=widths.__getitem__)] -= 1

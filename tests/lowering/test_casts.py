@@ -23,9 +23,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     nan = expected.float().isnan()
     assert torch.equal(found.float().isnan(), nan)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    assert torch.equal(
-        found.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan]
-    )
+    assert torch.equal(found.contiguous().view(integer)[~nan], expected.contiguous().view(integer)[~nan])
 
 
 def check(function: Callable[..., Any], *arguments: torch.Tensor, dynamic: bool = False) -> None:

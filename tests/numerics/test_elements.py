@@ -22,7 +22,7 @@ def test_every_bf16_element_under_every_scale(elem: str):
     values = bf16_values()
     values = values[values.isfinite()].float()
     seen = set()
-    for byte in range(0, 255):
+    for byte in range(255):
         leader = torch.tensor(largest * 2.0 ** (byte - 127), dtype=torch.float64).float()
         if not leader.isfinite():
             break
@@ -36,7 +36,7 @@ def test_every_bf16_element_under_every_scale(elem: str):
         found = quantized.qdata.view(torch.uint8).numpy()
         np.testing.assert_array_equal(found, expected.view(np.uint8))
         seen.add(byte)
-    assert seen == set(range(0, max(seen) + 1))
+    assert seen == set(range(max(seen) + 1))
     assert max(seen) == 254 - FP8[elem][2]
 
 

@@ -35,9 +35,7 @@ def test_fp32_amax_around_steps(elem: str, rounding: str):
     largest, emax, mantissa_bits = FP8[elem][1:]
     steps = [largest / 2.0**emax, 1.0, 2.0 - 2.0 ** -(mantissa_bits + 1)]
     with np.errstate(over="ignore"):
-        anchors = np.array(
-            [step * 2.0**k for step in steps for k in range(-149, 128)], dtype=np.float32
-        )
+        anchors = np.array([step * 2.0**k for step in steps for k in range(-149, 128)], dtype=np.float32)
     around = (anchors.view(np.int32)[:, None] + np.arange(-4, 5)).ravel()
     around = around[(around >= 0) & (around <= 0x7F800001)].astype(np.int32).view(np.float32)
     found = bytes_of(torch.from_numpy(around), elem, rounding)

@@ -20,8 +20,7 @@ OPTIONS_ERRORS = {
     "typo in a key": (
         {"polcy": "nvidia"},
         OptionError,
-        "unknown option 'polcy' (did you mean 'policy'?);"
-        " allowed: policy, report, target, strict, inductor",
+        "unknown option 'polcy' (did you mean 'policy'?); allowed: policy, report, target, strict, inductor",
     ),
     "capital in a key": ({"Target": "cpu"}, OptionError, "(did you mean 'target'?)"),
     "key of Inductor": (

@@ -52,8 +52,7 @@ UNUSED = {
     ),
     "several names": (
         rule(name=["0.aa", "1.bb"]),
-        "policy: rule 1 matched no layer:"
-        " '0.aa' (did you mean '0.a'?), '1.bb' (did you mean '1.b'?)",
+        "policy: rule 1 matched no layer: '0.aa' (did you mean '0.a'?), '1.bb' (did you mean '1.b'?)",
     ),
     "a name like no other": (
         rule(name="model.layers.*"),
@@ -170,9 +169,7 @@ def test_in_strict_mode_every_refused_gemm_is_named_at_once():
     first, *refused = str(error).splitlines()
     assert first == "strict: the policy sends these to MXFP8, but they cannot go there:"
     assert sorted(line.strip() for line in refused) == [
-        f"{name} {gemm}: unsupported dtype float64"
-        for name in LINEARS
-        for gemm in ("dgrad", "fprop")
+        f"{name} {gemm}: unsupported dtype float64" for name in LINEARS for gemm in ("dgrad", "fprop")
     ]
 
 

@@ -42,9 +42,9 @@ def test_each_gemm_is_quantized_along_its_own_contraction():
     """x[20, 64] · W[48, 64]ᵀ: blocks of x and W along 64, of dy and W along 48, of dy and x along 20."""
     backend = EagerBackend(policy=EVERYTHING)
     ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), backend)
-    FileCheck().check_regex(
-        r"mx.quantize.default\(%view|mx.quantize.default\(%primals_\d, -1, "
-    ).check("uint8[20, 2]").check("uint8[48, 2]").check("mx.scaled_mm").run(ir)
+    FileCheck().check_regex(r"mx.quantize.default\(%view|mx.quantize.default\(%primals_\d, -1, ").check(
+        "uint8[20, 2]"
+    ).check("uint8[48, 2]").check("mx.scaled_mm").run(ir)
     casts = re.findall(r": \((\S+\[[\d, ]+\]), (\S+\[[\d, ]+\])\) = mx\.quantize", ir)
     assert sorted(casts) == sorted(
         [
@@ -132,11 +132,14 @@ def test_what_is_saved_of_an_input(saved: str):
     backend = EagerBackend(policy=policy(precision="mxfp8", saved=saved))
     step(Doubled(), features(96, 64), backend)
     kept = {(str(v.dtype).removeprefix("torch."), tuple(v.shape)) for v in forward_outputs(backend)}
-    assert kept == {
-        "columnwise": {("float8_e4m3fn", (96, 64)), ("uint8", (3, 64))},
-        "transcode": {("float8_e4m3fn", (96, 64)), ("uint8", (96, 2))},
-        "bf16": {("float32", (96, 64))},
-    }[saved]
+    assert (
+        kept
+        == {
+            "columnwise": {("float8_e4m3fn", (96, 64)), ("uint8", (3, 64))},
+            "transcode": {("float8_e4m3fn", (96, 64)), ("uint8", (96, 2))},
+            "bf16": {("float32", (96, 64))},
+        }[saved]
+    )
 
 
 def test_master_weights_are_quantized_as_they_are_stored():

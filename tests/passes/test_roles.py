@@ -42,7 +42,7 @@ def roles_of(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> dict[str, str
     return {
         gemm.name: gemm.role
         for gemm in report.gemms
-        if gemm.gemm == "fprop" and not gemm.role.startswith("attn_") or gemm.role == "attn_out"
+        if (gemm.gemm == "fprop" and not gemm.role.startswith("attn_")) or gemm.role == "attn_out"
     }
 
 
@@ -84,7 +84,7 @@ MODELS = {
     ),
     "mixer": (Mixer, {"a": "ffn_in", "b": "ffn_out", "d": "ffn_in", "e": "ffn_out"}),
     "experts": (Experts, {"a": "router", "b": "expert_in", "c": "expert_out"}),
-    "linear attention": (LinearAttention, {name: "other" for name in ("a", "b", "c", "d", "")}),
+    "linear attention": (LinearAttention, dict.fromkeys(("a", "b", "c", "d", ""), "other")),
     "explicit attention": (
         Explicit,
         {"a": "qkv", "b": "qkv", "c": "qkv", "d": "attn_out"},

@@ -92,9 +92,7 @@ KEYS = {
     "merge key": Broken(rules("<<: {match: {role: qkv}}\n    use: bf16"), 3, "unknown key '<<'"),
     "key of two lines": Broken('version: 1\n"a\\nb": 1\n', 2, r"unknown key 'a\nb'"),
     "key of symbols": Broken("version: 1\n💥: 1\n", 2, "unknown key '💥'"),
-    "misleading letters in a key": Broken(
-        "version: 1\npr\u0435set: 1\n", 2, "'pr\u0435set'", "preset"
-    ),
+    "misleading letters in a key": Broken("version: 1\npr\u0435set: 1\n", 2, "'pr\u0435set'", "preset"),
 }
 
 WORDS = {
@@ -112,16 +110,12 @@ WORDS = {
     "unknown rounding": Broken(use("{rounding: rceill}"), 3, "'rceill'", "rceil"),
     "unknown weight block": Broken(use("{weight_block: 32x23}"), 3, "'32x23'", "32x32"),
     "unknown saved form": Broken(use("{saved: columwise}"), 3, "'columwise'", "columnwise"),
-    "a word like no other": Broken(
-        match("{role: zzz}"), 3, "unknown role 'zzz'; allowed: qkv, attn_out"
-    ),
+    "a word like no other": Broken(match("{role: zzz}"), 3, "unknown role 'zzz'; allowed: qkv, attn_out"),
     "a word of 5,000 letters": Broken(use("x" * 5000), 3, "unknown precision 'xxx"),
 }
 
 TYPES = {
-    "a list for the policy": Broken(
-        "- version\n", 1, "a policy is a mapping with the keys version"
-    ),
+    "a list for the policy": Broken("- version\n", 1, "a policy is a mapping with the keys version"),
     "a word for the policy": Broken("hello\n", 1, "a policy is a mapping with the keys version"),
     "word for version": Broken("version: one\n", 1, "policy version 1, found 'one'"),
     "string for version": Broken("version: '1'\n", 1, "policy version 1, found '1'"),
@@ -145,9 +139,7 @@ TYPES = {
     "empty use": Broken(use("{}"), 3, "expected mxfp8, bf16 or a mapping"),
     "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
     "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
-    "list in a list of names": Broken(
-        match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"
-    ),
+    "list in a list of names": Broken(match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"),
     "number for role": Broken(match("{role: 1}"), 3, "unknown role 1"),
     "number for module": Broken(match("{module: 1}"), 3, "expected the class name of a module"),
     "path for module": Broken(match("{module: torch.nn.Linear}"), 3, "'torch.nn.Linear'"),
@@ -225,9 +217,7 @@ SHADOWED = {
     "by a smaller min_k": Broken(
         shadowed("{role: qkv, min_k: 64}", "{role: qkv, min_k: 65}"), 4, "by rule 1"
     ),
-    "by a rule without a size": Broken(
-        shadowed("{role: qkv}", "{role: qkv, min_m: 8}"), 4, "rule 1"
-    ),
+    "by a rule without a size": Broken(shadowed("{role: qkv}", "{role: qkv, min_m: 8}"), 4, "rule 1"),
     "by every role together": Broken(
         shadowed(f"{{role: [{LINEAR_ROLES}]}}", "{name: x}"), 4, "rule 2 can never fire"
     ),
@@ -265,9 +255,7 @@ EXECUTABLE = {
 
 TAGS = {
     "object": Broken(match("!!python/object:pathlib.Path {}"), 3, "!!python/object:pathlib.Path"),
-    "new object": Broken(
-        use("!!python/object/new:list [[]]"), 3, "!!python/object/new:list is not"
-    ),
+    "new object": Broken(use("!!python/object/new:list [[]]"), 3, "!!python/object/new:list is not"),
     "name": Broken("version: !!python/name:os.system 1\n", 1, "!!python/name:os.system is not all"),
     "module": Broken("version: !!python/module:os 1\n", 1, "!!python/module:os is not allowed"),
     "tuple": Broken(match("{role: !!python/tuple [qkv]}"), 3, "!!python/tuple is not allowed"),
@@ -283,9 +271,7 @@ TAGS = {
 }
 
 SYNTAX = {
-    "tab for indentation": Broken(
-        "version: 1\nrules:\n\t- use: bf16\n", 3, r"found character '\t'"
-    ),
+    "tab for indentation": Broken("version: 1\nrules:\n\t- use: bf16\n", 3, r"found character '\t'"),
     "two documents": Broken("version: 1\n---\nversion: 1\n", 2, "found another document"),
     "bracket left open": Broken("version: 1\nrules: [\n", 3, "not valid YAML"),
     "quote left open": Broken("version: 1\npreset: 'ocp\n", 3, "found unexpected end of stream"),
@@ -297,21 +283,15 @@ SYNTAX = {
     "UTF-16": Broken("version: 1\n".encode("utf-16"), 1, "not UTF-8 text"),
     "a picture": Broken(b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", 1, "not UTF-8 text"),
     "a NUL": Broken("version: 1\npreset: o\0cp\n", 2, "the character U+0000 is not allowed"),
-    "an escape sequence": Broken(
-        "version: 1\n\n\x1b[31m\n", 3, "the character U+001B is not allowed"
-    ),
+    "an escape sequence": Broken("version: 1\n\n\x1b[31m\n", 3, "the character U+001B is not allowed"),
 }
 
 LIMITS = {
-    "list inside itself": Broken(
-        "version: 1\nrules: &a [*a]\n", 2, "something it is itself part of"
-    ),
+    "list inside itself": Broken("version: 1\nrules: &a [*a]\n", 2, "something it is itself part of"),
     "rule inside itself": Broken(
         rules("&a\n    match: *a\n    use: bf16"), 4, "something it is itself part of"
     ),
-    "mapping that is its own key": Broken(
-        "&a {*a : 1}\n", 1, "a key must be a word, found an alias"
-    ),
+    "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found an alias"),
     "alias bomb": Broken(f"version: 1\nrules: {doubling(60)}\n", 2, "more than 20,000 values"),
     "alias bomb for a key": Broken(f"? {doubling(60)}\n: 1\n", 1, "a key must be a word"),
     "10 MB": Broken(b"#" * 10_000_000, None, "at most 262,144 bytes"),
@@ -463,10 +443,7 @@ FRAGMENTS = [
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    raw=st.binary(max_size=60)
-    | st.lists(st.sampled_from(FRAGMENTS)).map(lambda p: "".join(p).encode())
-)
+@given(raw=st.binary(max_size=60) | st.lists(st.sampled_from(FRAGMENTS)).map(lambda p: "".join(p).encode()))
 def test_any_bytes_are_a_policy_or_one_error(raw: bytes, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     assert num_error_lines(lambda: Policy.load(written(folder, raw))) <= 1

@@ -44,12 +44,7 @@ def test_a_dict_is_read_as_a_file_is(tmp_path: Path):
     found = policy(rule({"fprop": "mxfp8", "rounding": "even"}, name=["a", "b.*"], min_k=32))
     path = tmp_path / "policy.yaml"
     found.dump(path)
-    assert (
-        Policy.resolve(found.to_dict())
-        == Policy.resolve(path)
-        == Policy.resolve(str(path))
-        == found
-    )
+    assert Policy.resolve(found.to_dict()) == Policy.resolve(path) == Policy.resolve(str(path)) == found
     assert Policy.resolve(path).label == str(path)
 
 
@@ -104,9 +99,7 @@ MATCHES = st.builds(
     Match,
     name=st.lists(PATTERNS, max_size=3, unique=True).map(tuple),
     role=st.lists(st.sampled_from(Role), max_size=4, unique=True).map(tuple),
-    module=st.lists(st.sampled_from(["Linear", "Conv1D", "_Fused"]), max_size=2, unique=True).map(
-        tuple
-    ),
+    module=st.lists(st.sampled_from(["Linear", "Conv1D", "_Fused"]), max_size=2, unique=True).map(tuple),
     min_m=st.integers(0, 1 << 40),
     min_n=st.integers(0, 2),
     min_k=st.integers(0, 2),
@@ -128,9 +121,7 @@ def readable(rules: list[Rule]) -> tuple[Rule, ...]:
     """`rules` without those that a policy file may not hold."""
     kept: list[Rule] = []
     for candidate in rules:
-        quantizes_products = candidate.use.asks_mxfp8 and ATTENTION_PRODUCTS & {
-            *candidate.match.role
-        }
+        quantizes_products = candidate.use.asks_mxfp8 and ATTENTION_PRODUCTS & {*candidate.match.role}
         if not quantizes_products and not shadowed_by(candidate.match, [r.match for r in kept]):
             kept.append(candidate)
     return tuple(kept)

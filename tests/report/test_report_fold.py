@@ -87,9 +87,7 @@ def test_layers_that_differ_in_one_of_three_gemms_stay_apart():
 
 
 def test_where_a_layer_is_written_does_not_keep_it_apart():
-    assert folded(record("h.0.fc", source="a.py:1"), record("h.1.fc", source="a.py:2")) == {
-        "h.0-1.fc": 2
-    }
+    assert folded(record("h.0.fc", source="a.py:1"), record("h.1.fc", source="a.py:2")) == {"h.0-1.fc": 2}
 
 
 def test_layers_of_several_graphs_fold():

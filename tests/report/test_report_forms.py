@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - × is meant
+
 """The forms of a report: text, Markdown and JSON, and the files they are kept in."""
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ def test_markdown_of_an_empty_report_has_no_table():
     assert tables(markdown(Report.of([], target="cpu", policy="p"))) == []
 
 
-@pytest.mark.parametrize(
-    "found", [whole_report(), report(kept()), Report.of([], target="", policy="")]
-)
+@pytest.mark.parametrize("found", [whole_report(), report(kept()), Report.of([], target="", policy="")])
 def test_json_round_trip(found: Report):
     again = Report.from_json(found.to_json())
     assert again == found

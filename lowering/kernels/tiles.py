@@ -1,0 +1,243 @@
+"""The MX cast on register tiles: Triton device functions that every kernel and template calls.
+
+    byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_byte`)
+    code     = FP8 bits of round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
+    value    = decode(code) · 2^(byte − 127)
+
+Bit-exact with ``mxcompile.numerics``: scales are integers, products with powers of two are exact in FP32, also
+at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that a chip
+without the type (sm_80) or with another one of that width (gfx942) runs the same code; `as_elem` makes them the
+Triton type. Not here: memory, masks, strides.
+
+Compile-time arguments, the same everywhere:
+
+    ELEM      "e4m3" | "e5m2"
+    ROUNDING  "rceil" | "floor" | "ceil" | "even"
+    NATIVE    whether the chip converts OCP FP8 itself (sm_89 and up, gfx950); otherwise integers do, to the
+              same bits
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxcompile import formats
+
+BLOCK = tl.constexpr(formats.BLOCK)
+_SCALE_NAN = tl.constexpr(formats.SCALE_NAN)
+_INF_BITS = tl.constexpr(0x7F800000)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.constexpr_function
+def _emax(elem):
+    return formats.ELEM_TYPES[elem].emax
+
+
+@triton.constexpr_function
+def _largest(elem):
+    return formats.ELEM_TYPES[elem].max
+
+
+@triton.constexpr_function
+def _largest_code(elem):
+    """The FP8 bits of the largest finite value: biased exponent, then the mantissa of 1.75."""
+    e = formats.ELEM_TYPES[elem]
+    return ((e.emax - e.min_exponent + 1) << e.mantissa_bits) | (3 << (e.mantissa_bits - 2))
+
+
+@triton.constexpr_function
+def _dropped_bits(elem):
+    """How many of FP32's mantissa bits the format does not have."""
+    return 23 - formats.ELEM_TYPES[elem].mantissa_bits
+
+
+@triton.constexpr_function
+def _exponent_bits(elem, above):
+    """FP32 bits of 2^`above` times the smallest normal value of the format."""
+    return (127 + formats.ELEM_TYPES[elem].min_exponent + above) << 23
+
+
+@triton.constexpr_function
+def _half(bits):
+    """Half of 2^`bits`."""
+    return 1 << (bits - 1)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| as its FP32 bits, int32: ordered as the values are, NaN above Inf. x: FP32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """E8M0 bytes (int32, 0 to 255) of block maxima given by `magnitude_bits`; NaN and Inf give 255."""
+    finite = tl.minimum(amax_bits, _INF_BITS)  # what is added below cannot overflow
+    if ROUNDING == "rceil":
+        finite += 0x1FFFFF
+    elif ROUNDING == "even":
+        finite += _half(_dropped_bits(ELEM))
+    else:
+        tl.static_assert(ROUNDING == "floor" or ROUNDING == "ceil", "ROUNDING is rceil, floor, ceil or even")
+    byte = tl.minimum(tl.maximum((finite >> 23) - _emax(ELEM), 0), 254)
+    if ROUNDING == "ceil":
+        byte += ((amax_bits & 0x7FFFFF) != 0).to(tl.int32)
+    return tl.where(amax_bits >= _INF_BITS, _SCALE_NAN, byte)
+
+
+@triton.jit
+def inverse_scale(byte):
+    """2^(127 − byte), FP32; NaN for 255. byte: int32."""
+    bits = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
+    return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_value(byte):
+    """2^(byte − 127), FP32; NaN for 255. byte: int32 or uint8."""
+    byte = byte.to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_elem(codes, ELEM: tl.constexpr):
+    """uint8 codes as Triton's FP8 type, for chips that have it."""
+    if ELEM == "e4m3":
+        elem = codes.to(tl.float8e4nv, bitcast=True)
+    else:
+        elem = codes.to(tl.float8e5, bitcast=True)
+    return elem
+
+
+@triton.jit
+def _encode_integer(x, ELEM: tl.constexpr):
+    """FP8 codes of FP32 `x` by integer arithmetic and one FP32 addition.
+
+    Normal results: the mantissa is rounded to nearest even in place and the exponent rebiased. Subnormal
+    ones: adding a number whose ulp is the smallest subnormal makes the FP32 adder round there.
+    """
+    SHIFT: tl.constexpr = _dropped_bits(ELEM)
+    SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
+    MAGIC: tl.constexpr = _exponent_bits(ELEM, SHIFT)
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    finite = tl.minimum(magnitude, _INF_BITS)
+    rebased = finite - _exponent_bits(ELEM, -1)
+    normal = (rebased + (_half(SHIFT) - 1) + ((finite >> SHIFT) & 1)) >> SHIFT
+    magic = tl.full(magnitude.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True) - MAGIC
+    code = tl.minimum(tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal), _largest_code(ELEM))
+    return (tl.where(magnitude > _INF_BITS, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+    """uint8 codes of scaled elements `x`, FP32: nearest even, saturated, NaN stays NaN.
+
+    Under rceil and ceil |x| ≤ max by the choice of the scale; under floor and even it is clamped here, since
+    not every chip's conversion saturates.
+    """
+    if NATIVE:
+        if ROUNDING == "floor" or ROUNDING == "even":
+            LARGEST: tl.constexpr = _largest(ELEM)
+            x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        if ELEM == "e4m3":
+            codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            codes = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        codes = _encode_integer(x, ELEM)
+    return codes
+
+
+@triton.jit
+def decode(codes, ELEM: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 values of uint8 codes, exact; NaN codes give NaN."""
+    if NATIVE:
+        value = as_elem(codes, ELEM).to(tl.float32)
+    else:
+        code = codes.to(tl.int32)
+        if ELEM == "e4m3":
+            # As FP16 bits the code means value · 2^−8, subnormals included; the NaN code would mean 480.
+            half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+            is_nan = (code & 0x7F) == 0x7F
+            value = tl.where(is_nan, float("nan"), half.to(tl.float32) * 256.0)
+        else:
+            value = (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+    """Quantize a tile [R, C] of any float type in blocks of 32 along C.
+
+    Returns codes uint8 [R, C] and scale bytes uint8 [R, C / 32]. C: a multiple of 32.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], (R, C))
+    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+
+
+@triton.jit
+def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+    """Quantize a tile [R, C] of any float type in blocks of 32 along R.
+
+    Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C]. R: a multiple of 32.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
+    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+
+
+@triton.jit
+def quantize_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+    """Quantize a tile [R, C] of any float type in squares of 32×32.
+
+    Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C / 32], one a square: they serve both layouts.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
+    scaled = tl.reshape(squares * inverse_scale(byte)[:, None, :, None], (R, C))
+    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+
+
+@triton.jit
+def dequantize_rowwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 [R, C] of codes uint8 [R, C] and bytes [R, C / 32]; exact."""
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R, C // BLOCK, BLOCK))
+    return tl.reshape(blocks * scale_value(scale)[:, :, None], (R, C))
+
+
+@triton.jit
+def dequantize_columnwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
+    """FP32 [R, C] of codes uint8 [R, C] and bytes [R / 32, C]; exact."""
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R // BLOCK, BLOCK, C))
+    return tl.reshape(blocks * scale_value(scale)[:, None, :], (R, C))
+
+
+@triton.jit
+def swizzled_offset(row, column, columns):
+    """Where the scale byte of (row, block `column`) lies in the 128×4 tiled layout of Blackwell's MMA.
+
+    columns: number of blocks a row has, not padded. Tiles of 128 rows by 4 blocks are 512 contiguous bytes,
+    row-major among themselves; inside, byte (r, c) is at (r mod 32) · 16 + (r div 32) · 4 + c.
+    Source: cuBLAS documentation, "1D block scaling factors layout".
+    """
+    tile = (row // 128).to(tl.int64) * ((columns + 3) // 4) + column // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
