@@ -4,17 +4,17 @@
     code     = FP8 bits of round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
     value    = decode(code) · 2^(byte − 127)
 
-Bit-exact with ``mxcompile.numerics``: scales are integers, products with powers of two are exact in FP32, also
-at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that a chip
-without the type (sm_80) or with another one of that width (gfx942) runs the same code; `as_elem` makes them the
-Triton type. Not here: memory, masks, strides.
+Bit-exact with ``mxcompile.numerics``: scales are integers, products with powers of two are exact in FP32,
+also at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that
+a chip without the type (sm_80) or with another one of that width (gfx942) runs the same code; `as_elem` makes
+them the Triton type. Not here: memory, masks, strides.
 
 Compile-time arguments, the same everywhere:
 
     ELEM      "e4m3" | "e5m2"
     ROUNDING  "rceil" | "floor" | "ceil" | "even"
-    NATIVE    whether the chip converts OCP FP8 itself (sm_89 and up, gfx950); otherwise integers do, to the
-              same bits
+    NATIVE    whether the chip's own conversions are used, else integers give the same bits. Encoding: sm_90
+              and up, gfx950; not sm_89, where Triton goes through FP16 and rounds twice. Decoding: sm_89 too
 """
 
 from __future__ import annotations
@@ -105,11 +105,7 @@ def scale_value(byte):
 @triton.jit
 def as_elem(codes, ELEM: tl.constexpr):
     """uint8 codes as Triton's FP8 type, for chips that have it."""
-    if ELEM == "e4m3":
-        elem = codes.to(tl.float8e4nv, bitcast=True)
-    else:
-        elem = codes.to(tl.float8e5, bitcast=True)
-    return elem
+    return codes.to(tl.float8e4nv, bitcast=True) if ELEM == "e4m3" else codes.to(tl.float8e5, bitcast=True)
 
 
 @triton.jit

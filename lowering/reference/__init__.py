@@ -1,0 +1,1 @@
+"""What the kernels of ``lowering/kernels`` compute, in plain torch operations, in files of the same names."""
