@@ -7,20 +7,45 @@ dequantized, fused into their producers, and the vendor's BF16 GEMM multiplies t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 import torch
 
 from mxcompile.errors import TargetError, not_allowed
 
 
+class ScaleLayout(StrEnum):
+    """How the scale bytes of an operand lie in memory for the chip's MX GEMM."""
+
+    ROW_MAJOR = "row-major"
+    TILED_128X4 = "128x4"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A chip. device: torch device type. mma: instruction of the MX GEMM, "" where it is emulated."""
+    """A chip.
+
+    device: torch device type. mma: instruction of the MX GEMM, "" where it is emulated. arch: as Triton names
+    it, a compute capability (100) or an AMD processor ("gfx950"), None where there is no Triton. warp_size:
+    threads. shared_bytes: most shared memory one block may have. tmem_columns: tensor memory of an SM, in
+    columns of 128 words. max_registers: 32-bit registers a thread may have before it spills. encodes_fp8,
+    decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding once; integers do
+    it otherwise. scale_layout: what the chip's MX GEMM reads fastest.
+    """
 
     name: str
     device: str
     mma: str = ""
     chips: str = ""
+    arch: int | str | None = None
+    warp_size: int = 32
+    shared_bytes: int = 0
+    tmem_columns: int = 0
+    max_registers: int = 255
+    encodes_fp8: bool = False
+    decodes_fp8: bool = False
+    scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
 
     @property
     def native(self) -> bool:
@@ -28,18 +53,51 @@ class Target:
         return bool(self.mma)
 
 
+def _nvidia(arch: int, chips: str, shared_kib: int, **columns: Any) -> Target:
+    decodes, encodes = arch >= 89, arch >= 90  # sm_89: Triton encodes through FP16, which rounds twice
+    return Target(
+        name=f"sm_{arch}",
+        device="cuda",
+        chips=chips,
+        arch=arch,
+        shared_bytes=shared_kib * 1024,
+        decodes_fp8=decodes,
+        encodes_fp8=encodes,
+        **columns,
+    )
+
+
+def _amd(arch: str, chips: str, shared_kib: int, **columns: Any) -> Target:
+    return Target(
+        name=arch,
+        device="cuda",
+        chips=chips,
+        arch=arch,
+        warp_size=64,
+        shared_bytes=shared_kib * 1024,
+        max_registers=512,
+        **columns,
+    )
+
+
+_TCGEN05: dict[str, Any] = {
+    "mma": "tcgen05.mma block_scale",
+    "tmem_columns": 512,
+    "scale_layout": ScaleLayout.TILED_128X4,
+}
+
 TARGETS = {
     target.name: target
     for target in (
         Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler"),
-        Target(name="sm_80", device="cuda", chips="A100"),
-        Target(name="sm_89", device="cuda", chips="L4, L40S, RTX 40"),
-        Target(name="sm_90", device="cuda", chips="H100, H200"),
-        Target(name="sm_100", device="cuda", mma="tcgen05.mma block_scale", chips="B200, GB200"),
-        Target(name="sm_103", device="cuda", mma="tcgen05.mma block_scale", chips="B300, GB300"),
-        Target(name="sm_120", device="cuda", mma="mma.sync block_scale", chips="RTX 50"),
-        Target(name="gfx942", device="cuda", chips="MI300"),
-        Target(name="gfx950", device="cuda", mma="v_mfma_scale", chips="MI350"),
+        _nvidia(80, "A100", 163),
+        _nvidia(89, "L4, L40S, RTX 40", 99),
+        _nvidia(90, "H100, H200", 227),
+        _nvidia(100, "B200, GB200", 227, **_TCGEN05),
+        _nvidia(103, "B300, GB300", 227, **_TCGEN05),
+        _nvidia(120, "RTX 50", 99, mma="mma.sync block_scale"),
+        _amd("gfx942", "MI300", 64),
+        _amd("gfx950", "MI350", 160, mma="v_mfma_scale", encodes_fp8=True, decodes_fp8=True),
     )
 }
 """By name, the value of the option ``target``."""
