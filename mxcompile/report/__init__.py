@@ -1,5 +1,6 @@
 """Reports: for every matmul in a model, what was done, by which kernel, and why not."""
 
+from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.record import GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, reports
 from mxcompile.report.report import FORMS, Report, form_of
@@ -7,12 +8,15 @@ from mxcompile.report.report import FORMS, Report, form_of
 __all__ = [
     "FORMS",
     "REGISTRY",
+    "GemmNumerics",
     "GemmRecord",
     "Ledger",
+    "Numerics",
     "OperandFormat",
     "Part",
     "Report",
     "Summary",
+    "TensorNumerics",
     "clear_reports",
     "form_of",
     "reports",

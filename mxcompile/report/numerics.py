@@ -1,0 +1,204 @@
+"""What an audit measures, as data: per cast tensor, per MXFP8 GEMM, and of the model as a whole.
+
+    sqnr_db    10 · log10(Σ x² / Σ (q − x)²)      inf: no error at all; nan: x or q is not finite
+    rel_error  √(Σ (q − x)² / Σ x²)
+    cosine     Σ x·q / √(Σ x² · Σ q²)
+    mse        Σ (q − x)² / numel
+
+x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
+Nothing is measured here (see `mxcompile.audit`), and tensors are not kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mxcompile.errors import OptionError, nearest
+
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorNumerics:
+    """One cast of one tensor.
+
+    name: full module path of the first layer that reads it. role: of that layer. operand: "x" (input), "w"
+    (weight) or "dy" (output gradient). layout: "rowwise" if blocks run along the last dimension of the tensor
+    as it is stored, else "columnwise". gemms: "fprop", "dgrad", "wgrad", those that read it. shared_with:
+    paths of the other layers that read it. elem: "e4m3" or "e5m2". block: "1x32" or "32x32". rounding: of the
+    scale. calls: how often the cast ran; the rest is over all calls together.
+
+    numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
+    underflow: share of the elements that are not 0 but were cast to 0, 0 to 1. saturation: share of the
+    elements cut off at the largest value of the element type. not_finite: elements that are NaN or Inf or
+    share a block with one. scale_histogram: pairs of E8M0 byte and number of blocks, ascending.
+    """
+
+    name: str
+    role: str
+    operand: str
+    layout: str
+    gemms: tuple[str, ...]
+    elem: str
+    rounding: str
+    block: str = "1x32"
+    shared_with: tuple[str, ...] = ()
+    calls: int = 1
+    numel: int
+    amax: float
+    sqnr_db: float
+    cosine: float
+    mse: float
+    rel_error: float
+    underflow: float
+    saturation: float
+    not_finite: int = 0
+    scale_histogram: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmNumerics:
+    """The output of one MXFP8 GEMM against the FP32 GEMM of its operands before their casts.
+
+    name, role, gemm, batch, m, n, k: as in `GemmRecord`. calls: how often it ran; the rest is over all calls
+    together. sqnr_db, cosine, mse, rel_error: see the module. not_finite: elements of either output that are
+    NaN or Inf.
+    """
+
+    name: str
+    role: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    calls: int = 1
+    sqnr_db: float
+    cosine: float
+    mse: float
+    rel_error: float
+    not_finite: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """Everything an audit measured.
+
+    tensors: one per cast. gemms: one per MXFP8 GEMM. policy: that was audited. gradients: whether a backward
+    ran, without which there are no "dy", dgrad or wgrad. loss, loss_reference: of the model under the policy
+    and with everything in BF16, both run by the audit; None without a loss. loss_gap: loss / loss_reference
+    − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's main output under the policy against
+    the one in BF16; None if it has no floating-point output. notes: what a reader should know.
+    """
+
+    tensors: tuple[TensorNumerics, ...] = ()
+    gemms: tuple[GemmNumerics, ...] = ()
+    policy: str = ""
+    gradients: bool = False
+    loss: float | None = None
+    loss_reference: float | None = None
+    loss_gap: float | None = None
+    logits_sqnr_db: float | None = None
+    logits_cosine: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def worst_tensors(self) -> tuple[TensorNumerics, ...]:
+        """`tensors` by SQNR, the worst (NaN, then the smallest) first."""
+        return _worst_first(self.tensors)
+
+    def worst_gemms(self) -> tuple[GemmNumerics, ...]:
+        """`gemms` by SQNR, the worst (NaN, then the smallest) first."""
+        return _worst_first(self.gemms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain dicts, lists, strings and numbers, fit for JSON: inf and nan are words."""
+        result = _plain(dataclasses.asdict(self))
+        assert isinstance(result, dict)
+        return result
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Numerics:
+        """The value `to_dict` gave. Raises `OptionError` naming the key for anything else."""
+        raw = _fields(cls, data, "numerics")
+        tensors = _list(raw.pop("tensors", []), "numerics.tensors")
+        gemms = _list(raw.pop("gemms", []), "numerics.gemms")
+        raw["notes"] = tuple(map(str, _list(raw.get("notes", []), "numerics.notes")))
+        return cls(
+            tensors=tuple(_tensor(item, f"numerics.tensors[{i}]") for i, item in enumerate(tensors)),
+            gemms=tuple(
+                GemmNumerics(**_fields(GemmNumerics, item, f"numerics.gemms[{i}]"))
+                for i, item in enumerate(gemms)
+            ),
+            **raw,
+        )
+
+
+def _worst_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:
+    def key(one: _Measured) -> float:
+        return -math.inf if math.isnan(one.sqnr_db) else one.sqnr_db
+
+    return tuple(sorted(measured, key=key))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _tensor(data: Any, where: str) -> TensorNumerics:
+    raw = _fields(TensorNumerics, data, where)
+    for key in ("gemms", "shared_with"):
+        raw[key] = tuple(map(str, _list(raw.get(key, []), f"{where}.{key}")))
+    pairs = _list(raw.get("scale_histogram", []), f"{where}.scale_histogram")
+    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in pairs):
+        raise OptionError(f"{where}.scale_histogram: expected pairs [byte, number of blocks]")
+    raw["scale_histogram"] = tuple((byte, count) for byte, count in pairs)
+    return TensorNumerics(**raw)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise OptionError(f"{where}: expected a list, found {type(value).__name__}")
+    return value
+
+
+def _fields(owner: type[Any], data: Any, where: str) -> dict[str, Any]:
+    """`data` as keyword arguments of the dataclass `owner`: no key unknown, none missing."""
+    if not isinstance(data, Mapping):
+        raise OptionError(f"{where}: expected an object, found {type(data).__name__}")
+    declared = {field.name: field for field in dataclasses.fields(owner)}
+    for key in data:
+        if key not in declared:
+            raise OptionError(f"{where}: unknown key {key!r}{nearest(str(key), declared)}")
+    for name, field in declared.items():
+        if name not in data and field.default is dataclasses.MISSING:
+            raise OptionError(f"{where}: key {name!r} is missing")
+    return {key: _checked(value, str(declared[key].type), f"{where}.{key}") for key, value in data.items()}
+
+
+def _checked(value: Any, declared: str, where: str) -> Any:
+    """`value` if it is of the declared type; numbers that JSON has no form for are read back."""
+    base, _, optional = declared.partition(" | ")
+    if base == "float" and isinstance(value, str) and value in _NOT_FINITE:
+        return _NOT_FINITE[value]
+    kinds: dict[str, tuple[type[Any], ...]] = {
+        "str": (str,),
+        "int": (int,),
+        "float": (float, int),
+        "bool": (bool,),
+    }
+    if base not in kinds or (value is None and optional == "None"):
+        return value
+    if not isinstance(value, kinds[base]) or (isinstance(value, bool) and base != "bool"):
+        raise OptionError(f"{where}: expected {base}, found {type(value).__name__}")
+    return float(value) if base == "float" else value
