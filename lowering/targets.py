@@ -23,6 +23,25 @@ class ScaleLayout(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """What the vendor's data sheet promises for dense products of one chip of a target.
+
+    chip: which. bf16_tflops, mxfp8_tflops: 10¹² operations a second; the latter only where it is native.
+    bandwidth_gbs: of device memory, 10⁹ bytes a second.
+    """
+
+    chip: str
+    bf16_tflops: float
+    mxfp8_tflops: float
+    bandwidth_gbs: float
+
+    def time_us(self, *, flops: float, in_bf16: bool, num_bytes: float) -> float:
+        """The least time for so many operations and bytes of memory traffic, overlapped perfectly."""
+        tflops = self.bf16_tflops if in_bf16 else self.mxfp8_tflops
+        return max(flops / (tflops * 1e6), num_bytes / (self.bandwidth_gbs * 1e3))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     """A chip.
 
@@ -31,7 +50,7 @@ class Target:
     threads. shared_bytes: most shared memory one block may have. tmem_columns: tensor memory of an SM, in
     columns of 128 words. max_registers: 32-bit registers a thread may have before it spills. encodes_fp8,
     decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding once; integers do
-    it otherwise. scale_layout: what the chip's MX GEMM reads fastest.
+    it otherwise. scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates, if there is one.
     """
 
     name: str
@@ -46,6 +65,7 @@ class Target:
     encodes_fp8: bool = False
     decodes_fp8: bool = False
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
+    peak: Peak | None = None
 
     @property
     def native(self) -> bool:
@@ -86,18 +106,36 @@ _TCGEN05: dict[str, Any] = {
     "scale_layout": ScaleLayout.TILED_128X4,
 }
 
+
+def _peak(chip: str, bf16_tflops: float, bandwidth_gbs: float, mxfp8_tflops: float = 0.0) -> Peak:
+    return Peak(
+        chip=chip,
+        bf16_tflops=bf16_tflops,
+        mxfp8_tflops=mxfp8_tflops or bf16_tflops,
+        bandwidth_gbs=bandwidth_gbs,
+    )
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler"),
-        _nvidia(80, "A100", 163),
-        _nvidia(89, "L4, L40S, RTX 40", 99),
-        _nvidia(90, "H100, H200", 227),
-        _nvidia(100, "B200, GB200", 227, **_TCGEN05),
-        _nvidia(103, "B300, GB300", 227, **_TCGEN05),
-        _nvidia(120, "RTX 50", 99, mma="mma.sync block_scale"),
-        _amd("gfx942", "MI300", 64),
-        _amd("gfx950", "MI350", 160, mma="v_mfma_scale", encodes_fp8=True, decodes_fp8=True),
+        _nvidia(80, "A100", 163, peak=_peak("A100 80GB", 312, 2039)),
+        _nvidia(89, "L4, L40S, RTX 40", 99, peak=_peak("L40S", 362, 864)),
+        _nvidia(90, "H100, H200", 227, peak=_peak("H200", 989, 4800)),
+        _nvidia(100, "B200, GB200", 227, peak=_peak("B200", 2250, 8000, 4500), **_TCGEN05),
+        _nvidia(103, "B300, GB300", 227, peak=_peak("B300", 2250, 8000, 4500), **_TCGEN05),
+        _nvidia(120, "RTX 50", 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 419)),
+        _amd("gfx942", "MI300", 64, peak=_peak("MI300X", 1307, 5300)),
+        _amd(
+            "gfx950",
+            "MI350",
+            160,
+            mma="v_mfma_scale",
+            encodes_fp8=True,
+            decodes_fp8=True,
+            peak=_peak("MI355X", 2516, 8000, 5033),
+        ),
     )
 }
 """By name, the value of the option ``target``."""

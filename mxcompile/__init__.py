@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mxcompile.backend import Backend as Backend
+    from mxcompile.explain import explain as explain
     from mxcompile.policy import Policy as Policy
     from mxcompile.report import GemmRecord as GemmRecord
     from mxcompile.report import Report as Report
@@ -27,6 +28,7 @@ _HOME = {
     "Policy": "mxcompile.policy",
     "Report": "mxcompile.report",
     "clear_reports": "mxcompile.report",
+    "explain": "mxcompile.explain",
     "quantize": "mxcompile.tensor",
     "reports": "mxcompile.report",
 }

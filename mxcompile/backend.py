@@ -21,6 +21,7 @@ from mxcompile.capture import capture
 from mxcompile.compilation import Compilation
 from mxcompile.decompositions import table
 from mxcompile.errors import OptionError
+from mxcompile.lowering.targets import resolve
 from mxcompile.options import Options
 from mxcompile.rules import name_signature
 
@@ -90,7 +91,7 @@ def compile_graph(
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     found = capture(gm, example_inputs, root)
-    compilation = Compilation(options, found, gm)
+    compilation = Compilation(options, found, gm, resolve(options.target, found.device))
     compiled = compile_fx(
         gm,
         example_inputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from mxcompile.capture import Capture
 from mxcompile.graph.tags import tags_of
 from mxcompile.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.lowering import pipeline as lowering
-from mxcompile.lowering.targets import resolve
+from mxcompile.lowering.targets import Target
 from mxcompile.options import Options
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import saved_bytes, weight_bytes
@@ -30,28 +30,45 @@ from mxcompile.trace import trace
 log = logging.getLogger(__name__)
 
 
-class Compilation:
-    """State of one compile. The hooks may run late (backward is lowered after forward has returned)."""
+def _once(_: str) -> int:
+    return 1
 
-    def __init__(self, options: Options, found: Capture, gm: fx.GraphModule) -> None:
+
+class Compilation:
+    """State of one compile. The hooks may run late (backward is lowered after forward has returned).
+
+    count: how many layers the module at a path stands for, where only some of equal ones are traced.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        found: Capture,
+        gm: fx.GraphModule,
+        target: Target,
+        count: Callable[[str], int] = _once,
+    ) -> None:
         self.options = options
         self.found = found
-        self.target = resolve(options.target, found.device)
+        self.target = target
+        self._count = count
         reason = getattr(gm, "compile_subgraph_reason", None)
         self._broken = bool(getattr(reason, "graph_break", False))
         self._part = Part(graph_breaks=int(self._broken), warnings=self._warnings())
         self._traced = False
         self._lowered = False
         self._index: int | None = None
-        self._ledger = REGISTRY.open(
-            CompileContext.try_get() or object(),
-            Ledger(
-                target=self.target.name,
-                policy=options.policy.label,
-                path=options.report,
-                group=options.fingerprint(),
-            ),
+        self._ledger = Ledger(
+            target=target.name,
+            policy=options.policy.label,
+            path=options.report,
+            group=options.fingerprint(),
         )
+
+    @property
+    def part(self) -> Part:
+        """What is known so far."""
+        return self._part
 
     def _warnings(self) -> tuple[str, ...]:
         if self.found.root is None or not self.found.prefix:
@@ -90,7 +107,7 @@ class Compilation:
             first_index=len(self._part.gemms),
         )
         elapsed_us = passes.run(steps, graph)
-        held, in_bf16 = weight_bytes(graph)
+        held, in_bf16 = weight_bytes(graph, self._count)
         self._traced = True
         self._update(
             gemms=(*self._part.gemms, *records(graph)),
@@ -102,7 +119,7 @@ class Compilation:
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Forward and backward, just partitioned."""
-        saved, without = saved_bytes(graphs[0].graph, num_forward_outputs)
+        saved, without = saved_bytes(graphs[0].graph, num_forward_outputs, self._count)
         self._update(
             saved_bytes=(self._part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self._part.saved_bytes_bf16 or 0) + without,
@@ -126,7 +143,8 @@ class Compilation:
         self._part = dataclasses.replace(self._part, **changes)
 
     def finish(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Complete the report once the compiled code is at hand."""
+        """Complete the report once the compiled code is at hand, and make it known to this process."""
+        self._ledger = REGISTRY.open(CompileContext.try_get() or object(), self._ledger)
         if not self._lowered and (self._part.gemms or not self._traced):
             self._recall(gm, example_inputs)
         self._publish()

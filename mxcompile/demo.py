@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 import sysconfig
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,14 +209,3 @@ def plot(runs: list[Run], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the advice of libraries, which is not about the demo, out of its output."""
-    import logging
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -30,6 +30,10 @@ class UnsupportedError(MXCompileError, RuntimeError):
     """Strict mode: the policy sends layers to MXFP8 that cannot go there."""
 
 
+class ModelError(MXCompileError, ValueError):
+    """A model named on the command line cannot be made, or one given to a function cannot be traced."""
+
+
 class TargetError(MXCompileError, ValueError):
     """The target is unknown, or this machine or these versions cannot serve it."""
 

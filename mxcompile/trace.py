@@ -27,7 +27,10 @@ def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence
         compilation.lower(graph.graph)
         return _Unused()
 
-    with functorch_config.patch(enable_autograd_cache=False), torch._guards.tracing(None):
+    with (
+        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        torch._guards.tracing(None),
+    ):
         compile_fx(
             _copy(gm),
             list(example_inputs),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import Kind, hint, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
@@ -16,8 +17,11 @@ from mxcompile.passes.flow import origin
 from mxcompile.policy import Gemm
 
 
-def weight_bytes(graph: fx.Graph) -> tuple[int, int]:
-    """Bytes of the weights of the linear layers of `graph`, as stored and in BF16; each weight once."""
+def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
+    """Bytes of the weights of the linear layers of `graph`, as stored and in BF16; each weight once.
+
+    count: how many layers the module at a path stands for.
+    """
     weights: dict[fx.Node, int] = {}
     for node in graph.nodes:
         tag = tag_of(node)
@@ -26,7 +30,7 @@ def weight_bytes(graph: fx.Graph) -> tuple[int, int]:
         stored = _stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)
         if stored is not None and value is not None:
-            weights[stored] = _numel(value.shape)
+            weights[stored] = _numel(value.shape) * count(tag.name)
     held = sum(
         numel * value.element_size() for node, numel in weights.items() if (value := tensor(node)) is not None
     )
@@ -45,17 +49,19 @@ def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     return origin(matrices[-2:][side]) if len(matrices) > side else None
 
 
-def saved_bytes(forward: fx.Graph, num_outputs: int) -> tuple[int, int]:
+def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]) -> tuple[int, int]:
     """Bytes that `forward`, a partitioned forward graph, keeps for backward, and those without mxcompile.
 
     Without it every FP8 copy is a copy of its source in the model's dtype.
 
-    num_outputs: the model's own outputs, which come first. Inputs that are kept cost nothing.
+    num_outputs: the model's own outputs, which come first. Inputs that are kept cost nothing. count: how many
+    layers the module at a path stands for.
     """
     (outputs,) = forward.find_nodes(op="output")
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
     kept = [n for n in kept if n.op != "placeholder" and tensor(n) is not None]
-    total = sum(map(_bytes, kept))
+    times = {node: count(module_of(node)[0]) for node in kept}
+    total = sum(_bytes(node) * times[node] for node in kept)
     quantized = [n for n in kept if _cast_of(n) is not None]
     sources = {origin(n) for n in kept if n not in quantized}
     replaced = 0
@@ -65,8 +71,9 @@ def saved_bytes(forward: fx.Graph, num_outputs: int) -> tuple[int, int]:
         source = origin(argument(cast))
         if source not in sources and source.op != "placeholder":
             sources.add(source)
-            replaced += _numel(node.meta["val"].shape) * cast.meta.get("mx_itemsize", 2)
-    return total, total - sum(map(_bytes, quantized)) + replaced
+            itemsize = cast.meta.get("mx_itemsize", 2)
+            replaced += _numel(node.meta["val"].shape) * itemsize * times[node]
+    return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
 
 
 def _cast_of(node: fx.Node) -> fx.Node | None:

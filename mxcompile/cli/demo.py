@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from mxcompile import demo
+    from mxcompile.cli.quiet import quiet
     from mxcompile.policy import Policy
 
     policies = [Policy.resolve(name) for name in options.policy or ["nvidia"]]
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
     runs: list[demo.Run] = []
     plans = [("bf16", "inductor", None), *((p.label, "mxfp8", p) for p in policies)]
-    with demo.quiet():
+    with quiet():
         for label, backend, policy in plans:
             name = label if policy is None else f"mxfp8 {label.removeprefix('preset ')}"
             torch._dynamo.reset()

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from mxcompile import __version__
-from mxcompile.cli import demo, env, policy
+from mxcompile.cli import demo, env, explain, policy
 from mxcompile.errors import MXCompileError
 
-COMMANDS = (env, policy, demo)
+COMMANDS = (env, explain, policy, demo)
 
 
 def parser() -> argparse.ArgumentParser:

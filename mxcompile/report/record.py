@@ -34,7 +34,9 @@ class GemmRecord:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size
     is its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype.
     formats: of both operands, empty unless MXFP8. kernel: what the lowering chose, "" before lowering.
-    reason: for the precision. source: ``file:line``. graph: position of its graph in the report.
+    reason: for the precision. source: ``file:line``. graph: position of its graph in the report. estimate_us,
+    estimate_bf16_us: roofline estimates with casts, and in BF16; only from `explain`, for targets with known
+    peaks.
     """
 
     name: str
@@ -51,6 +53,8 @@ class GemmRecord:
     module: str = ""
     source: str = ""
     graph: int = 0
+    estimate_us: float | None = None
+    estimate_bf16_us: float | None = None
 
     @property
     def flops(self) -> int:
@@ -67,7 +71,8 @@ class Summary:
     without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
     holds them; weight_bytes_bf16: in BF16. pass_time_us: spent in the passes. graphs: compiled graphs.
     graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
-    "miss", or "off". warnings: what a user should know.
+    "miss", or "off". warnings: what a user should know. estimate_us, estimate_bf16_us: sums of the
+    records', for all matmuls and casts.
     """
 
     target: str = ""
@@ -83,6 +88,8 @@ class Summary:
     graph_breaks: int = 0
     cache: str = "off"
     warnings: tuple[str, ...] = ()
+    estimate_us: float | None = None
+    estimate_bf16_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

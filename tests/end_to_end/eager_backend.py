@@ -18,6 +18,7 @@ from mxcompile.capture import capture
 from mxcompile.compilation import Compilation
 from mxcompile.decompositions import table
 from mxcompile.graph.printer import print_ir
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.options import Options
 
 
@@ -35,7 +36,7 @@ class EagerBackend:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        compilation = Compilation(self.options, capture(gm, example_inputs, None), gm)
+        compilation = Compilation(self.options, capture(gm, example_inputs, None), gm, TARGETS["cpu"])
 
         def passes(graph: fx.GraphModule) -> None:
             if self.before is not None:

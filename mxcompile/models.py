@@ -1,0 +1,166 @@
+"""Models named on the command line: ``package.module:factory`` or a Hugging Face config.json's directory.
+
+Nothing is downloaded and no code of a model directory is run: an architecture has to be one that
+`transformers` has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxcompile.errors import ModelError, nearest
+
+_FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
+_DIRECTORY = "a directory with a Hugging Face config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model and the arguments to call it with.
+
+    name: what it was called on the command line. Tensors are on the meta device if that was asked for.
+    """
+
+    name: str
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int = 512) -> LoadedModel:
+    """The model that `spec` names.
+
+    spec: ``package.module:factory`` (the working directory is importable), or a directory with a
+    config.json, with or without ``hf:`` before it. meta: build it without memory, for tracing only.
+    batch, length: of the inputs made for a config.json; a factory makes its own.
+    Raises `ModelError` for a spec that names nothing, or a factory that returns something else.
+    """
+    path = Path(spec.removeprefix("hf:"))
+    with torch.device("meta") if meta else nullcontext():
+        if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
+            return _from_config(spec, path, batch, length)
+        if ":" in spec:
+            return _from_factory(spec)
+    raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}")
+
+
+def _from_factory(spec: str) -> LoadedModel:
+    module_name, _, attribute = spec.partition(":")
+    try:
+        factory = _attribute(module_name, attribute)
+        made = factory()
+    except ModelError:
+        raise
+    except Exception as error:  # of the user's code, whatever it is
+        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+    match made:
+        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
+            return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
+    raise ModelError(f"model {spec!r}: the factory returned {_shape_of(made)}, not (model, args, kwargs)")
+
+
+def _attribute(module_name: str, attribute: str) -> Callable[[], Any]:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
+    found: Callable[[], Any] = getattr(module, attribute)
+    return found
+
+
+def _shape_of(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
+
+
+def _from_config(spec: str, path: Path, batch: int, length: int) -> LoadedModel:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        kind, names = raw["model_type"], raw.get("architectures") or []
+    except OSError as error:
+        raise ModelError(f"model {spec!r}: cannot read {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"model {spec!r}: {file} is no Hugging Face configuration: {error!r}") from None
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"model {spec!r}: a config.json needs transformers: pip install transformers"
+        ) from None
+    try:
+        config = transformers.AutoConfig.for_model(**{"model_type": kind, **raw})
+        owner = _architecture(transformers, names, config)
+        config.use_cache = False
+        model: nn.Module = owner(config).to(_dtype(raw))
+    except ModelError:
+        raise
+    except Exception as error:  # transformers validates configurations in its own ways
+        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+    return LoadedModel(name=spec, model=model, kwargs=_inputs(model, config, batch, length))
+
+
+def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:
+    for name in names:
+        if hasattr(transformers, name):
+            found: Callable[[Any], nn.Module] = getattr(transformers, name)
+            return found
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
+        mapping = getattr(transformers, auto)
+        if type(config) in mapping._model_mapping:
+            return mapping.from_config  # type: ignore[no-any-return]
+    raise ModelError(f"transformers {transformers.__version__} has no model {names or config.model_type!r}")
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype:
+    """The dtype a configuration asks for, nested ones included; FP32 if none."""
+    for key in ("dtype", "torch_dtype"):
+        name = raw.get(key)
+        if isinstance(name, str) and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+    return torch.float32
+
+
+def _inputs(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, Any]:
+    """Inputs for what the model's forward takes, with labels if it takes them."""
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    inputs: dict[str, Any] = {}
+    if main == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        inputs[main] = torch.zeros(batch, config.num_channels, height, width, dtype=_floats(model))
+        if "labels" in parameters and hasattr(config, "num_labels"):
+            inputs["labels"] = torch.zeros(batch, dtype=torch.int64)
+        return inputs
+    if main == "input_features":
+        frames = 2 * config.max_source_positions
+        inputs[main] = torch.zeros(batch, config.num_mel_bins, frames, dtype=_floats(model))
+        length = min(length, config.max_target_positions)
+        target = "labels" if "labels" in parameters else "decoder_input_ids"
+        inputs[target] = torch.zeros(batch, length, dtype=torch.int64)
+        return inputs
+    inputs["input_ids"] = torch.zeros(batch, length, dtype=torch.int64)
+    if "labels" in parameters:
+        inputs["labels"] = torch.zeros(batch, length, dtype=torch.int64)
+    elif "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = torch.zeros(batch, length, dtype=torch.int64)
+    return inputs
+
+
+def _floats(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,152 @@
+"""Equal layers of a model, of which a few stand for all when the model is only traced.
+
+Layers are the members of a module list. Two are equal if they have the same classes, settings, parameters
+(shape, dtype, gradient) and buffers throughout, but for their own index, and if the policy's name patterns
+fall on them alike. Of every kind the first, one in the middle and the last are kept; the one in the middle
+stands for the rest: ends can differ in what surrounds them, the middle cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.policy import Policy
+from mxcompile.report import GemmRecord, Part
+from mxcompile.rules import name_signature
+
+_INDEX = re.compile(r"(idx|index|layer_id|layer_num(ber)?|block_id|block_num(ber)?)$")
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeats:
+    """Which layers stand for which: module path of a kept layer to the paths of those left out."""
+
+    standing_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def _keeper(self, path: str) -> str | None:
+        """The kept layer that `path` lies in, if it stands for others."""
+        steps = path.split(".")
+        heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
+        return next((head for head in heads if head in self.standing_for), None)
+
+    def count(self, path: str) -> int:
+        """How many layers the module at `path` stands for, itself included."""
+        keeper = self._keeper(path)
+        return 1 if keeper is None else 1 + len(self.standing_for[keeper])
+
+    def expand(self, part: Part) -> Part:
+        """`part`, of a graph with the kept layers, with a record for every layer."""
+        gemms: list[GemmRecord] = []
+        run: list[GemmRecord] = []
+        current: str | None = None
+        for gemm in part.gemms:
+            keeper = self._keeper(gemm.name)
+            if keeper != current:
+                gemms += self._copies(run, current)
+                run, current = [], keeper
+            gemms.append(gemm)
+            run.append(gemm)
+        gemms += self._copies(run, current)
+        return dataclasses.replace(part, gemms=tuple(gemms))
+
+    def _copies(self, run: list[GemmRecord], keeper: str | None) -> Iterator[GemmRecord]:
+        if keeper is None:
+            return
+        for path in self.standing_for[keeper]:
+            for gemm in run:
+                yield dataclasses.replace(gemm, name=path + gemm.name.removeprefix(keeper))
+
+
+def fold(model: nn.Module, policy: Policy) -> Repeats:
+    """Take from `model`, in place, the layers that others can stand for."""
+    owners: defaultdict[int, int] = defaultdict(int)
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners[id(parameter)] += 1
+    standing_for: dict[str, tuple[str, ...]] = {}
+    pending = [("", model)]
+    while pending:
+        path, module = pending.pop()
+        if isinstance(module, _CONTAINERS):
+            standing_for |= _fold_container(model, path, module, policy, owners)
+        for name, child in module._modules.items():
+            inside = f"{path}.{name}".lstrip(".")
+            if child is not None and inside not in standing_for:
+                pending.append((inside, child))
+    return Repeats(standing_for=standing_for)
+
+
+def _fold_container(
+    model: nn.Module, path: str, container: nn.Module, policy: Policy, owners: dict[int, int]
+) -> dict[str, tuple[str, ...]]:
+    """Fold one container; for each kept layer that stands for others, their paths."""
+    kinds: dict[Any, list[str]] = {}
+    for index, (name, layer) in enumerate(container._modules.items()):
+        if layer is not None:
+            own = f"{path}.{name}".lstrip(".")
+            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own))
+            kinds.setdefault(kind, []).append(name)
+    result = {}
+    for names in kinds.values():
+        if len(names) > 3:
+            _, middle, *others, _ = names
+            prefix = f"{path}." if path else ""
+            result[prefix + middle] = tuple(prefix + name for name in others)
+            for name in others:
+                del container._modules[name]
+    return result
+
+
+def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator[Any]:
+    """Everything that can tell `layer`, number `index` of its container, from another."""
+    for name, module in layer.named_modules():
+        yield name, type(module).__module__, type(module).__qualname__
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            shared = id(value) if owners.get(id(value), 1) > 1 else 0
+            yield key, _tensor(value), shared
+        for key, value in sorted(vars(module).items()):
+            if key not in _OWN:
+                yield key, value - index if _is_index(key, value) else _setting(value)
+
+
+def _is_index(key: str, value: Any) -> bool:
+    return type(value) is int and bool(_INDEX.search(key))
+
+
+def _tensor(value: Tensor | None) -> Any:
+    if value is None:
+        return None
+    return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+
+
+def _setting(value: Any) -> Any:
+    """A plain attribute by value, anything else by what it is shared with."""
+    match value:
+        case _ if isinstance(value, _PLAIN):
+            return value
+        case Tensor():
+            return _tensor(value)
+        case FunctionType():
+            return value.__module__, value.__qualname__, id(value.__closure__) if value.__closure__ else 0
+        case MethodType():
+            return type(value.__self__).__qualname__, value.__func__.__qualname__
+        case nn.Module():
+            return type(value).__qualname__
+        case list() | tuple() | set():
+            return type(value).__name__, tuple(map(_setting, value))
+        case dict():
+            return tuple((str(key), _setting(item)) for key, item in value.items())
+        case _:
+            return type(value).__qualname__, id(value)

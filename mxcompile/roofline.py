@@ -1,0 +1,77 @@
+"""Roofline estimates: how long a GEMM takes at best, in MXFP8 with its casts and in BF16.
+
+    BF16            max(2mnk / bf16, 2(mk + kn + mn) / bandwidth)
+    MXFP8, native   max(2mnk / mxfp8, (33/32 (mk + kn) + 2mn) / bandwidth) + casts
+    MXFP8, emulated BF16's, + casts
+
+A cast writes 33/32 bytes an element (2 where the GEMM is emulated and reads BF16) and reads half of the BF16
+source: its two layouts share one read. The cast of an input that sibling layers share (q, k and v; gate and
+up) is divided between them. Not in it: norms, activations, the optimizer, communication and launches, which
+BF16 has too. A cast that fuses with its producer costs less. An estimate, never a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from mxcompile.formats import BLOCK
+from mxcompile.lowering.targets import TARGETS, Peak
+from mxcompile.report import GemmRecord, Report
+
+_QUANTIZED = 1 + 1 / BLOCK
+_BF16 = 2.0
+_READ = _BF16 / 2
+
+
+def estimate(report: Report) -> Report:
+    """`report` with an estimate in every record, if its target has known peaks; else as it is."""
+    target = TARGETS.get(report.summary.target)
+    if target is None or target.peak is None:
+        return report
+    siblings = Counter(map(_siblings, report.gemms))
+    gemms = tuple(
+        dataclasses.replace(
+            gemm,
+            estimate_bf16_us=_bf16_us(gemm, target.peak),
+            estimate_us=_us(gemm, target.peak, target.native, siblings[_siblings(gemm)]),
+        )
+        for gemm in report.gemms
+    )
+    summary = dataclasses.replace(
+        report.summary,
+        estimate_us=sum(gemm.estimate_us or 0.0 for gemm in gemms),
+        estimate_bf16_us=sum(gemm.estimate_bf16_us or 0.0 for gemm in gemms),
+    )
+    return dataclasses.replace(report, gemms=gemms, summary=summary)
+
+
+def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
+    """Equal for the GEMMs that read the same input: layers of one role side by side in one module."""
+    parent = gemm.name.rpartition(".")[0]
+    return gemm.graph, parent, gemm.role, gemm.gemm, gemm.batch, gemm.m if gemm.gemm != "dgrad" else gemm.name
+
+
+def _bf16_us(gemm: GemmRecord, peak: Peak) -> float:
+    a, b, out = _elements(gemm)
+    return peak.time_us(flops=gemm.flops, in_bf16=True, num_bytes=_BF16 * (a + b + out))
+
+
+def _us(gemm: GemmRecord, peak: Peak, native: bool, siblings: int) -> float:
+    if gemm.precision != "mxfp8":
+        return _bf16_us(gemm, peak)
+    a, b, out = _elements(gemm)
+    written = _QUANTIZED if native else _BF16
+    shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
+    cast_bytes = (_READ + written) * sum(n / share for n, share in zip((a, b), shares, strict=True))
+    product = (
+        peak.time_us(flops=gemm.flops, in_bf16=False, num_bytes=_QUANTIZED * (a + b) + _BF16 * out)
+        if native
+        else _bf16_us(gemm, peak)
+    )
+    return product + peak.time_us(flops=0, in_bf16=True, num_bytes=cast_bytes)
+
+
+def _elements(gemm: GemmRecord) -> tuple[int, int, int]:
+    """Of the two operands and the result."""
+    return gemm.batch * gemm.m * gemm.k, gemm.batch * gemm.k * gemm.n, gemm.batch * gemm.m * gemm.n
