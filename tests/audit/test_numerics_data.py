@@ -15,7 +15,8 @@ from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 def tensor(**changes: Any) -> TensorNumerics:
     fields: dict[str, Any] = {
         "name": "layers.0.up", "role": "ffn_in", "operand": "x", "layout": "rowwise",
-        "gemms": ("fprop", "wgrad"), "elem": "e4m3", "rounding": "rceil", "shared_with": ("layers.0.gate",), "numel": 64, "amax": 3.5,
+        "gemms": ("fprop", "wgrad"), "elem": "e4m3", "rounding": "rceil",
+        "shared_with": ("layers.0.gate",), "numel": 64, "amax": 3.5,
         "sqnr_db": 31.5, "cosine": 0.999, "mse": 1e-4, "rel_error": 0.02, "underflow": 0.25,
         "saturation": 0.0, "scale_histogram": ((118, 1), (120, 1)),
     }  # fmt: skip
