@@ -1,0 +1,39 @@
+"""Runs the value checks of ``tests/triton_interpreter``: each file in a process of its own.
+
+Triton decides when it is imported whether kernels are compiled or interpreted, and here other tests compile.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "triton_interpreter"
+CHECKS = sorted(FOLDER.glob("check_*.py"))
+
+
+@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.stem.removeprefix("check_"))
+def test_in_interpreter(path):
+    plugins = ["-p", "exact_interpreter", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, "--tb=short", str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(FOLDER)},
+        cwd=FOLDER.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{path.name}:\n{done.stdout[-8000:]}{done.stderr[-2000:]}"
+
+
+def test_every_family_is_checked():
+    kernels = Path(__file__).parents[3] / "lowering" / "kernels"
+    families = {path.stem for path in kernels.glob("*.py")} - {"__init__", "configs", "launch", "tiles"}
+    assert {path.stem.removeprefix("check_") for path in CHECKS} == families | {"interpreter", "tiles"}
+    references = {path.stem for path in (kernels.parent / "reference").glob("*.py")} - {"__init__"}
+    assert references == families

@@ -1,0 +1,127 @@
+"""Self-test of the repaired interpreter: every cast between float types, BF16 arithmetic, both dots."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+DTYPES = {
+    tl.float8e4nv: (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+    tl.float8e5: (torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    tl.bfloat16: (torch.bfloat16, ml_dtypes.bfloat16),
+    tl.float16: (torch.float16, np.float16),
+    tl.float32: (torch.float32, np.float32),
+}
+NARROW = [tl.float8e4nv, tl.float8e5, tl.bfloat16, tl.float16]
+LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+
+
+@triton.jit
+def cast_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, tl.load(x_ptr + at).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def arithmetic_kernel(x_ptr, y_ptr, out_ptr, less_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(out_ptr + at, x + y)
+    tl.store(out_ptr + SIZE + at, x * y)
+    tl.store(out_ptr + 2 * SIZE + at, -x)
+    tl.store(less_ptr + at, x < y)
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))
+
+
+@triton.jit
+def dot_scaled_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, SIZE: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    rows, blocks = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE // 32)[None, :]
+    at = rows * SIZE + tl.arange(0, SIZE)[None, :]
+    a_scale = tl.load(a_scale_ptr + rows * (SIZE // 32) + blocks)
+    b_scale = tl.load(b_scale_ptr + rows * (SIZE // 32) + blocks)
+    tl.store(out_ptr + at, tl.dot_scaled(tl.load(a_ptr + at), a_scale, A, tl.load(b_ptr + at), b_scale, B))
+
+
+def all_values(kind) -> torch.Tensor:
+    """Every value of a 1- or 2-byte type; of FP32, all BF16 bit patterns, each with low bits around a tie."""
+    if kind is tl.float32:
+        high = torch.arange(65536, dtype=torch.int32) << 16
+        low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+        return (high[:, None] | low).flatten()[: 1 << 18].view(torch.float32)
+    bits = (
+        torch.arange(256, dtype=torch.uint8)
+        if kind in LARGEST
+        else torch.arange(-32768, 32768, dtype=torch.int16)
+    )
+    return bits.view(DTYPES[kind][0])
+
+
+def as_numpy(x: torch.Tensor, kind) -> np.ndarray:
+    return x.view(torch.uint8).numpy().view(DTYPES[kind][1])
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DTYPES, 2)), ids=str)
+def test_cast(source, target):
+    x = all_values(source)
+    out = torch.empty(x.shape, dtype=DTYPES[target][0])
+    cast_kernel[(1,)](x, out, x.numel())
+    wanted = as_numpy(x, source).astype(np.float64)
+    if target in LARGEST:
+        wanted = np.where(np.isnan(wanted), wanted, np.clip(wanted, -LARGEST[target], LARGEST[target]))
+    wanted = wanted.astype(np.float32).astype(DTYPES[target][1])
+    found = as_numpy(out, target)
+    is_nan = np.isnan(wanted.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), is_nan)
+    bits = f"uint{8 * found.dtype.itemsize}"
+    np.testing.assert_array_equal(found.view(bits)[~is_nan], wanted.view(bits)[~is_nan])
+
+
+def test_bf16_arithmetic():
+    x, y = torch.randn(2, 1024, dtype=torch.float64).exp().to(torch.bfloat16)
+    x[::3] *= -1
+    out, less = torch.empty(3, 1024, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.bool)
+    arithmetic_kernel[(1,)](x, y, out, less, 1024)
+    wide_x, wide_y = x.double(), y.double()
+    assert torch.equal(out[0], (wide_x + wide_y).to(torch.bfloat16))
+    assert torch.equal(out[1], (wide_x * wide_y).to(torch.bfloat16))
+    assert torch.equal(out[2], -x)
+    assert torch.equal(less, wide_x < wide_y)
+
+
+def test_bf16_dot():
+    a, b = torch.randn(2, 32, 32).to(torch.bfloat16)
+    out = torch.empty(32, 32)
+    dot_kernel[(1,)](a, b, out, 32)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt_a", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("fmt_b", ["e4m3", "e5m2"])
+def test_dot_scaled(fmt_a, fmt_b):
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    a, b = torch.randn(64, 64).to(dtypes[fmt_a]), torch.randn(64, 64).to(dtypes[fmt_b])
+    a_scale, b_scale = torch.randint(110, 144, (2, 64, 2), dtype=torch.uint8)
+    a_scale[5, 1] = 255
+    out = torch.empty(64, 64)
+    codes = (a.view(torch.uint8), a_scale, b.view(torch.uint8), b_scale)
+    dot_scaled_kernel[(1,)](*codes, out, 64, fmt_a, fmt_b)
+    factors = [torch.exp2(scale.double() - 127).repeat_interleave(32, 1) for scale in (a_scale, b_scale)]
+    wanted = (a.double() * factors[0]) @ (b.double() * factors[1].t())
+    assert out[5].isnan().all()
+    keep = torch.arange(64) != 5
+    magnitude = (a.double() * factors[0]).abs() @ (b.double() * factors[1].t()).abs()
+    error = (out.double() - wanted).abs()
+    assert (error[keep] <= 64 * 2.0**-24 * magnitude[keep]).all()

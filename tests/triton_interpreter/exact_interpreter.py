@@ -1,0 +1,127 @@
+"""Makes Triton's interpreter compute what a GPU computes; a pytest plugin for ``TRITON_INTERPRET=1``.
+
+As shipped (3.6 to 3.9) the interpreter truncates casts to FP8 and BF16, does not saturate them, does BF16
+arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled`` before 3.8. Replaced here:
+
+    casts between floats   ml_dtypes; to FP8 nearest even and saturating, as `cvt.rn.satfinite`, NaN kept
+    BF16 arithmetic        in FP32, rounded once
+    tl.dot                 operands widened to FP32
+    tl.dot_scaled          dequantized in FP32 and multiplied there
+
+`check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
+
+NUMPY = {
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float16: np.dtype(np.float16),
+    tl.float32: np.dtype(np.float32),
+    tl.float64: np.dtype(np.float64),
+}
+_LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+_FORMATS = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "bf16": tl.bfloat16, "fp16": tl.float16}
+_COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+
+_Builder = interpreter.InterpreterBuilder
+_Handle = interpreter.TensorHandle
+_triton_convert = interpreter._convert_float
+_triton_binary = _Builder.binary_op
+_triton_unary = _Builder.unary_op
+_triton_dot = _Builder.create_dot
+_triton_dot_scaled = TritonSemantic.dot_scaled
+
+
+def pytest_configure() -> None:
+    """Install the repair for the whole session."""
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError("set TRITON_INTERPRET=1 before Triton is imported")
+    np.seterr(all="ignore")  # overflow and NaN are results here, not accidents
+    interpreter._convert_float = convert
+    _Builder.binary_op = _binary
+    _Builder.unary_op = _unary
+    _Builder.create_dot = _dot
+    _Builder.create_dot_scaled = _dot_scaled
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        TritonSemantic.dot_scaled = _semantic_dot_scaled
+
+
+def convert(x, source, target, rounding_mode):
+    """The bits `x` of Triton type `source` as bits of `target`, nearest even; FP8 saturates."""
+    truncate = rounding_mode is not None and rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ
+    if source not in NUMPY or target not in NUMPY or truncate:
+        return _triton_convert(x, source, target, rounding_mode)
+    value = np.ascontiguousarray(x).view(NUMPY[source])
+    if source not in (tl.float32, tl.float64):
+        value = value.astype(np.float32)  # exact
+    if target in _LARGEST:
+        largest = _LARGEST[target]
+        value = np.where(np.isnan(value), value, np.clip(value, -largest, largest))
+    return value.astype(NUMPY[target]).view(f"uint{target.primitive_bitwidth}").reshape(x.shape)
+
+
+def _is_bf16(handle) -> bool:
+    return isinstance(handle, _Handle) and handle.dtype.scalar == tl.bfloat16
+
+
+def _widened(handle):
+    if not _is_bf16(handle):
+        return handle
+    value = np.ascontiguousarray(handle.data).view(NUMPY[tl.bfloat16])
+    return _Handle(value.astype(np.float32), tl.float32)
+
+
+def _narrowed(handle):
+    return _Handle(handle.data.astype(NUMPY[tl.bfloat16]).view(np.uint16), tl.bfloat16)
+
+
+def _binary(self, left, right, op):
+    if not (_is_bf16(left) and _is_bf16(right)):
+        return _triton_binary(self, left, right, op)
+    result = _triton_binary(self, _widened(left), _widened(right), op)
+    return result if op in _COMPARISONS else _narrowed(result)
+
+
+def _unary(self, argument, op):
+    if not _is_bf16(argument):
+        return _triton_unary(self, argument, op)
+    return _narrowed(_triton_unary(self, _widened(argument), op))
+
+
+def _dot(self, a, b, accumulator, *arguments):
+    return _triton_dot(self, _widened(a), _widened(b), accumulator, *arguments)
+
+
+def _dequantized(handle, scale, fmt, axis):
+    """FP32 values of an operand whose contraction runs along `axis`, −1 or −2; scales are [rows, blocks]."""
+    kind = _FORMATS[str(fmt).rpartition(".")[2].lower()]
+    bits = np.ascontiguousarray(handle.data).view(f"uint{kind.primitive_bitwidth}")
+    value = bits.view(NUMPY[kind]).astype(np.float32)
+    if scale is None:
+        return value
+    byte = np.ascontiguousarray(scale.data).view(np.uint8)
+    factor = np.where(byte == 255, np.nan, np.ldexp(1.0, byte.astype(np.int32) - 127)).astype(np.float32)
+    factor = np.repeat(factor, value.shape[axis] // byte.shape[-1], axis=-1)
+    return value * (factor if axis == -1 else np.swapaxes(factor, -1, -2))
+
+
+def _dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *arguments):
+    accumulator = arguments[-1]
+    left, right = _dequantized(a, a_scale, a_format, -1), _dequantized(b, b_scale, b_format, -2)
+    return _Handle(np.matmul(left, right, dtype=np.float32) + accumulator.data, tl.float32)
+
+
+def _semantic_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *arguments):
+    def wrapped(fmt):
+        return tl.constexpr(fmt) if isinstance(fmt, str) else fmt
+
+    return _triton_dot_scaled(self, a, a_scale, wrapped(a_format), b, b_scale, wrapped(b_format), *arguments)
