@@ -157,6 +157,6 @@ def reference_linears(model: nn.Module, report: Report) -> Iterator[Replaced]:
         mock.patch.object(torch.nn.functional, "linear", replaced.linear),
         mock.patch.object(torch, "addmm", replaced.addmm),
         mock.patch.object(torch.nn.functional, "grouped_mm", replaced.grouped),
-        mock.patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False),
+        mock.patch.object(torch.backends.mha, "get_fastpath_enabled", return_value=False),
     ):
         yield replaced

@@ -1,4 +1,7 @@
-"""Small models of real architectures, from configs, with a batch each."""
+"""Small models of real architectures, from configs, with a batch each.
+
+Widths, head sizes and token counts are no multiples of 32: every cast has a short last block.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.nn import functional as F
+
+
+WIDTH, FFN = 48, 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +48,8 @@ def _text(**extra: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, **extra}
 
 
-def _per_layer(prefix: str, layers: range, roles: dict[str, str]) -> dict[str, str]:
-    return {
-        f"{prefix.format(i=i)}.{name}": role for i in layers for name, role in roles.items()
-    }
+def _per_layer(prefix: str, layers: int, roles: dict[str, str]) -> dict[str, str]:
+    return {f"{prefix.format(i=i)}.{name}": role for i in range(layers) for name, role in roles.items()}
 
 
 LLAMA_LAYER = {
@@ -59,12 +63,12 @@ LLAMA_LAYER = {
 }
 
 
-def llama(**changes: Any) -> Case:
+def llama(layers: int = 2, **changes: Any) -> Case:
     sizes = {
         "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": FFN,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
@@ -73,40 +77,40 @@ def llama(**changes: Any) -> Case:
     return Case(
         model=hf.LlamaForCausalLM(config),
         kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", range(2), LLAMA_LAYER), "lm_head": "head"},
+        roles={**_per_layer("model.layers.{i}", layers, LLAMA_LAYER), "lm_head": "head"},
     )
 
 
-def llama_tied() -> Case:
-    return llama(tie_word_embeddings=True)
+def llama_tied(layers: int = 2) -> Case:
+    return llama(layers, tie_word_embeddings=True)
 
 
-def llama_eager() -> Case:
-    return llama(attn_implementation="eager")
+def llama_eager(layers: int = 2) -> Case:
+    return llama(layers, attn_implementation="eager")
 
 
-def qwen3() -> Case:
+def qwen3(layers: int = 2) -> Case:
     config = hf.Qwen3Config(
         vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=12,
         attention_bias=True,
         tie_word_embeddings=False,
     )
     return Case(
         model=hf.Qwen3ForCausalLM(config),
         kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", range(2), LLAMA_LAYER), "lm_head": "head"},
+        roles={**_per_layer("model.layers.{i}", layers, LLAMA_LAYER), "lm_head": "head"},
     )
 
 
-def gpt2() -> Case:
+def gpt2(layers: int = 2) -> Case:
     config = hf.GPT2Config(
-        vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0,
+        vocab_size=128, n_embd=WIDTH, n_layer=layers, n_head=4, n_positions=64, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     layer = {
@@ -120,17 +124,17 @@ def gpt2() -> Case:
     return Case(
         model=model,
         kwargs=_text(use_cache=False),
-        roles={**_per_layer("transformer.h.{i}", range(2), layer), "lm_head": "head"},
+        roles={**_per_layer("transformer.h.{i}", layers, layer), "lm_head": "head"},
     )
 
 
-def bert() -> Case:
+def bert(layers: int = 2) -> Case:
     config = hf.BertConfig(
         vocab_size=128,
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=96,
+        intermediate_size=FFN,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
@@ -146,19 +150,19 @@ def bert() -> Case:
         model=hf.BertForMaskedLM(config),
         kwargs=_text(),
         roles={
-            **_per_layer("bert.encoder.layer.{i}", range(2), layer),
+            **_per_layer("bert.encoder.layer.{i}", layers, layer),
             "cls.predictions.transform.dense": "other",
             "cls.predictions.decoder": "head",
         },
     )
 
 
-def vit() -> Case:
+def vit(layers: int = 2) -> Case:
     config = hf.ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=96,
+        intermediate_size=FFN,
         image_size=32,
         patch_size=8,
     )
@@ -174,34 +178,34 @@ def vit() -> Case:
     return Case(
         model=hf.ViTForImageClassification(config),
         kwargs={"pixel_values": pixels},
-        roles={**_per_layer("vit.layers.{i}", range(2), layer), "classifier": "head"},
+        roles={**_per_layer("vit.layers.{i}", layers, layer), "classifier": "head"},
     )
 
 
-def t5() -> Case:
+def t5(layers: int = 2) -> Case:
     config = hf.T5Config(
-        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=128, d_model=WIDTH, d_kv=12, d_ff=FFN, num_layers=layers, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
     attention = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "attn_out"}
     roles = {"lm_head": "head"}
-    for stack, blocks in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):  # noqa: E501
-        for i in range(2):
+    for stack, blocks in (
+        ("encoder", ("SelfAttention",)),
+        ("decoder", ("SelfAttention", "EncDecAttention")),
+    ):
+        for i in range(layers):
             for at, kind in enumerate(blocks):
                 roles |= {
-                    f"{stack}.block.{i}.layer.{at}.{kind}.{name}": role
-                    for name, role in attention.items()
+                    f"{stack}.block.{i}.layer.{at}.{kind}.{name}": role for name, role in attention.items()
                 }
             ffn = f"{stack}.block.{i}.layer.{len(blocks)}.DenseReluDense"
             roles |= {f"{ffn}.wi": "ffn_in", f"{ffn}.wo": "ffn_out"}
-    return Case(
-        model=hf.T5ForConditionalGeneration(config), kwargs=_text(use_cache=False), roles=roles
-    )
+    return Case(model=hf.T5ForConditionalGeneration(config), kwargs=_text(use_cache=False), roles=roles)
 
 
-def mixtral() -> Case:
+def mixtral(layers: int = 2) -> Case:
     config = hf.MixtralConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        vocab_size=128, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     attention = {k: v for k, v in LLAMA_LAYER.items() if k.startswith("self_attn")}
@@ -214,7 +218,7 @@ def mixtral() -> Case:
     return Case(
         model=hf.MixtralForCausalLM(config).bfloat16(),  # in FP32 transformers hides its experts
         kwargs=_text(use_cache=False),
-        roles={**_per_layer("model.layers.{i}", range(2), layer), "lm_head": "head"},
+        roles={**_per_layer("model.layers.{i}", layers, layer), "lm_head": "head"},
     )
 
 
@@ -233,8 +237,8 @@ def _features(*shape: int) -> dict[str, Any]:
     return {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
 
 
-def torch_encoder() -> Case:
-    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+def torch_encoder(layers: int = 2) -> Case:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, FFN, dropout=0.0, batch_first=True)
     roles = {
         "self_attn.in_proj": "qkv",
         "self_attn.out_proj": "attn_out",
@@ -242,26 +246,26 @@ def torch_encoder() -> Case:
         "linear2": "ffn_out",
     }
     return Case(
-        model=_Wrapped(nn.TransformerEncoder(layer, 2)),
-        kwargs=_features(2, 19, 64),
-        roles=_per_layer("inner.layers.{i}", range(2), roles),
+        model=_Wrapped(nn.TransformerEncoder(layer, layers)),
+        kwargs=_features(2, 19, WIDTH),
+        roles=_per_layer("inner.layers.{i}", layers, roles),
     )
 
 
 class _SelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attn = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.attn(x, x, x, need_weights=False)[0]
 
 
-def torch_attention() -> Case:
+def torch_attention(layers: int = 2) -> Case:
     return Case(
-        model=_SelfAttention(),
-        kwargs=_features(2, 19, 64),
-        roles={"attn.in_proj": "qkv", "attn.out_proj": "attn_out"},
+        model=nn.Sequential(*(_SelfAttention() for _ in range(layers))),
+        kwargs={"input": _features(2, 19, WIDTH)["x"]},
+        roles=_per_layer("{i}", layers, {"attn.in_proj": "qkv", "attn.out_proj": "attn_out"}),
     )
 
 
@@ -270,30 +274,28 @@ class _Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(64), nn.RMSNorm(64)
-        self.a, self.b = nn.Linear(64, 192), nn.Linear(64, 64, bias=False)
-        self.c, self.d = nn.Linear(64, 192, bias=False), nn.Linear(96, 64)
+        self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.c, self.d = nn.Linear(WIDTH, 2 * FFN, bias=False), nn.Linear(FFN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.a(self.n1(x)).view(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k, v = self.a(self.n1(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.b(y.transpose(1, 2).reshape(batch, length, 64))
+        x = x + self.b(y.transpose(1, 2).reshape(batch, length, WIDTH))
         gate, up = self.c(self.n2(x)).chunk(2, dim=-1)
         return x + self.d(F.silu(gate) * up)
 
 
-def fused() -> Case:
+def fused(layers: int = 2) -> Case:
     return Case(
-        model=nn.Sequential(_Fused(), _Fused()),
-        kwargs={"input": _features(2, 19, 64)["x"]},
-        roles=_per_layer(
-            "{i}", range(2), {"a": "qkv", "b": "attn_out", "c": "ffn_in", "d": "ffn_out"}
-        ),
+        model=nn.Sequential(*(_Fused() for _ in range(layers))),
+        kwargs={"input": _features(2, 19, WIDTH)["x"]},
+        roles=_per_layer("{i}", layers, {"a": "qkv", "b": "attn_out", "c": "ffn_in", "d": "ffn_out"}),
     )
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[..., Case]] = {
     build.__name__: build
     for build in (
         llama, llama_tied, llama_eager, qwen3, gpt2, bert, vit, t5, mixtral, torch_encoder,
