@@ -56,6 +56,14 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def not_allowed(what: str, found: object, allowed: Iterable[str]) -> str:
-    """One sentence: `what` is `found`, allowed are `allowed`, nearest is …."""
+    """One sentence: `what` is `found`, allowed are `allowed`, nearest is ….
+
+    Letters outside ASCII are shown by their code: a Cyrillic е in a key looks like the right one.
+    """
     words = [str(word) for word in allowed]
-    return f"unknown {what} {shown(found)}{nearest(str(found), words)}; allowed: {', '.join(words)}"
+    named = "".join(_by_code(sign) for sign in shown(found))
+    return f"unknown {what} {named}{nearest(str(found), words)}; allowed: {', '.join(words)}"
+
+
+def _by_code(sign: str) -> str:
+    return sign if sign.isascii() or not sign.isalpha() else ascii(sign)[1:-1]

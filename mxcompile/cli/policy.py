@@ -14,6 +14,8 @@ def add_to(commands: Any) -> None:
     check = actions.add_parser("check", help="validate a policy file")
     check.add_argument("file", type=Path)
     check.set_defaults(run=run_check)
+    schema = actions.add_parser("schema", help="print the JSON Schema of policy files, for editors")
+    schema.set_defaults(run=run_schema)
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -28,4 +30,12 @@ def run_check(options: argparse.Namespace) -> int:
         return 1
     count = len(policy.rules)
     print(f"{options.file}: valid; preset {policy.base.name}, {count} rule{'s' * (count != 1)}")
+    return 0
+
+
+def run_schema(options: argparse.Namespace) -> int:
+    """``policy schema``."""
+    from mxcompile.policy import json_schema
+
+    print(json_schema.text(), end="")
     return 0

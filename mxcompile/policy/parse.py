@@ -9,7 +9,7 @@ from mxcompile.errors import PolicyError, not_allowed, shown
 from mxcompile.policy import schema
 from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Precision, Rule, Use
 from mxcompile.policy.presets import DEFAULT
-from mxcompile.policy.shadow import shadowed_by
+from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.yaml_data import Path, YamlProblem, load
 
 
@@ -52,11 +52,15 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     """Preset name and rules in `data`, a mapping with version, preset and rules."""
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
-        raise source.error((), f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}")
+        raise source.error(
+            (),
+            f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}:"
+            f" start with 'version: {schema.VERSION}'",
+        )
     _check_keys(data, schema.TOP, (), source)
     if "version" not in data:
         raise source.error((), f"the key 'version' is missing: add 'version: {schema.VERSION}'")
-    _read(schema.version, data["version"], ("version",), source)
+    _read(schema.VERSION_VALUE, data["version"], ("version",), source)
     preset = data.get("preset", DEFAULT)
     _read(schema.PRESET, preset, ("preset",), source)
     raw_rules = data.get("rules")
@@ -65,9 +69,10 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     if not isinstance(raw_rules, list):
         raise source.error(("rules",), f"expected a list of rules, found {type(raw_rules).__name__}")
     rules: list[Rule] = []
+    shadows = Shadows()
     for index, raw in enumerate(raw_rules):
         rule = _parse_rule(raw, ("rules", index), source)
-        earlier = shadowed_by(rule.match, [known.match for known in rules])
+        earlier = shadows.add(rule.match)
         if earlier is not None:
             raise source.error(
                 ("rules", index),
@@ -86,7 +91,7 @@ def _parse_rule(raw: Any, path: Path, source: Source) -> Rule:
     _check_keys(raw, schema.RULE, path, source)
     for key in schema.RULE:
         if key not in raw:
-            raise source.error(path, f"the key {key!r} is missing")
+            raise source.error(path, f"the key {key!r} is missing: a rule has both, {_words(schema.RULE)}")
     match = _parse_match(raw["match"], (*path, "match"), source)
     use = _parse_use(raw["use"], (*path, "use"), source)
     products = [role for role in match.role if role in ATTENTION_PRODUCTS]
@@ -139,9 +144,9 @@ def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source:
             raise source.error((*path, key), not_allowed("key", key, allowed))
 
 
-def _read(read: schema.Reader, value: Any, path: Path, source: Source) -> Any:
+def _read(kind: schema.Value, value: Any, path: Path, source: Source) -> Any:
     try:
-        return read(value)
+        return kind.read(value)
     except schema.Invalid as invalid:
         at = path if invalid.index is None else (*path, invalid.index)
         raise source.error(at, str(invalid)) from None

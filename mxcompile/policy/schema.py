@@ -1,13 +1,16 @@
 """The keys of a policy and how their values are read: one row each.
 
-A reader takes the raw value and returns what the model holds, or raises `Invalid` with a sentence
-that says what is allowed; `parse` adds where.
+A `Value` reads one raw value: it gives what the model holds, or raises `Invalid` with a sentence that says
+what is allowed; `parse` adds where. It also holds the same rule as JSON Schema, from which `json_schema`
+makes the file that editors use.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
@@ -29,7 +32,19 @@ class Invalid(ValueError):  # noqa: N818 - a signal inside this package, not an 
 Reader = Callable[[Any], Any]
 
 
-def word(what: str, table: dict[str, Any]) -> Reader:
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one key may hold. read: raw value to the model's. json: the values allowed, as JSON Schema."""
+
+    read: Reader
+    json: dict[str, Any]
+
+    def says(self, description: str) -> Value:
+        """The same with a description, which editors show."""
+        return Value(self.read, {"description": description, **self.json})
+
+
+def word(what: str, table: dict[str, Any]) -> Value:
     """One of the words of `table`; gives what the table holds for it."""
 
     def read(value: Any) -> Any:
@@ -37,39 +52,40 @@ def word(what: str, table: dict[str, Any]) -> Reader:
             raise Invalid(not_allowed(what, value, table))
         return table[value]
 
-    return read
+    return Value(read, {"enum": list(table)})
 
 
-def listed(read: Reader) -> Reader:
+def listed(single: Value) -> Value:
     """One value or a list of values; gives a tuple without repetitions."""
 
-    def read_list(value: Any) -> Any:
+    def read(value: Any) -> Any:
         if not isinstance(value, list):
-            return (read(value),)
+            return (single.read(value),)
         if not value:
             raise Invalid("an empty list matches nothing: remove the key or name a value")
         items = []
         for index, item in enumerate(value):
             try:
-                items.append(read(item))
+                items.append(single.read(item))
             except Invalid as error:
                 raise Invalid(str(error), index) from None
         return tuple(dict.fromkeys(items))
 
-    return read_list
+    return Value(read, {"anyOf": [single.json, {"type": "array", "items": single.json, "minItems": 1}]})
 
 
-def positive(value: Any) -> int:
-    """A positive integer."""
+def _positive(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise Invalid(f"expected a positive integer, found {shown(value)}")
     return value
 
 
-def name_pattern(value: Any) -> str:
-    """A glob or a ``re:`` expression over module paths."""
+def _name_pattern(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise Invalid(f"expected a glob or 're:…' over module paths, found {shown(value)}")
+    hidden = next((sign for sign in value if unicodedata.category(sign) in ("Cc", "Cf")), None)
+    if hidden is not None:
+        raise Invalid(f"{shown(value)} holds the invisible character U+{ord(hidden):04X}: remove it")
     if value.startswith("re:"):
         try:
             re.compile(value.removeprefix("re:"))
@@ -78,16 +94,14 @@ def name_pattern(value: Any) -> str:
     return value
 
 
-def class_name(value: Any) -> str:
-    """The name of a module class."""
+def _class_name(value: Any) -> str:
     if not isinstance(value, str) or not value.isidentifier():
         raise Invalid(f"expected the class name of a module, such as Linear, found {shown(value)}")
     return value
 
 
-def version(value: Any) -> int:
-    """The version of the policy language."""
-    if value != VERSION or isinstance(value, bool):
+def _version(value: Any) -> int:
+    if type(value) is not int or value != VERSION:
         raise Invalid(f"this mxcompile reads policy version {VERSION}, found {shown(value)}")
     return VERSION
 
@@ -96,30 +110,40 @@ def _table(words: Any) -> dict[str, Any]:
     return {str(item): item for item in words}
 
 
+POSITIVE = Value(_positive, {"type": "integer", "minimum": 1})
+NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
+CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
 PRECISION = word("precision", _table(Precision))
 
-MATCH: dict[str, Reader] = {
-    "name": listed(name_pattern),
-    "role": listed(word("role", _table(Role))),
-    "module": listed(class_name),
-    "min_m": positive,
-    "min_n": positive,
-    "min_k": positive,
+MATCH: dict[str, Value] = {
+    "name": listed(NAME_PATTERN).says(
+        "Glob over the whole module path, '*' crosses dots; or 're:' and a full-match regular expression."
+    ),
+    "role": listed(word("role", _table(Role))).says("What the layer does, found from the graph's structure."),
+    "module": listed(CLASS_NAME).says("Class name of the module that runs the layer."),
+    "min_m": POSITIVE.says("Least number of tokens of the forward GEMM."),
+    "min_n": POSITIVE.says("Least number of output features."),
+    "min_k": POSITIVE.says("Least number of input features."),
 }
 
-USE: dict[str, Reader] = {
-    "precision": PRECISION,
-    "fprop": PRECISION,
-    "dgrad": PRECISION,
-    "wgrad": PRECISION,
-    "elem_dtype": word("element type", ELEM_TYPES),
-    "grad_dtype": word("element type", ELEM_TYPES),
-    "rounding": word("rounding", _table(Rounding)),
-    "weight_block": word("weight block", _table(Tile)),
-    "saved": word("saved form", _table(Saved)),
+USE: dict[str, Value] = {
+    "precision": PRECISION.says("Of all three GEMMs."),
+    "fprop": PRECISION.says("Of y = x·Wᵀ."),
+    "dgrad": PRECISION.says("Of dx = dy·W."),
+    "wgrad": PRECISION.says("Of dW = dyᵀ·x."),
+    "elem_dtype": word("element type", ELEM_TYPES).says("Of input and weight."),
+    "grad_dtype": word("element type", ELEM_TYPES).says("Of the output gradient."),
+    "rounding": word("rounding", _table(Rounding)).says(
+        "How a block's scale follows from its largest value."
+    ),
+    "weight_block": word("weight block", _table(Tile)).says(
+        "32x32: one copy of the weight serves fprop and dgrad."
+    ),
+    "saved": word("saved form", _table(Saved)).says("What is kept of the input for wgrad."),
 }
 
-PRESET = word("preset", PRESETS)
+VERSION_VALUE = Value(_version, {"const": VERSION}).says("Of the policy language.")
+PRESET = word("preset", PRESETS).says("What decides where no rule matches.")
 
 TOP = ("version", "preset", "rules")
 RULE = ("match", "use")

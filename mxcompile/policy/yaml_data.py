@@ -13,10 +13,13 @@ import yaml
 from mxcompile.errors import shown
 
 MAX_BYTES = 1 << 18
-MAX_VALUES = 20_000
+MAX_VALUES = 20_000  # more are refused before they are read: PyYAML makes about 40,000 a second
 MAX_DEPTH = 20
 
 Path = tuple[str | int, ...]
+
+_TOO_MANY = f"more than {MAX_VALUES:,} values: match more layers with fewer, wider patterns"
+_TOO_DEEP = f"nested more than {MAX_DEPTH} deep: a policy needs no more than five levels"
 
 _SCALARS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "bool", "float", "null")}
 _MAP = "tag:yaml.org,2002:map"
@@ -45,11 +48,19 @@ _Node = yaml.Node | _Alias
 class _Loader(yaml.SafeLoader):
     """Knows the plain scalars only: a date or ``<<`` is a string."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.num_nodes = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        self.num_nodes += 1
+        if self.num_nodes > MAX_VALUES:
+            raise YamlProblem(_TOO_MANY, mark.line + 1)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent) and node is not None:
-            return _Alias(node, event.start_mark)
+            return _Alias(node, mark)
         return node
 
 
@@ -59,10 +70,22 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
+_HINTS = {
+    "alias": "quote a glob that starts with '*'",
+    r"'\t'": "indent with spaces, not tabs",
+    "another document": "a policy is one document: remove what follows '---'",
+    "mapping values are not allowed": "check the indentation, and quote a value that holds ': '",
+    "block mapping": "check the indentation",
+    "flow": "close every '[' and '{'",
+    "quoted scalar": "close the quote",
+}
+"""What to do about a YAML error, by a part of PyYAML's message."""
+
+
 def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
     """The document in `raw` as dicts, lists and scalars, and the line of every path in it."""
     if len(raw) > MAX_BYTES:
-        raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more")
+        raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more: is it one?")
     node = _compose(_decoded(raw))
     reader = _Reader()
     return (None if node is None else reader.read(node, ())), reader.lines
@@ -73,7 +96,7 @@ def _decoded(raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise YamlProblem(f"not UTF-8 text: {error.reason}", line) from None
+        raise YamlProblem(f"not UTF-8 text ({error.reason}): save the file as UTF-8", line) from None
 
 
 def _compose(text: str) -> yaml.Node | None:
@@ -82,14 +105,15 @@ def _compose(text: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         problem = ", ".join(filter(None, (error.context, error.problem)))
-        hint = "; quote a glob that starts with '*'" if "alias" in problem else ""
+        hint = next((f"; {hint}" for sign, hint in _HINTS.items() if sign in problem), "")
         raise YamlProblem(f"not valid YAML: {problem}{hint}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = f"U+{error.character:04X}"
-        raise YamlProblem(f"not valid YAML: the character {character} is not allowed", line) from None
+        problem = f"the character {character} is not allowed: remove it"
+        raise YamlProblem(f"not valid YAML: {problem}", line) from None
     except RecursionError:
-        raise YamlProblem(f"nested more than {MAX_DEPTH} deep") from None
+        raise YamlProblem(_TOO_DEEP) from None
 
 
 class _Reader:
@@ -105,11 +129,11 @@ class _Reader:
         if isinstance(node, _Alias):
             node = node.target
         if len(self.lines) > MAX_VALUES:
-            raise YamlProblem(f"more than {MAX_VALUES:,} values", line)
+            raise YamlProblem(_TOO_MANY, line)
         if id(node) in self._open:
-            raise YamlProblem("an alias points at something it is itself part of", line)
+            raise YamlProblem("an alias points at something it is itself part of: write it out", line)
         if len(path) > MAX_DEPTH:
-            raise YamlProblem(f"nested more than {MAX_DEPTH} deep", line)
+            raise YamlProblem(_TOO_DEEP, line)
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -131,7 +155,9 @@ class _Reader:
                 raise YamlProblem(f"a key must be a word, found {_shown_key(key_node)}", line)
             if key in result:
                 first = self.lines[(*path, key)]
-                raise YamlProblem(f"duplicate key {shown(key)}, first given in line {first}", line)
+                raise YamlProblem(
+                    f"duplicate key {shown(key)}, first given in line {first}: remove one", line
+                )
             self.lines[(*path, key)] = line
             result[key] = self.read(value_node, (*path, key))
         return result
@@ -139,7 +165,9 @@ class _Reader:
 
 def _check_tag(node: yaml.Node, allowed: set[str], line: int) -> None:
     if node.tag not in allowed:
-        raise YamlProblem(f"the tag {_shown_tag(node)} is not allowed: a policy is plain data", line)
+        raise YamlProblem(
+            f"the tag {_shown_tag(node)} is not allowed: a policy is plain data, remove the tag", line
+        )
 
 
 def _shown_tag(node: yaml.Node) -> str:

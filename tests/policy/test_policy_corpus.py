@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,21 @@ KEYS = {
     "merge key": Broken(rules("<<: {match: {role: qkv}}\n    use: bf16"), 3, "unknown key '<<'"),
     "key of two lines": Broken('version: 1\n"a\\nb": 1\n', 2, r"unknown key 'a\nb'"),
     "key of symbols": Broken("version: 1\n💥: 1\n", 2, "unknown key '💥'"),
-    "misleading letters in a key": Broken("version: 1\npr\u0435set: 1\n", 2, "'pr\u0435set'", "preset"),
+    "misleading letters in a key": Broken("version: 1\npr\u0435set: 1\n", 2, r"'pr\u0435set'", "preset"),
+    "a reversed key": Broken("version: 1\n\u202etes: 1\n", 2, r"unknown key '\u202etes'"),
+    "a key with a space of no width": Broken(
+        "version: 1\npre\u200bset: ocp\n", 2, r"'pre\u200bset'", "preset"
+    ),
+    "full-width letters in a key": Broken("version: 1\n\uff52ules: []\n", 2, r"'\uff52ules'", "rules"),
+    "a byte order mark within": Broken("version: 1\n\ufeffpreset: ocp\n", 2, r"'\ufeffpreset'", "preset"),
+}
+
+HIDDEN = {
+    "name that reads backwards": Broken(
+        match('{name: "a.\u202eb"}'), 3, "invisible character U+202E: remove it"
+    ),
+    "name with a space of no width": Broken(match("{name: [b, a\u200b]}"), 3, "name[1]: 'a\\u200b' holds"),
+    "name of two lines": Broken(match(r'{name: "a\nb"}'), 3, "the invisible character U+000A"),
 }
 
 WORDS = {
@@ -119,6 +134,7 @@ TYPES = {
     "a word for the policy": Broken("hello\n", 1, "a policy is a mapping with the keys version"),
     "word for version": Broken("version: one\n", 1, "policy version 1, found 'one'"),
     "string for version": Broken("version: '1'\n", 1, "policy version 1, found '1'"),
+    "fraction for version": Broken("version: 1.0\n", 1, "policy version 1, found 1.0"),
     "bool for version": Broken("version: true\n", 1, "policy version 1, found True"),
     "later version": Broken("preset: ocp\nversion: 2\n", 2, "policy version 1, found 2"),
     "number for preset": Broken("version: 1\npreset: 5\n", 2, "unknown preset 5"),
@@ -294,6 +310,8 @@ LIMITS = {
     "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found an alias"),
     "alias bomb": Broken(f"version: 1\nrules: {doubling(60)}\n", 2, "more than 20,000 values"),
     "alias bomb for a key": Broken(f"? {doubling(60)}\n: 1\n", 1, "a key must be a word"),
+    "too many values": Broken(f"version: 1\nrules: [{'a, ' * 80_000}]\n", 2, "more than 20,000 values"),
+    "too many rules": Broken(rules(*("{match: {name: a}, use: bf16}",) * 4000), 2859, "more than 20,000"),
     "10 MB": Broken(b"#" * 10_000_000, None, "at most 262,144 bytes"),
     "25 levels": Broken("version: 1\nrules:\n  " + "[" * 25 + "]" * 25, 3, "more than 20 deep"),
     "10,000 levels": Broken("version: " + "[" * 10_000, None, "more than 20 deep"),
@@ -308,6 +326,7 @@ CORPUS = {
         "missing": MISSING,
         "meaning": MEANING,
         "shadowed": SHADOWED,
+        "hidden": HIDDEN,
         "executable": EXECUTABLE,
         "tags": TAGS,
         "syntax": SYNTAX,
@@ -328,8 +347,10 @@ def test_a_broken_policy_is_one_clear_error(name: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     broken = CORPUS[name]
     path = written(tmp_path, broken.text)
+    start = time.process_time()
     with pytest.raises(PolicyError) as caught:
         Policy.load(path)
+    assert time.process_time() - start < 1
     error, message = caught.value, str(caught.value)
 
     place = f"{path}: " if broken.line is None else f"{path}:{broken.line}: "
@@ -403,8 +424,8 @@ def test_a_valid_policy_loads(name: str, tmp_path: Path):
 
 
 def test_a_shadow_that_takes_too_many_steps_to_show_is_let_pass(tmp_path: Path):
-    names = ", ".join(f"n{i}" for i in range(3000))
-    modules = ", ".join(f"M{i}" for i in range(3000))
+    names = ", ".join(f"n{i}" for i in range(800))
+    modules = ", ".join(f"M{i}" for i in range(800))
     text = shadowed("{name: '*'}", f"{{name: [{names}], module: [{modules}]}}")
     assert len(Policy.load(written(tmp_path, text)).rules) == 2
 

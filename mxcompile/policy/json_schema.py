@@ -1,0 +1,89 @@
+"""The policy language as JSON Schema (draft 2020-12), for editors that complete and check YAML.
+
+Made from the same tables that read a policy (`schema`), and kept beside this file as policy.schema.json. It
+says which keys and words there are and of what type values have to be. What takes more than that is not in it:
+shadowed rules, regular expressions that do not parse, duplicate keys.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mxcompile.policy import schema
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Gemm, Precision
+
+PATH = Path(__file__).with_name("policy.schema.json")
+"""The schema as a file, equal to `text`."""
+
+
+def text() -> str:
+    """The schema as JSON text."""
+    return json.dumps(_policy(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _policy() -> dict[str, Any]:
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mxcompile policy",
+        "description": "Which GEMMs go to MXFP8 and in which format. For each layer the first rule that"
+        " matches decides; where none does, the preset.",
+        "type": "object",
+        "properties": {
+            "version": schema.VERSION_VALUE.json,
+            "preset": schema.PRESET.json,
+            "rules": {
+                "description": "In order; the first that matches a layer decides.",
+                "type": ["array", "null"],
+                "items": {"$ref": "#/$defs/rule"},
+            },
+        },
+        "required": ["version"],
+        "additionalProperties": False,
+        "$defs": {"rule": _rule(), "match": _match(), "use": _use()},
+    }
+
+
+def _rule() -> dict[str, Any]:
+    products = {"enum": [str(role) for role in sorted(ATTENTION_PRODUCTS)]}
+    named = {"anyOf": [products, {"type": "array", "contains": products}]}
+    mxfp8 = {"const": str(Precision.MXFP8)}
+    keys = ("precision", *map(str, Gemm))
+    asks = {"type": "object", "anyOf": [{"properties": {key: mxfp8}, "required": [key]} for key in keys]}
+    return {
+        "type": "object",
+        "properties": {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}},
+        "required": list(schema.RULE),
+        "additionalProperties": False,
+        # attention products stay in BF16
+        "if": {"properties": {"match": {"properties": {"role": named}, "required": ["role"]}}},
+        "then": {"properties": {"use": {"not": {"anyOf": [mxfp8, asks]}}}},
+    }
+
+
+def _match() -> dict[str, Any]:
+    return {
+        "description": "Which layers: every key given must hold.",
+        "type": "object",
+        "properties": {key: value.json for key, value in schema.MATCH.items()},
+        "minProperties": 1,
+        "additionalProperties": False,
+    }
+
+
+def _use() -> dict[str, Any]:
+    one_gemm = {"anyOf": [{"required": [str(gemm)]} for gemm in Gemm]}
+    return {
+        "description": "One precision for all three GEMMs, or what to change; the rest follows the preset.",
+        "anyOf": [
+            schema.PRECISION.json,
+            {
+                "type": "object",
+                "properties": {key: value.json for key, value in schema.USE.items()},
+                "minProperties": 1,
+                "additionalProperties": False,
+                "dependentSchemas": {"precision": {"not": one_gemm}},
+            },
+        ],
+    }

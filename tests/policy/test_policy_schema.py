@@ -1,0 +1,124 @@
+"""The JSON Schema of policy files accepts what `Policy` accepts, and refuses what is broken in structure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from test_policy_corpus import CORPUS, VALID
+from test_policy_values import POLICIES
+
+from mxcompile.cli import main
+from mxcompile.errors import PolicyError
+from mxcompile.policy import Policy, json_schema, schema
+from mxcompile.policy.yaml_data import YamlProblem, load
+
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(json_schema.PATH.read_text(encoding="utf-8")))
+
+NOT_STRUCTURE = (
+    "shadowed: ",
+    "types: fraction for version",
+    "meaning: bad regular",
+    "meaning: repetition",
+    "meaning: regular",
+    "hidden: name",
+)
+"""Mistakes that take more than the type of a value to see."""
+
+
+def data_of(text: str | bytes) -> Any:
+    """What a file's `text` holds; None where it is no data at all."""
+    try:
+        return load(text.encode() if isinstance(text, str) else text)[0]
+    except YamlProblem:
+        return None
+
+
+STRUCTURE = {
+    name: data
+    for name, broken in CORPUS.items()
+    if not name.startswith(NOT_STRUCTURE) and (data := data_of(broken.text)) is not None
+}
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(VALIDATOR.schema)
+
+
+def test_the_file_is_what_the_tables_say():
+    assert json_schema.PATH.read_text(encoding="utf-8") == json_schema.text()
+
+
+def test_the_command_prints_it(capsys):
+    assert main(["policy", "schema"]) == 0
+    assert capsys.readouterr().out == json_schema.text()
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_a_valid_policy_validates(name: str):
+    VALIDATOR.validate(data_of(VALID[name][0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(found=POLICIES)
+def test_every_policy_that_is_written_validates(found: Policy):
+    VALIDATOR.validate(found.to_dict())
+
+
+def test_most_of_the_corpus_is_about_structure():
+    assert len(STRUCTURE) >= 75
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_a_policy_broken_in_structure_does_not_validate(name: str):
+    assert not VALIDATOR.is_valid(STRUCTURE[name])
+
+
+WORDS = sorted({word for table in (schema.MATCH, schema.USE) for word in table} | {*schema.TOP, *schema.RULE})
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_key_is_known_to_the_schema_and_described_to_an_editor(word: str):
+    text = json_schema.text()
+    assert f'"{word}"' in text
+    for table in (schema.MATCH, schema.USE):
+        assert word not in table or table[word].json["description"].endswith(".")
+
+
+TRIED: list[Any] = [
+    None, True, 0, 1, 32, -1, 1.5, "", "a.*", "re:a", "qkv", "attn_scores", "mxfp8", "bf16", "e5m2", "floor",
+    "32x32", "transcode", "Linear", "torch.Linear", [], ["qkv"], ["mxfp8"], [1], {}, {"name": "a"},
+]  # fmt: skip
+
+
+def accepted(policy: dict[str, Any]) -> bool:
+    try:
+        Policy.from_dict(policy)
+    except PolicyError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("key", schema.MATCH)
+def test_schema_and_reader_agree_on_every_match_key(key: str):
+    for value in TRIED:
+        policy = {"version": 1, "rules": [{"match": {key: value}, "use": "bf16"}]}
+        assert VALIDATOR.is_valid(policy) == accepted(policy), value
+
+
+@pytest.mark.parametrize("key", schema.USE)
+def test_schema_and_reader_agree_on_every_use_key(key: str):
+    for value in TRIED:
+        for role in ("qkv", "attn_values"):
+            policy = {"version": 1, "rules": [{"match": {"role": role}, "use": {key: value}}]}
+            assert VALIDATOR.is_valid(policy) == accepted(policy), value
+
+
+@pytest.mark.parametrize("key", schema.TOP)
+def test_schema_and_reader_agree_on_every_top_key(key: str):
+    for value in [*TRIED, "ocp", [{"match": {"name": "a"}, "use": "bf16"}], [{"match": {"name": "a"}}]]:
+        policy = {"version": 1, key: value}
+        assert VALIDATOR.is_valid(policy) == accepted(policy), value
