@@ -22,6 +22,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.options import Options
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import saved_bytes, weight_bytes
+from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
 from mxcompile.rules import check_rules, shared_code
@@ -111,6 +112,7 @@ class Compilation:
         self._traced = True
         self._update(
             gemms=(*self._part.gemms, *records(graph)),
+            outline=self._part.outline + outline(graph, self.found.inputs, self.found.prefix),
             pass_time_us=self._part.pass_time_us + elapsed_us,
             weight_bytes=self._part.weight_bytes + held,
             weight_bytes_bf16=self._part.weight_bytes_bf16 + in_bf16,

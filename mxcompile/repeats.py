@@ -59,7 +59,14 @@ class Repeats:
             gemms.append(gemm)
             run.append(gemm)
         gemms += self._copies(run, current)
-        return dataclasses.replace(part, gemms=tuple(gemms))
+        return dataclasses.replace(part, gemms=tuple(gemms), outline=part.outline.widened(self._other_names))
+
+    def _other_names(self, path: str) -> Iterator[str]:
+        """The paths that what is at `path` stands for, without its own."""
+        keeper = self._keeper(path)
+        if keeper is not None:
+            for other in self.standing_for[keeper]:
+                yield other + path.removeprefix(keeper)
 
     def _copies(self, run: list[GemmRecord], keeper: str | None) -> Iterator[GemmRecord]:
         if keeper is None:

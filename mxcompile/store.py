@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from mxcompile.report import GemmRecord, OperandFormat, Part
+from mxcompile.report import Part, schema
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,9 @@ def save(name: str, part: Part) -> None:
 def load(name: str) -> Part | None:
     """The part kept under `name`, or None."""
     try:
-        raw = json.loads(_path(name).read_text(encoding="utf-8"))
-        gemms = tuple(
-            GemmRecord(**{**gemm, "formats": tuple(OperandFormat(**f) for f in gemm["formats"])})
-            for gemm in raw["gemms"]
-        )
-        return Part(**{**raw, "gemms": gemms, "warnings": tuple(raw["warnings"])})
+        return schema.read(Part, schema.parse(_path(name).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         log.warning("stored report %s is not readable: %s", name, error)
         return None

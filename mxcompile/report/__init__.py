@@ -1,6 +1,7 @@
 """Reports: for every matmul in a model, what was done, by which kernel, and why not."""
 
 from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.outline import Outline, OutlineNode, folded
 from mxcompile.report.record import GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, reports
 from mxcompile.report.report import FORMS, Report, form_of
@@ -13,11 +14,14 @@ __all__ = [
     "Ledger",
     "Numerics",
     "OperandFormat",
+    "Outline",
+    "OutlineNode",
     "Part",
     "Report",
     "Summary",
     "TensorNumerics",
     "clear_reports",
+    "folded",
     "form_of",
     "reports",
 ]

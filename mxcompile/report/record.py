@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mxcompile.report.outline import Outline
+
 SCHEMA = 1
 """Version of the JSON form."""
 
@@ -94,7 +96,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What is known of one compiled graph: its records and its share of the summary's numbers."""
+    """What is known of one compiled graph: its records, its picture, its share of the summary's numbers."""
 
     gemms: tuple[GemmRecord, ...] = ()
     saved_bytes: int | None = None
@@ -104,7 +106,8 @@ class Part:
     pass_time_us: float = 0.0
     graph_breaks: int = 0
     cache: str = "off"
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
+    outline: Outline = field(default_factory=Outline)
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxcompile.errors import OptionError, not_allowed
-from mxcompile.report.record import (
-    SCHEMA,
-    GemmRecord,
-    OperandFormat,
-    Part,
-    Summary,
-    flop_share,
-)
+from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.report import schema
+from mxcompile.report.outline import Outline
+from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +20,12 @@ class Report:
     """One record per GEMM and attention product, none missing, and a summary.
 
     ``str(report)`` is the text form with equal layers folded; `save` writes the form its suffix
-    names.
+    names. graph: a picture of every compiled graph, at the position the records of that graph carry.
     """
 
     gemms: tuple[GemmRecord, ...]
     summary: Summary
+    graph: tuple[Outline, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Part], *, target: str, policy: str) -> Report:
@@ -39,6 +35,7 @@ class Report:
         )
         return cls(
             gemms=gemms,
+            graph=tuple(part.outline for part in parts),
             summary=Summary(
                 target=target,
                 policy=policy,
@@ -64,22 +61,30 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON with ``"schema": 1``; `from_json` reads it back."""
         data = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report `to_json` wrote. Raises `OptionError` if `text` is not one."""
+        """The report `to_json` wrote. Raises `OptionError` with the JSON path of the fault."""
+        data = schema.parse(text)
+        if not isinstance(data, dict) or "schema" not in data:
+            raise OptionError("$: not an mxcompile report: no key 'schema'")
+        version = data.pop("schema")
+        if type(version) is not int or version != SCHEMA:
+            raise OptionError(f"$.schema: {shown(version)} is not {SCHEMA}, the version this mxcompile reads")
+        return schema.read(cls, data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """The report kept in the JSON file `path`. Raises `OptionError` that names file and JSON path."""
         try:
-            data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                raise OptionError(f"report schema {data['schema']} is not {SCHEMA}")
-            gemms = tuple(_record(raw) for raw in data["gemms"])
-            raw = data["summary"]
-            return cls(gemms=gemms, summary=Summary(**{**raw, "warnings": tuple(raw["warnings"])}))
-        except OptionError:
-            raise
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise OptionError(f"not an mxcompile report: {error!r}") from None
+            return cls.from_json(Path(path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise OptionError(f"report {str(path)!r} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise OptionError(f"report {str(path)!r} is not UTF-8 text: byte {error.start}") from None
+        except OptionError as error:
+            raise OptionError(f"report {str(path)!r}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the report to `path` in the form of its suffix: see `FORMS`."""
@@ -112,11 +117,6 @@ def form_of(path: str | Path) -> Callable[[Report], str]:
     if suffix not in FORMS:
         raise OptionError(f"report {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
     return FORMS[suffix]
-
-
-def _record(raw: dict[str, Any]) -> GemmRecord:
-    formats = tuple(OperandFormat(**operand) for operand in raw["formats"])
-    return GemmRecord(**{**raw, "formats": formats})
 
 
 def _total(values: Any) -> int | None:

@@ -1,4 +1,3 @@
-
 """The text and Markdown forms: a summary, a table of folded layers and one of the kernels.
 
 Text is at most 120 columns wide: cells that do not fit lose their middle. Markdown keeps them.

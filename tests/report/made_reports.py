@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxcompile.report import GemmRecord, OperandFormat, Part, Report
+from mxcompile.report import GemmRecord, OperandFormat, Outline, OutlineNode, Part, Report
 
 X, W, DY = (
     OperandFormat(operand=operand, elem="e4m3", block="1x32", rounding="rceil")
@@ -34,6 +34,26 @@ def report(*gemms: GemmRecord, **part: Any) -> Report:
     return Report.of([Part(gemms=gemms, **part)], target="cpu", policy="preset nvidia")
 
 
+def node(
+    kind: str = "gemm", *names: str, phase: str = "forward", label: str = "up", **more: str
+) -> OutlineNode:
+    return OutlineNode(kind=kind, phase=phase, names=names, label=label, **more)
+
+
+def picture() -> Outline:
+    up = {"role": "ffn_in", "gemm": "fprop", "precision": "mxfp8", "source": "model.py:12"}
+    return Outline(
+        nodes=(
+            node("input", "", label="input"),
+            node("cast", "layers.0.up", label="e4m3 rowwise", detail="e4m3 1x32 rceil, rowwise"),
+            node("gemm", "layers.0.up", **up),
+            node("gemm", "ünï", label="ünï", role="head", gemm="fprop", precision="bf16"),
+            node("gemm", "layers.0.up", phase="backward", **{**up, "gemm": "dgrad"}),
+        ),
+        edges=((0, 1), (1, 2), (2, 3)),
+    )
+
+
 def whole_report() -> Report:
     return report(
         *training("layers.0.up", kernel="triton_mx_mm", module="Linear", source="model.py:12"),
@@ -46,4 +66,5 @@ def whole_report() -> Report:
         graph_breaks=2,
         cache="hit",
         warnings=("a", "b"),
+        outline=picture(),
     )

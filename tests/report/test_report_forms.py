@@ -1,13 +1,10 @@
-
 """The forms of a report: text, Markdown and JSON, and the files they are kept in."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -175,49 +172,6 @@ def test_markdown_opens_with_a_heading_and_facts():
 
 def test_markdown_of_an_empty_report_has_no_table():
     assert tables(markdown(Report.of([], target="cpu", policy="p"))) == []
-
-
-@pytest.mark.parametrize("found", [whole_report(), report(kept()), Report.of([], target="", policy="")])
-def test_json_round_trip(found: Report):
-    again = Report.from_json(found.to_json())
-    assert again == found
-    assert hash(again) == hash(found)
-
-
-def test_json_carries_its_schema():
-    data = json.loads(whole_report().to_json())
-    assert data["schema"] == 1
-    assert set(data) == {"schema", "gemms", "summary"}
-    assert data["gemms"][0]["formats"][0] == {
-        "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
-    }  # fmt: skip
-
-
-def changed_json(**changes: Any) -> str:
-    return json.dumps({**json.loads(whole_report().to_json()), **changes})
-
-
-@pytest.mark.parametrize(
-    ("text", "piece"),
-    [
-        (changed_json(schema=2), "report schema 2 is not 1"),
-        (changed_json(schema=None), "report schema None is not 1"),
-        ("{}", "'schema'"),
-        ('{"schema": 1}', "'gemms'"),
-        (changed_json(gemms=[{}]), "'formats'"),
-        (changed_json(gemms=[{"formats": [], "name": "a"}]), "missing"),
-        (changed_json(gemms=5), "not an mxcompile report"),
-        (changed_json(summary={"warnings": [], "colour": "red"}), "colour"),
-        ("", "not an mxcompile report"),
-        ("{", "not an mxcompile report"),
-        ("[]", "not an mxcompile report"),
-        ("null", "not an mxcompile report"),
-        ("[" * 100_000, "not an mxcompile report"),
-    ],
-)
-def test_what_is_no_report_is_an_error(text: str, piece: str):
-    with pytest.raises(OptionError, match=re.escape(piece)):
-        Report.from_json(text)
 
 
 @pytest.mark.parametrize("suffix", FORMS)

@@ -1,0 +1,254 @@
+"""outline: a graph, after the passes, as the picture in its report.
+
+    every node of the graph → matmul, cast, glue or nothing     (one sweep)
+    glue → one node per module, depth and step                  (depth: matmuls and casts before it)
+
+Along an edge between two nodes the pair (depth, step) grows, so joining glue never makes a cycle. Reads the
+graph and changes nothing. Values made of parameters, indices and constants alone are left out. Equal blocks
+are folded by `report.outline`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.names import GraphInput, module_of, source_of
+from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
+from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
+from mxcompile.passes.flow import Depends, dependencies
+from mxcompile.policy import Role
+from mxcompile.report import Outline, OutlineNode, folded
+
+_ELEMS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_PRODUCTS = {Role.ATTN_SCORES: "q · kᵀ", Role.ATTN_VALUES: "softmax · v"}
+_Edges = set[tuple[int, int]]
+
+
+def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = (), prefix: str = "") -> Outline:
+    """The picture of `graph`. inputs: of the captured graph. prefix: put before module paths."""
+    drawing = _Drawing(graph, inputs, prefix)
+    for node in graph.nodes:
+        drawing.see(node)
+    return folded(_sorted(drawing.drafts(), drawing.edges))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Draft:
+    """A node before folding. place: depth and step. operators: of glue, in order of appearance."""
+
+    kind: str
+    phase: str
+    name: str
+    label: str
+    place: tuple[int, int]
+    detail: str = ""
+    shape: str = ""
+    role: str = ""
+    gemm: str = ""
+    precision: str = ""
+    source: str = ""
+    operators: dict[str, None] = field(default_factory=dict)
+
+    def node(self) -> OutlineNode:
+        """As a node of an outline."""
+        return OutlineNode(
+            kind=self.kind,
+            phase=self.phase,
+            names=(self.name,),
+            label=self.label,
+            detail=self.detail,
+            shape=self.shape,
+            role=self.role,
+            gemm=self.gemm,
+            precision=self.precision,
+            source=self.source,
+        )
+
+
+class _Drawing:
+    """State of the sweep: the drafts, and which of them every value comes from."""
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput], prefix: str) -> None:
+        self._depends = dependencies(graph, inputs)
+        self._prefix = prefix
+        self._drafts: list[_Draft] = []
+        self._made_by: dict[fx.Node, int] = {}
+        self._path: dict[fx.Node, tuple[str, str]] = {}
+        self._glue: dict[tuple[str, str, tuple[int, int]], int] = {}
+        self._with_matmuls: set[str] = set()
+        self.edges: _Edges = set()
+
+    def see(self, node: fx.Node) -> None:
+        """Take up `node`, whose arguments have been seen."""
+        if node.op == "placeholder":
+            self._see_input(node)
+        if node.op != "call_function":
+            return
+        what = packet(node)
+        sources = list(dict.fromkeys(self._made_by[n] for n in node.all_input_nodes if n in self._made_by))
+        if tags_of(node):
+            self._note(node, sources, self._matmul(node, sources))
+        elif not sources and what not in STREAM_SOURCES:
+            return
+        elif what in TRANSPARENT or what is operator.getitem or self._is_recomputed(node):
+            self._note(node, [], sources[0])
+        elif what in ops.CASTS:
+            self._note(node, sources, self._cast(node, sources))
+        else:
+            self._note(node, sources, self._join_glue(node, sources))
+
+    def drafts(self) -> list[_Draft]:
+        """All drafts, with the titles of their glue."""
+        for draft in self._drafts:
+            if draft.kind == "glue":
+                draft.detail = ", ".join(draft.operators)
+                if draft.name in self._with_matmuls or not draft.label:
+                    names = list(draft.operators)
+                    draft.label = " · ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        return self._drafts
+
+    def _note(self, node: fx.Node, sources: Iterable[int], index: int) -> None:
+        self._made_by[node] = index
+        self.edges.update((source, index) for source in sources if source != index)
+
+    def _add(self, draft: _Draft) -> int:
+        self._drafts.append(draft)
+        return len(self._drafts) - 1
+
+    def _after(self, sources: Iterable[int]) -> int:
+        """Depth of what reads `sources`."""
+        found = (self._drafts[source] for source in sources)
+        return max((draft.place[0] + (draft.kind != "glue") for draft in found), default=0)
+
+    def _is_recomputed(self, node: fx.Node) -> bool:
+        """Whether backward makes `node`, no cast, from forward values: part of a derivative."""
+        late = node.meta.get("partitioner_tag") == "is_backward"
+        return late and packet(node) not in ops.CASTS and self._phase(node) == "forward"
+
+    def _phase(self, node: fx.Node) -> str:
+        return "backward" if Depends.GRADIENT in self._depends[node] else "forward"
+
+    def _module(self, node: fx.Node) -> tuple[str, str]:
+        """Module path and class; a sum of gradients, which is of none, is of what it adds last."""
+        path, owner = module_of(node)
+        if not path and self._phase(node) == "backward":
+            known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
+            path, owner = next((found for found in known if found[0]), ("", ""))
+        self._path[node] = path, owner
+        return ".".join(part for part in (self._prefix, path) if part), owner
+
+    def _see_input(self, node: fx.Node) -> None:
+        value = tensor(node)
+        moving = Depends.DATA | Depends.GRADIENT
+        if value is not None and value.is_floating_point() and self._depends[node] & moving:
+            phase = self._phase(node)
+            label = "input" if phase == "forward" else "gradient"
+            draft = _Draft(kind="input", phase=phase, name="", label=label, place=(0, 0), shape=_shape(node))
+            self._made_by[node] = self._add(draft)
+
+    def _matmul(self, node: fx.Node, sources: list[int]) -> int:
+        tags = tags_of(node)
+        tag = tags[0]
+        self._module(node)
+        path = tag.name
+        while path:
+            self._with_matmuls.add(path)
+            path = path.rpartition(".")[0]
+        attention = tag.kind is Kind.ATTENTION
+        assert tag.choice is not None
+        return self._add(
+            _Draft(
+                kind="attention" if attention else "gemm",
+                phase=self._phase(node),
+                name=tag.name,
+                label="attention" if attention else _title(tag),
+                place=(self._after(sources), 0),
+                shape=_shape(node),
+                role=str(tag.role),
+                gemm=str(tag.gemm),
+                precision=str(tag.choice.precision),
+                source=tag.source,
+            )
+        )
+
+    def _cast(self, node: fx.Node, sources: list[int]) -> int:
+        if packet(node) is ops.dequantize.overloadpacket:
+            label, detail = "dequantize", "dequantize"
+        else:
+            _, dim, elem, rounding, square = (*node.args, False)[:5]
+            layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
+            label = f"{_ELEMS[elem]} {layout}"  # type: ignore[index]
+            detail = f"{_ELEMS[elem]} {'32x32' if square else '1x32'} {rounding}, {layout}"  # type: ignore[index]
+        return self._add(
+            _Draft(
+                kind="cast",
+                phase=self._phase(node),
+                name=self._module(node)[0],
+                label=label,
+                detail=detail,
+                place=(self._after(sources), 0),
+                shape=_shape(node),
+                source=source_of(node),
+            )
+        )
+
+    def _join_glue(self, node: fx.Node, sources: list[int]) -> int:
+        path, owner = self._module(node)
+        depth = self._after(sources)
+        before = [self._drafts[source] for source in sources if self._drafts[source].kind == "glue"]
+        steps = (d.place[1] + (d.name != path) for d in before if d.place[0] == depth)
+        place = depth, max(steps, default=0)
+        phase = self._phase(node)
+        key = phase, path, place
+        if key not in self._glue:
+            self._glue[key] = self._add(
+                _Draft(
+                    kind="glue", phase=phase, name=path, label=owner, place=place, shape=_shape(node),
+                    source=source_of(node),
+                )
+            )  # fmt: skip
+        index = self._glue[key]
+        self._drafts[index].operators[_operator(node)] = None
+        return index
+
+
+def _title(tag: GemmTag) -> str:
+    if tag.kind is Kind.PRODUCT and tag.role in _PRODUCTS:
+        return _PRODUCTS[tag.role]
+    return tag.name.rpartition(".")[2] or "(root)"
+
+
+def _operator(node: fx.Node) -> str:
+    """``aten.add.Tensor`` → ``add``."""
+    if packet(node) in SUMS:
+        return "add"
+    return str(packet(node)).rpartition(".")[2].strip("_")
+
+
+def _shape(node: fx.Node) -> str:
+    value: Any = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return "×".join(str(hint(size)) for size in value.shape) if isinstance(value, torch.Tensor) else ""
+
+
+def _sorted(drafts: list[_Draft], edges: _Edges) -> Outline:
+    """The drafts in an order of the flow close to the program's; inputs nothing reads are left out."""
+    flow: nx.DiGraph[int] = nx.DiGraph()
+    flow.add_nodes_from(index for index, draft in enumerate(drafts) if draft.kind != "input")
+    flow.add_edges_from(sorted(edges))
+    made_from = {b: a for a, b in sorted(edges) if drafts[b].kind == "cast"}
+    order = list(nx.lexicographical_topological_sort(flow, key=lambda index: made_from.get(index, index)))
+    place = {index: position for position, index in enumerate(order)}
+    return Outline(
+        nodes=tuple(drafts[index].node() for index in order),
+        edges=tuple(sorted((place[a], place[b]) for a, b in edges)),
+    )

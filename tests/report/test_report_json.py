@@ -1,0 +1,144 @@
+"""JSON: what is written is read back, a fault is one error with its place, the schema says the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from made_reports import kept, report, whole_report
+
+from mxcompile.errors import OptionError
+from mxcompile.report import Report
+from mxcompile.report.record import SCHEMA
+from mxcompile.report.schema import SCHEMA_FILE, json_schema
+
+REPORTS = [whole_report(), report(kept()), Report.of([], target="", policy="")]
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+
+
+def as_json() -> dict[str, Any]:
+    found = json.loads(whole_report().to_json())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("found", REPORTS)
+def test_json_round_trip(found: Report):
+    again = Report.from_json(found.to_json())
+    assert again == found
+    assert hash(again) == hash(found)
+
+
+def test_json_carries_its_schema():
+    data = as_json()
+    assert data["schema"] == 1
+    assert set(data) == {"schema", "gemms", "summary", "graph"}
+    assert data["gemms"][0]["formats"][0] == {
+        "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
+    }  # fmt: skip
+
+
+def test_the_published_schema_is_that_of_the_classes():
+    """``mxcompile.report.schema.publish()`` writes it anew."""
+    assert json.loads(SCHEMA_FILE.read_text(encoding="utf-8")) == json_schema(Report, SCHEMA)
+
+
+def test_the_published_schema_is_a_schema():
+    jsonschema.Draft202012Validator.check_schema(VALIDATOR.schema)
+
+
+@pytest.mark.parametrize("found", REPORTS)
+def test_what_is_written_is_as_the_schema_says(found: Report):
+    VALIDATOR.validate(json.loads(found.to_json()))
+
+
+BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "version": (("schema",), 2, "$.schema: 2 is not 1"),
+    "no version": (("schema",), None, "$.schema: None is not 1"),
+    "version of another type": (("schema",), "1", "$.schema: '1' is not 1"),
+    "gemms no array": (("gemms",), 5, "$.gemms: expected an array, found 5"),
+    "record no object": (("gemms", 0), "x", "$.gemms[0]: expected an object, found 'x'"),
+    "record empty": (("gemms", 1), {}, "$.gemms[1]: key 'name' is missing"),
+    "name a number": (("gemms", 2, "name"), 7, "$.gemms[2].name: expected a string, found 7"),
+    "size a string": (("gemms", 0, "m"), "64", "$.gemms[0].m: expected a whole number, found '64'"),
+    "size a fraction": (("gemms", 0, "m"), 1.5, "$.gemms[0].m: expected a whole number, found 1.5"),
+    "size true": (("gemms", 0, "m"), True, "$.gemms[0].m: expected a whole number, found True"),
+    "size negative": (("gemms", 0, "k"), -1, "$.gemms[0].k: expected a whole number from 0 on, found -1"),
+    "gemm unknown": (("gemms", 0, "gemm"), "fprob", "$.gemms[0].gemm: unknown word 'fprob' (did you mean"),
+    "precision unknown": (("gemms", 0, "precision"), "fp4", "$.gemms[0].precision: unknown word 'fp4'"),
+    "elem unknown": (("gemms", 0, "formats", 1, "elem"), "e3m4", "$.gemms[0].formats[1].elem: unknown word"),
+    "formats null": (("gemms", 0, "formats"), None, "$.gemms[0].formats: expected an array, found null"),
+    "key unknown": (("gemms", 0, "kernal"), "", "unknown key 'kernal' (did you mean 'kernel'?)"),
+    "summary an array": (("summary",), [], "$.summary: expected an object, found an array"),
+    "share a word": (("summary", "flop_share"), "all", "$.summary.flop_share: expected a number, found"),
+    "warning a number": (("summary", "warnings", 1), 3, "$.summary.warnings[1]: expected a string, found 3"),
+    "summary key": (("summary", "colour"), "red", "$.summary: unknown key 'colour'"),
+    "top key": (("extra",), 1, "$: unknown key 'extra'"),
+    "edge of three": (("graph", 0, "edges", 0), [0, 1, 2], "$.graph[0].edges[0]: expected 2 items, found 3"),
+    "node kind": (("graph", 0, "nodes", 0, "kind"), "cost", "$.graph[0].nodes[0].kind: unknown word 'cost'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_fault_is_one_error_with_its_place(case: str, tmp_path: Path):
+    path, value, message = BROKEN[case]
+    data = as_json()
+    inside = data
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = copy.deepcopy(value)
+    assert not VALIDATOR.is_valid(data)
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(OptionError) as caught:
+        Report.load(file)
+    assert message in str(caught.value)
+    assert repr(str(file)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["schema", "gemms", "summary"])
+def test_what_must_be_there(path: str):
+    data = as_json()
+    del data[path]
+    assert not VALIDATOR.is_valid(data)
+    with pytest.raises(OptionError, match=re.escape(repr(path))):
+        Report.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        ("", "not JSON: Expecting value: line 1"),
+        ("{", "not JSON"),
+        ("[]", "no key 'schema'"),
+        ("null", "no key 'schema'"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"schema": 1, "schema": 1}', "the key 'schema' twice"),
+        ('{"schema": NaN}', "NaN is not a JSON number"),
+        (f'{{"schema": 1, "gemms": [], "summary": {{"graphs": {"9" * 5000}}}}}', "not JSON"),
+    ],
+)
+def test_what_is_no_report_is_an_error(text: str, piece: str):
+    with pytest.raises(OptionError, match=re.escape(piece)):
+        Report.from_json(text)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(OptionError, match=r"none\.json' cannot be read: No such file"):
+        Report.load(tmp_path / "none.json")
+    with pytest.raises(OptionError, match="cannot be read: Is a directory"):
+        Report.load(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match="is not UTF-8"):
+        Report.load(tmp_path / "binary.json")
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
+    (tmp_path / "bom.json").write_text(whole_report().to_json(), encoding="utf-8-sig")
+    assert Report.load(tmp_path / "bom.json") == whole_report()
