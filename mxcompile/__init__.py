@@ -6,9 +6,13 @@ Importing this package imports nothing else: every public name is loaded when it
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mxcompile.audit import Audit as Audit
+    from mxcompile.audit import audit as audit
     from mxcompile.backend import Backend as Backend
     from mxcompile.explain import explain as explain
     from mxcompile.policy import Policy as Policy
@@ -22,11 +26,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Audit": "mxcompile.audit",
     "Backend": "mxcompile.backend",
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.tensor",
     "Policy": "mxcompile.policy",
     "Report": "mxcompile.report",
+    "audit": "mxcompile.audit",
     "clear_reports": "mxcompile.report",
     "explain": "mxcompile.explain",
     "quantize": "mxcompile.tensor",
@@ -34,6 +40,17 @@ _HOME = {
 }
 
 __all__ = ["__version__", *_HOME]
+
+
+class _Package(ModuleType):
+    """The package: a public function keeps its name when the submodule called like it is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in _HOME):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -126,6 +126,14 @@ def _scaled_grouped_mm(
 ) -> Tensor:
     a = dequantize_tensors(a, scale_a, -1, torch.float32)
     b = dequantize_tensors(b, scale_b, -2, torch.float32)
+    return grouped_product(a, b, offs).to(out_dtype)
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """One product per group of the operands, the groups given by `offs` as in `aten._grouped_mm`.
+
+    Rows and columns past the last group are 0.
+    """
     ends = offs.tolist()
     spans = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     match a.ndim, b.ndim:
@@ -141,7 +149,7 @@ def _scaled_grouped_mm(
                 out[:, span] = a[group] @ b[:, span]
         case _:
             out = a @ b
-    return out.to(out_dtype)
+    return out
 
 
 def _spec_scaled_grouped_mm(

@@ -1,0 +1,129 @@
+"""Running marked graphs node by node, with GEMMs in MXFP8 or not as asked for, and observing them.
+
+A GEMM that is switched off is computed from its operands before their casts, in the dtype of its result:
+what the model does without mxcompile. The mx operators are their reference implementations. Observers see
+results, they do not make them; in generated code they would change what fuses, and with it result bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mxcompile import ops
+from mxcompile.audit.sites import MARK, CastSite, Sites, observed
+from mxcompile.audit.stats import CastStats, ProductStats
+from mxcompile.numerics import dequantize_tensors
+
+Key = tuple[str, str]
+"""Layer and GEMM."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One run of the model: what is in MXFP8, and what is seen of it.
+
+    quantized: whether a GEMM is in MXFP8. observe: whether statistics are taken. on_product: called after
+    every GEMM that is. products, casts: statistics, by site.
+    """
+
+    quantized: Callable[[Key], bool]
+    observe: bool = False
+    on_product: Callable[[], object] = lambda: None
+    products: dict[int, ProductStats] = field(default_factory=dict)
+    casts: dict[int, CastStats] = field(default_factory=dict)
+
+    def product(self, sites: Sites, args: tuple[Any, ...]) -> Tensor:
+        """The result of `observed(*args)`."""
+        *operands, extra, out_dtype, left, right, index = args
+        site = sites.products[index]
+        if not self.quantized(site.key):
+            return _plain(site.grouped, operands, extra, out_dtype, left, right)
+        op = ops.scaled_grouped_mm if site.grouped else ops.scaled_mm
+        out: Tensor = op(*operands, extra, out_dtype)
+        if self.observe:
+            stats = self.products.setdefault(index, ProductStats())
+            left, right = _sources(operands, left, right, torch.float32)
+            with exact_fp32():
+                if site.grouped:
+                    stats.add_grouped(out, left, right, extra)
+                else:
+                    stats.add(out, left, right, extra)
+            self.on_product()
+        return out
+
+    def cast(self, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """The result of ``mx.quantize(*args)``; undefined values if no GEMM of this run reads it."""
+        x: Tensor = args[0]
+        if not any(map(self.quantized, site.needed_by)):
+            (shape, dtype), (scale_shape, scale_dtype) = ops.SPECS[ops.quantize](*args)
+            return x.new_zeros(shape, dtype=dtype), x.new_zeros(scale_shape, dtype=scale_dtype)
+        qdata, scale = ops.quantize(*args)
+        if self.observe:
+            stats = self.casts.setdefault(index, CastStats())
+            stats.add(x, qdata, scale, site.block_dim, site.elem)
+        return qdata, scale
+
+
+class Interpreter(fx.Interpreter):
+    """Runs one marked graph for whatever run `current` gives at the time."""
+
+    def __init__(self, gm: fx.GraphModule, sites: Sites, current: Callable[[], Run]) -> None:
+        super().__init__(gm)
+        self._sites = sites
+        self._current = current
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of `n`."""
+        if n.target is observed:
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return self._current().product(self._sites, args)
+        if n.target is ops.quantize and MARK in n.meta:
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            index = n.meta[MARK]
+            return self._current().cast(index, self._sites.casts[index], args)
+        return super().run_node(n)
+
+
+def _sources(operands: list[Any], left: Any, right: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both operands before their casts; those that the model holds quantized, dequantized."""
+    a, scale_a, b, scale_b = operands
+    if left is None:
+        left = dequantize_tensors(a, scale_a, -1, dtype)
+    if right is None:
+        right = dequantize_tensors(b, scale_b, -2, dtype)
+    return left, right
+
+
+def _plain(
+    grouped: bool, operands: list[Any], extra: Any, dtype: torch.dtype, left: Any, right: Any
+) -> Tensor:
+    """The GEMM as the model has it."""
+    aten = torch.ops.aten
+    a, b = (source.to(dtype) for source in _sources(operands, left, right, dtype))
+    if grouped:
+        result: Tensor = aten._grouped_mm.default(a, b, extra)
+    elif a.ndim == 2:
+        result = a @ b if extra is None else aten.addmm.default(extra, a, b)
+    else:
+        result = a @ b if extra is None else aten.baddbmm.default(extra, a, b)
+    return result
+
+
+@contextmanager
+def exact_fp32() -> Iterator[None]:
+    """FP32 products in FP32, whatever the user allows for speed."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

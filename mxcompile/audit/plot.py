@@ -1,0 +1,122 @@
+"""Pictures of an audit: SQNR per GEMM, SQNR and lost elements per cast, and where the scales lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError
+from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+
+_COLOURS = {
+    "fprop": "#2a6f97", "dgrad": "#d1495b", "wgrad": "#edae49",
+    "x": "#2a6f97", "w": "#5f7a61", "dy": "#d1495b",
+}  # fmt: skip
+_MARKS = {"fprop": "o", "dgrad": "v", "wgrad": "s", "x": "o", "w": "s", "dy": "v"}
+_MOST_ROWS = 60
+
+
+def plot(numerics: Numerics, folder: Path) -> list[Path]:
+    """Draw `numerics` into `folder`; returns the files, none for what was not measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise OptionError("plots need matplotlib: pip install matplotlib") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    drawings: tuple[tuple[str, bool, Callable[[Any, Numerics], None]], ...] = (
+        ("gemms.png", bool(numerics.gemms), _gemms),
+        ("tensors.png", bool(numerics.tensors), _tensors),
+        ("scales.png", bool(numerics.tensors), _scales),
+    )
+    written = []
+    for name, measured, draw in drawings:
+        if measured:
+            figure = Figure(layout="constrained", dpi=120)
+            draw(figure, numerics)
+            figure.savefig(folder / name)
+            written.append(folder / name)
+    return written
+
+
+def _gemms(figure: Any, numerics: Numerics) -> None:
+    """One row per layer, one mark per GEMM; the layer with the worst GEMM on top."""
+    layers: dict[str, list[GemmNumerics]] = {}
+    for gemm in numerics.worst_gemms():
+        layers.setdefault(gemm.name, []).append(gemm)
+    axes = _rows(figure, list(layers), "layers, the worst first")
+    for which in ("fprop", "dgrad", "wgrad"):
+        found = [
+            (g.sqnr_db, row) for row, gemms in enumerate(layers.values()) for g in gemms if g.gemm == which
+        ]
+        _marks(axes, found, which)
+    axes.set_xlabel("SQNR of the output against FP32, dB")
+    axes.set_title("GEMMs in MXFP8")
+
+
+def _tensors(figure: Any, numerics: Numerics) -> None:
+    """SQNR of every cast on the left, the shares lost to zero or cut off on the right."""
+    tensors = numerics.worst_tensors()[:_MOST_ROWS]
+    labels = [_label(tensor) for tensor in tensors]
+    left = _rows(figure, labels, "casts, the worst first", columns=2)
+    for which in ("x", "w", "dy"):
+        _marks(left, [(t.sqnr_db, row) for row, t in enumerate(tensors) if t.operand == which], which)
+    left.set_xlabel("SQNR, dB")
+    right = figure.add_subplot(1, 2, 2, sharey=left)
+    rows = range(len(tensors))
+    right.barh(rows, [100 * t.underflow for t in tensors], color="#7f8c8d", label="cast to zero")
+    right.barh(
+        rows,
+        [100 * t.saturation for t in tensors],
+        left=[100 * t.underflow for t in tensors],
+        color="#c0392b",
+        label="cut off",
+    )
+    right.tick_params(labelleft=False)
+    right.set_xlabel("share of elements, %")
+    right.legend()
+    figure.suptitle("Cast tensors")
+
+
+def _scales(figure: Any, numerics: Numerics) -> None:
+    """A row per cast: which part of its blocks has which scale, darker for more."""
+    tensors = numerics.worst_tensors()[:_MOST_ROWS]
+    used = {byte for tensor in tensors for byte, _ in tensor.scale_histogram} - {0, 255}
+    low, high = (min(used), max(used)) if used else (127, 127)
+    image = []
+    for tensor in tensors:
+        counts = dict(tensor.scale_histogram)
+        total = sum(counts.values()) or 1
+        image.append([counts.get(byte, 0) / total for byte in range(low, high + 1)])
+    axes = _rows(figure, [_label(tensor) for tensor in tensors], "casts, the worst first")
+    edges = (low - 127 - 0.5, high - 127 + 0.5, len(tensors) - 0.5, -0.5)
+    shown = axes.imshow(image, aspect="auto", cmap="Blues", extent=edges, vmin=0)
+    figure.colorbar(shown, ax=axes, label="share of blocks")
+    axes.set_xlabel("exponent of the scale")
+    axes.set_title("Scales (blocks of zeros and NaN left out)")
+
+
+def _label(tensor: TensorNumerics) -> str:
+    return f"{tensor.name} {tensor.operand} {tensor.layout.removesuffix('wise')}"
+
+
+def _rows(figure: Any, labels: Sequence[str], title: str, columns: int = 1) -> Any:
+    """Axes with one labelled row per item, of which at most `_MOST_ROWS` are labelled; the first on top."""
+    figure.set_size_inches(6 + 3 * columns, 1.6 + 0.22 * min(len(labels), _MOST_ROWS))
+    axes = figure.add_subplot(1, columns, 1)
+    every = math.ceil(len(labels) / _MOST_ROWS)
+    ticks = range(0, len(labels), every)
+    axes.set_yticks(ticks, [labels[tick] for tick in ticks], fontsize=7)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_ylabel(title)
+    axes.grid(alpha=0.3)
+    return axes
+
+
+def _marks(axes: Any, points: Sequence[tuple[float, int]], which: str) -> None:
+    finite = [(value, row) for value, row in points if math.isfinite(value)]
+    if finite:
+        values, rows = zip(*finite, strict=True)
+        axes.plot(values, rows, _MARKS[which], color=_COLOURS[which], label=which, markersize=4)
+        axes.legend()

@@ -1,0 +1,152 @@
+"""Marking what is to be observed: every cast and every MXFP8 GEMM of a graph that the passes have rewritten.
+
+    scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, x, x', site)
+
+x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
+the partitioner keeps them for backward, where wgrad is held to them. Casts stay as they are and get a mark.
+What is computed does not change; the marked graph is for `mxcompile.audit.interpreter`, not for Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from mxcompile import ops
+from mxcompile.formats import Rounding, Tile, elem_type
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument, packet
+from mxcompile.graph.tags import GemmTag, tag_of
+from mxcompile.graph.transpose import transpose, untransposed
+
+MARK = "mx_audit"
+"""Where a cast's node.meta holds the position of its `CastSite`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductSite:
+    """One MXFP8 GEMM of a graph. tag: what the passes found out about it. grouped: one GEMM per group."""
+
+    tag: GemmTag
+    grouped: bool
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Layer and GEMM, by which it is switched on and off."""
+        return self.tag.name, str(self.tag.gemm)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastSite:
+    """One cast of a graph.
+
+    block_dim: not negative. readers: the GEMMs that read its result, with the operand it is to them.
+    needed_by: keys of these and of those that read what is made from its result.
+    """
+
+    block_dim: int
+    rowwise: bool
+    elem: str
+    rounding: str
+    block: str
+    readers: list[tuple[GemmTag, str]] = field(default_factory=list)
+    needed_by: set[tuple[str, str]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sites:
+    """All that is observed in a model, over all its graphs."""
+
+    products: list[ProductSite] = field(default_factory=list)
+    casts: list[CastSite] = field(default_factory=list)
+
+
+def observed(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    extra: Tensor | None,
+    out_dtype: Any,
+    left: Tensor | None,
+    right: Tensor | None,
+    site: int,
+) -> Tensor:
+    """Stand for a GEMM in a marked graph; run by the interpreter only.
+
+    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype: arguments of `mx.scaled_mm` or
+    `mx.scaled_grouped_mm`. left, right: the operands before their casts, None if they have no cast.
+    """
+    raise AssertionError("a marked graph was run without its interpreter")
+
+
+def mark(graph: fx.Graph, sites: Sites) -> None:
+    """Mark casts and GEMMs of `graph`, a joint or inference graph after all passes, in `sites` too."""
+    marker = _Marker(graph, sites)
+    for node in list(graph.nodes):
+        tag = tag_of(node)
+        if tag is not None and packet(node) in ops.PRODUCTS:
+            marker.mark_product(node, tag)
+
+
+class _Marker:
+    def __init__(self, graph: fx.Graph, sites: Sites) -> None:
+        self._graph = graph
+        self._sites = sites
+        self._build = Builder(graph, "audit")
+
+    def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
+        """Replace the target of `node` by `observed`."""
+        site = ProductSite(tag=tag, grouped=packet(node) is ops.scaled_grouped_mm.overloadpacket)
+        self._sites.products.append(site)
+        with self._graph.inserting_before(node):
+            left, right = (self._operand(argument(node, 2 * side), site, side) for side in (0, 1))
+        node.target = observed
+        node.args = (*node.args, left, right, len(self._sites.products) - 1)
+
+    def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
+        """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
+        base, swapped = untransposed(qdata)
+        cast = _cast_of(base)
+        if cast is None:
+            return None
+        mark = self._cast_site(cast)
+        mark.readers.append((site.tag, site.tag.tensors[side]))
+        mark.needed_by.add(site.key)
+        source = argument(cast)
+        if source.target is ops.dequantize:  # the other layout, made from the rowwise copy
+            first = _cast_of(argument(source))
+            if first is None:
+                return None
+            self._cast_site(first).needed_by.add(site.key)
+            source = argument(first)
+        return transpose(source, self._build) if swapped else source
+
+    def _cast_site(self, cast: fx.Node) -> CastSite:
+        if MARK not in cast.meta:
+            dim, elem, rounding, *square = cast.args[1:]
+            rank = argument(cast).meta["val"].ndim
+            assert isinstance(dim, int)
+            site = CastSite(
+                block_dim=dim % rank,
+                rowwise=dim % rank == rank - 1,
+                elem=elem_type(elem).name,  # type: ignore[arg-type]
+                rounding=str(Rounding(str(rounding))),
+                block=str(Tile.SQUARE if any(square) else Tile.ROW),
+            )
+            self._sites.casts.append(site)
+            cast.meta[MARK] = len(self._sites.casts) - 1
+            return site
+        index: int = cast.meta[MARK]
+        return self._sites.casts[index]
+
+
+def _cast_of(qdata: fx.Node) -> fx.Node | None:
+    """The node that quantized `qdata`."""
+    if packet(qdata) is not operator.getitem:
+        return None
+    cast = argument(qdata)
+    return cast if cast.target is ops.quantize else None

@@ -1,0 +1,160 @@
+"""Streaming statistics of casts and GEMMs: tensors are looked at in pieces and not kept.
+
+All sums are in FP64 of the exact FP32 values. What they mean is in `mxcompile.report.numerics`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import BLOCK, ELEM_TYPES
+from mxcompile.numerics import dequantize_tensors
+from mxcompile.ops import grouped_product
+
+PIECE = 1 << 20
+"""Elements looked at in one go."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sums:
+    """x against q: what the measures of an error are made of."""
+
+    numel: int = 0
+    signal: float = 0.0
+    output: float = 0.0
+    cross: float = 0.0
+    noise: float = 0.0
+    not_finite: int = 0
+
+    def add(self, x: Tensor, q: Tensor) -> None:
+        """Count `q`, which stands for `x`, of the same shape."""
+        x, q = x.to(torch.float64).flatten(), q.to(torch.float64).flatten()
+        error = q - x
+        sums = torch.stack([x.dot(x), q.dot(q), x.dot(q), error.dot(error)])
+        signal, output, cross, noise = sums.tolist()
+        self.numel += x.numel()
+        self.signal += signal
+        self.output += output
+        self.cross += cross
+        self.noise += noise
+        if not math.isfinite(noise):
+            self.not_finite += int((~(x.isfinite() & q.isfinite())).sum())
+
+    @property
+    def sqnr_db(self) -> float:
+        """10 · log10(signal / noise)."""
+        if math.isnan(self.noise) or math.isinf(self.noise) or math.isinf(self.signal):
+            return math.nan
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between x and q; 1 if both are 0."""
+        if self.signal == 0 and self.output == 0:
+            return 1.0
+        scale = math.sqrt(self.signal) * math.sqrt(self.output)
+        return self.cross / scale if scale else 0.0
+
+    @property
+    def mse(self) -> float:
+        """Mean squared error; 0 of nothing."""
+        return self.noise / self.numel if self.numel else 0.0
+
+    @property
+    def rel_error(self) -> float:
+        """√(noise / signal)."""
+        if self.noise == 0:
+            return 0.0
+        return math.sqrt(self.noise / self.signal) if self.signal else math.inf
+
+
+@dataclass(kw_only=True, slots=True)
+class CastStats:
+    """All calls of one cast."""
+
+    sums: Sums = field(default_factory=Sums)
+    calls: int = 0
+    amax: float = 0.0
+    underflow: int = 0
+    saturation: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * 256)
+
+    def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, elem: str) -> None:
+        """Count one call: `x` was cast to `qdata` and `scale`, bytes, in blocks along `block_dim`."""
+        self.calls += 1
+        counts = torch.bincount(scale.flatten().to(torch.int64), minlength=256).tolist()
+        self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
+        limit = ELEM_TYPES[elem].max
+        for x_piece, q_piece, s_piece in pieces(x, qdata, scale, block_dim):
+            value = dequantize_tensors(q_piece, s_piece, block_dim, torch.float32)
+            source, stored = x_piece.to(torch.float32), q_piece.to(torch.float32)
+            self.sums.add(source, value)
+            size = torch.where(source.isfinite(), source.abs(), 0)
+            cut = (stored.abs() == limit) & (size > value.abs())
+            lost = (stored == 0) & (source != 0)
+            largest, num_cut, num_lost = size.max().item(), int(cut.sum()), int(lost.sum())
+            self.amax = max(self.amax, largest)
+            self.saturation += num_cut
+            self.underflow += num_lost
+
+
+@dataclass(kw_only=True, slots=True)
+class ProductStats:
+    """All calls of one GEMM."""
+
+    sums: Sums = field(default_factory=Sums)
+    calls: int = 0
+
+    def add(self, out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> None:
+        """Count one call: `out` stands for left[…, m, k] · right[…, k, n] + bias."""
+        self.calls += 1
+        added = None if bias is None else bias.expand(out.shape).reshape(-1, *out.shape[-2:])
+        batches = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (out, left, right)]
+        for index, (y, a, b) in enumerate(zip(*batches, strict=True)):
+            b32 = b.to(torch.float32)
+            step = max(1, PIECE // max(1, *b.shape))
+            for start in range(0, y.shape[0], step):
+                rows = slice(start, start + step)
+                reference = a[rows].to(torch.float32) @ b32
+                if added is not None:
+                    reference = reference + added[index, rows]
+                self.sums.add(reference, y[rows])
+
+    def add_grouped(self, out: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+        """Count one call: `out` stands for one product per group, the groups as in `aten._grouped_mm`."""
+        self.calls += 1
+        self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
+
+
+def pieces(
+    x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Matching parts of the three, of whole blocks, of about `PIECE` elements; none of empty tensors."""
+    if x.numel() == 0:
+        return
+    axis = max(range(x.ndim), key=x.shape.__getitem__)
+    half = x.shape[axis] // 2
+    blocks = half
+    if axis == block_dim:
+        blocks = half // BLOCK
+        half = blocks * BLOCK
+    if x.numel() <= PIECE or half == 0:
+        yield x, qdata, scale
+        return
+    for start, first, stop, last in (
+        (0, 0, half, blocks),
+        (half, blocks, x.shape[axis], scale.shape[axis]),
+    ):
+        yield from pieces(
+            x.narrow(axis, start, stop - start),
+            qdata.narrow(axis, start, stop - start),
+            scale.narrow(axis, first, last - first),
+            block_dim,
+        )

@@ -1,0 +1,177 @@
+"""Audits of models that are not one plain training graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import models
+import pytest
+import torch
+from blocks import WIDTH, SwiGLU, features
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mxcompile.audit import Audit, audit
+from mxcompile.errors import ModelError, PolicyError
+
+EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+class Loss(nn.Module):
+    """The mean square of what `inner` returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).float().square().mean()
+
+
+def in_mxfp8(result: Audit) -> Counter[tuple[str, str]]:
+    return Counter((g.name, g.gemm) for g in result.report.gemms if g.precision == "mxfp8")
+
+
+def measured(result: Audit) -> Counter[tuple[str, str]]:
+    return Counter((g.name, g.gemm) for g in result.numerics.gemms)
+
+
+@pytest.mark.parametrize("architecture", [models.mixtral, models.t5, models.fused, models.torch_encoder])
+def test_every_mxfp8_gemm_of_the_report_is_measured(architecture: Any) -> None:
+    case = architecture(1)
+    result = audit(case.model, loss_fn=case.loss, **case.kwargs)
+    assert measured(result) == in_mxfp8(result)
+    assert len(in_mxfp8(result)) >= 6
+    assert all(20 < gemm.sqnr_db < 50 for gemm in result.numerics.gemms)
+    assert all(25 < tensor.sqnr_db < 60 for tensor in result.numerics.tensors)
+    assert abs(result.numerics.loss_gap or 1) < 0.05
+
+
+class Broken(nn.Module):
+    """Two blocks with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SwiGLU(), SwiGLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_several_graphs() -> None:
+    result = audit(Loss(Broken()), features(2, 9, WIDTH), policy=EVERYTHING)
+    assert result.report.summary.graphs >= 2
+    assert len({gemm.graph for gemm in result.report.gemms}) == 2
+    assert measured(result) == in_mxfp8(result)
+    assert {name.rpartition(".")[0] for name, _ in measured(result)} == {"inner.first", "inner.second"}
+
+
+def test_symbolic_shapes_are_measured_at_their_value() -> None:
+    x = features(21, WIDTH)
+    torch._dynamo.mark_dynamic(x, 0)
+    result = audit(Loss(SwiGLU()), x, policy=EVERYTHING)
+    still = audit(Loss(SwiGLU()), features(21, WIDTH), policy=EVERYTHING)
+    assert {g.m for g in result.numerics.gemms if g.gemm == "fprop"} == {21}
+    assert measured(result) == measured(still)
+    assert [t.numel for t in result.numerics.tensors] == [t.numel for t in still.numerics.tensors]
+
+
+@pytest.mark.parametrize(
+    ("saved", "weight_block"), [("transcode", "1x32"), ("bf16", "1x32"), ("columnwise", "32x32")]
+)
+def test_wgrad_is_held_to_the_source_whatever_is_saved(saved: str, weight_block: str) -> None:
+    use = {"precision": "mxfp8", "saved": saved, "weight_block": weight_block}
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+    result = audit(Loss(SwiGLU()), features(70, WIDTH).requires_grad_(), policy=policy)
+    assert len(measured(result)) == 9
+    assert all(26 < g.sqnr_db < 31 for g in result.numerics.gemms)
+    squares = {t.operand for t in result.numerics.tensors if t.block == "32x32"}
+    assert squares == ({"w"} if weight_block == "32x32" else set())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SwiGLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).square().mean()
+
+
+def test_checkpointing_runs_forward_twice() -> None:
+    result = audit(Checkpointed(), features(9, WIDTH).requires_grad_(), policy=EVERYTHING)
+    assert measured(result) == in_mxfp8(result)
+    calls = {(g.name, g.gemm): g.calls for g in result.numerics.gemms}
+    assert calls["inner.a", "fprop"] == 2
+    assert calls["inner.a", "wgrad"] == 1
+
+
+def test_autocast_quantizes_the_master_weight() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        result = audit(Loss(SwiGLU()), features(40, WIDTH), policy=EVERYTHING)
+    assert measured(result) == in_mxfp8(result)
+    assert all(26 < g.sqnr_db < 31 for g in result.numerics.gemms)
+
+
+def test_shared_casts_are_measured_once_with_all_their_readers() -> None:
+    result = audit(Loss(SwiGLU()), features(40, WIDTH), policy=EVERYTHING)
+    (shared,) = (
+        t for t in result.numerics.tensors if t.operand == "x" and t.shared_with and "fprop" in t.gemms
+    )
+    assert {shared.name, *shared.shared_with} == {"inner.a", "inner.b"}
+
+
+@pytest.mark.parametrize("how", ["no_grad", "frozen", "no loss"])
+def test_without_gradients_the_forward_is_audited_and_a_note_says_why(how: str) -> None:
+    model, x = Loss(SwiGLU()), features(40, WIDTH)
+    if how == "frozen":
+        model.requires_grad_(False)
+    with torch.set_grad_enabled(how != "no_grad"):
+        result = audit(model.inner if how == "no loss" else model, x, policy=EVERYTHING)
+    assert {g.gemm for g in result.numerics.gemms} == {"fprop"}
+    assert not result.numerics.gradients
+    (note,) = result.numerics.notes
+    expected = "returned no loss" if how == "no loss" else "the loss needs none"
+    assert note.startswith("gradients were not audited")
+    assert expected in note
+    assert (result.numerics.loss is None) == (how == "no loss")
+    assert (result.numerics.logits_sqnr_db is None) == (how != "no loss")
+
+
+def test_a_policy_that_quantizes_nothing() -> None:
+    result = audit(Loss(SwiGLU()), features(40, WIDTH), policy="bf16").numerics
+    assert (result.gemms, result.tensors, result.loss_gap) == ((), (), 0.0)
+    assert result.notes == ("preset bf16 puts nothing of this model in MXFP8",)
+
+
+def test_a_rule_that_matched_nothing_is_noted() -> None:
+    policy = {"version": 1, "rules": [{"match": {"name": "inner.x"}, "use": "mxfp8"}, EVERYTHING["rules"][0]]}
+    (note,) = audit(Loss(SwiGLU()), features(40, WIDTH), policy=policy).numerics.notes
+    assert note.startswith("policy: rule 1 matched no layer: 'inner.x' (did you mean 'inner.")
+
+
+def test_a_model_compiled_in_place() -> None:
+    model = Loss(SwiGLU())
+    model.compile(backend="eager")
+    before = model._compiled_call_impl
+    result = audit(model, features(40, WIDTH), policy=EVERYTHING)
+    assert measured(result) == in_mxfp8(result)
+    assert len(measured(result)) == 7  # no dgrad for the input, which needs no gradient
+    assert model._compiled_call_impl is before
+
+
+def test_mistakes_are_told_from_defects() -> None:
+    x = features(40, WIDTH)
+    with pytest.raises(ModelError, match=r"an audit takes a torch\.nn\.Module, found function"):
+        audit(lambda x: x, x)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="cannot run the model: "):
+        audit(Loss(SwiGLU()), features(40, WIDTH + 1))
+    with pytest.raises(
+        ModelError, match=r"loss_fn must return a scalar .* found a tensor of shape \(40, 64\)"
+    ):
+        audit(SwiGLU(), x, loss_fn=lambda output: output)
+    with pytest.raises(PolicyError):
+        audit(Loss(SwiGLU()), x, policy="nvidai")

@@ -1,0 +1,112 @@
+"""An audit leaves no trace: the model, its gradients and the generators are bit for bit what they were."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import models
+import pytest
+import torch
+from eager_backend import EagerBackend
+from torch import Tensor, nn
+
+import mxcompile
+from mxcompile.audit import Run, Session, audit
+
+EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+class Busy(nn.Module):
+    """Changes all it can: statistics, a counter, an attribute, its own weight, its input, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(40, 48), nn.Linear(48, 8), nn.BatchNorm1d(48)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.last: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        with torch.no_grad():
+            self.a.weight.mul_(0.5)
+            state += 1
+        hidden = self.drop(self.norm(self.a(x)))
+        self.last = hidden.detach()
+        return self.b(hidden * state.mean()).square().mean()
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    found = {**model.state_dict(), **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def test_nothing_a_model_changes_stays_changed() -> None:
+    model, x, state = Busy(), torch.randn(16, 40), torch.zeros(3)
+    model(x, state).backward()  # gradients and statistics to lose
+    before, last, gradient = bits(model), model.last, model.a.weight.grad
+    assert any(name.endswith(".grad") for name in before)
+    generators, state_before = (torch.get_rng_state(), random.getstate()), state.clone()
+    result = audit(model, x, state, policy=EVERYTHING)
+    assert result.numerics.gradients
+    assert {gemm.gemm for gemm in result.numerics.gemms} >= {"fprop", "wgrad"}
+    after = bits(model)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+    assert model.last is last
+    assert model.a.weight.grad is gradient
+    assert model.calls == 1
+    assert torch.equal(state, state_before)
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+
+
+def train(model: nn.Module, kwargs: dict[str, Any], audited: bool) -> list[Tensor]:
+    """Losses and gradients of two compiled steps, with an audit between them or not."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    compiled = torch.compile(model, backend="aot_eager")
+    seen = []
+    for _ in range(2):
+        loss = compiled(**kwargs).loss
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if audited:
+            audit(compiled, **kwargs)
+    return seen
+
+
+def test_training_goes_on_as_without_the_audit() -> None:
+    runs = []
+    for audited in (False, True):
+        torch.manual_seed(1)
+        case = models.llama(1, attention_dropout=0.2)
+        runs.append(train(case.model, case.kwargs, audited))
+    assert len(runs[0]) > 10
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("architecture", [models.llama, models.mixtral])
+def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
+    case = architecture(1)
+    session = Session(case.model, (), case.kwargs, policy="ocp", loss_fn=case.loss)
+    outcomes = {
+        observe: session.run(Run(quantized=lambda _: True, observe=observe), backward=observe)
+        for observe in (False, True)
+    }
+    plain = session.run(Run(quantized=lambda _: False))
+    for policy, outcome in (("ocp", outcomes[False]), ("ocp", outcomes[True]), ("bf16", plain)):
+        torch._dynamo.reset()
+        output = torch.compile(case.model, backend=EagerBackend(policy=policy))(**case.kwargs)
+        assert outcome.logits is not None
+        assert torch.equal(case.logits(output), outcome.logits), policy
+    assert not torch.equal(outcomes[True].logits, plain.logits)
+
+
+def test_no_report_is_left_behind() -> None:
+    audit(Busy(), torch.randn(16, 40), torch.zeros(3), policy=EVERYTHING)
+    assert mxcompile.reports() == []

@@ -1,0 +1,177 @@
+"""What an audit measures, against the integer reference and FP64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+from mxcompile.audit import Audit, audit
+from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.numerics import quantize_tensors
+from mxcompile.report import GemmNumerics, TensorNumerics
+
+M, N, K = 37, 40, 50
+
+
+class Linear(nn.Module):
+    """One layer whose output gradient is `direction`."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(K, N, bias=bias)
+        self.register_buffer("direction", torch.randn(M, N) * torch.logspace(-3, 3, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.lin(x) * self.direction).sum()
+
+
+def everything(**use: Any) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", **use}}]}
+
+
+def layer(bias: bool = True) -> tuple[Linear, Tensor]:
+    """A layer and its input, with magnitudes over many binades and some zeros."""
+    model = Linear(bias)
+    with torch.no_grad():
+        model.lin.weight.mul_(torch.exp2(torch.randint(-12, 12, (N, K)).float()))
+    x = torch.randn(M, K) * torch.exp2(torch.randint(-40, 3, (M, K)).float())
+    x[:, 3] = 0
+    return model, x.requires_grad_()
+
+
+def tensor(result: Audit, operand: str, layout: str) -> TensorNumerics:
+    (found,) = (t for t in result.numerics.tensors if (t.operand, t.layout) == (operand, layout))
+    return found
+
+
+def gemm(result: Audit, which: str) -> GemmNumerics:
+    (found,) = (g for g in result.numerics.gemms if g.gemm == which)
+    return found
+
+
+def expected(x: Tensor, elem: str, rounding: str) -> dict[str, Any]:
+    """Measures of the cast of `x` [rows, n] along n, from the integer reference."""
+    source = x.detach().numpy()
+    values, scales = reference.quantize(source, elem, rounding)
+    exponents = np.repeat(scales.astype(np.float64) - 127, 32, axis=1)[:, : source.shape[1]]
+    wide, back = source.astype(np.float64), values * 2.0**exponents
+    noise, signal = np.square(back - wide).sum(), np.square(wide).sum()
+    bytes_, counts = np.unique(scales, return_counts=True)
+    return {
+        "numel": source.size,
+        "amax": float(np.abs(source).max()),
+        "sqnr_db": 10 * math.log10(signal / noise),
+        "cosine": float((wide * back).sum() / math.sqrt(signal * np.square(back).sum())),
+        "mse": noise / source.size,
+        "rel_error": math.sqrt(noise / signal),
+        "underflow": float(((back == 0) & (wide != 0)).mean()),
+        "saturation": float((np.abs(wide) > reference.FP8[elem][1] * 2.0**exponents).mean()),
+        "scale_histogram": tuple(zip(map(int, bytes_), map(int, counts), strict=True)),
+    }
+
+
+@pytest.mark.parametrize(("elem", "rounding"), [("e4m3", "rceil"), ("e4m3", "floor"), ("e5m2", "even")])
+def test_every_cast_is_measured(elem: str, rounding: str) -> None:
+    model, x = layer()
+    policy = everything(elem_dtype=elem, grad_dtype=elem, rounding=rounding)
+    result = audit(model, x, policy=policy)
+    w, dy = model.lin.weight, model.direction
+    assert len(result.numerics.tensors) == 6
+    for operand, value in (("x", x), ("w", w), ("dy", dy)):
+        for layout, stored in (("rowwise", value), ("columnwise", value.T)):
+            found = tensor(result, operand, layout)
+            measures = expected(stored, elem, rounding)
+            assert found.scale_histogram == measures.pop("scale_histogram")
+            for name, number in measures.items():
+                assert getattr(found, name) == pytest.approx(number, rel=1e-9), (operand, layout, name)
+            assert (found.elem, found.rounding, found.calls, found.name) == (elem, rounding, 1, "lin")
+    if rounding == "floor":
+        assert tensor(result, "w", "rowwise").saturation > 0
+    assert tensor(result, "x", "rowwise").underflow > 0
+    assert {t.gemms for t in result.numerics.tensors} == {("fprop",), ("dgrad",), ("wgrad",)}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None:
+    model, x = layer(bias)
+    result = audit(model, x, policy=everything(rounding="floor"))
+    w, dy = model.lin.weight, model.direction
+    added = model.lin.bias.detach().double() if bias else 0
+    cases = {"fprop": (x, w.T, added), "dgrad": (dy, w, 0), "wgrad": (dy.T, x, 0)}
+    assert len(result.numerics.gemms) == 3
+    for which, (a, b, constant) in cases.items():
+        exact = a.detach().double() @ b.detach().double() + constant
+        left = reference.round_trip(a, -1, rounding="floor").double()
+        right = reference.round_trip(b, -2, rounding="floor").double()
+        cast = left @ right + constant
+        found = gemm(result, which)
+        assert found.sqnr_db == pytest.approx(reference.sqnr_db(exact, cast), abs=1e-3)
+        assert found.mse == pytest.approx(float((exact - cast).square().mean()), rel=1e-3)
+        assert (found.m, found.n, found.k) == (a.shape[0], b.shape[1], a.shape[1])
+
+
+def test_the_loss_is_held_to_the_models_own() -> None:
+    model, x = layer()
+    result = audit(model, x, policy=everything()).numerics
+    own = float(model(x).detach())
+    assert result.loss_reference == pytest.approx(own, rel=1e-6)
+    product = reference.round_trip(x, -1).double() @ reference.round_trip(model.lin.weight.T, -2).double()
+    loss = float(((product + model.lin.bias) * model.direction).sum().detach())
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert result.loss_gap == pytest.approx(loss / own - 1, rel=1e-3)
+
+
+def test_nan_in_the_input_is_reported_and_does_not_hide_the_rest() -> None:
+    model, x = layer()
+    with torch.no_grad():
+        x[2, 7] = float("nan")
+    result = audit(model, x, policy=everything())
+    found = tensor(result, "x", "rowwise")
+    assert math.isnan(found.sqnr_db)
+    assert found.not_finite == 32  # the whole block
+    assert dict(found.scale_histogram)[255] == 1
+    assert result.numerics.worst_tensors()[0].operand == "x"
+    assert math.isfinite(tensor(result, "w", "rowwise").sqnr_db)
+    assert math.isfinite(gemm(result, "dgrad").sqnr_db)
+    assert gemm(result, "fprop").not_finite == N
+
+
+@pytest.mark.parametrize("shape", [(3, 2 * PIECE // 3 + 17), (2 * PIECE // 64 + 5, 70), (5, 1100, 260)])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_large_casts_are_measured_in_pieces(shape: tuple[int, ...], dim: int) -> None:
+    x = torch.randn(shape)
+    dim %= x.ndim
+    qdata, scale = quantize_tensors(x, dim, torch.float8_e4m3fn, "floor")
+    stats = CastStats()
+    stats.add(x, qdata, scale, dim, "e4m3")
+    back = reference.round_trip(x.movedim(dim, -1).reshape(-1, shape[dim]), -1, rounding="floor")
+    source = x.movedim(dim, -1).reshape(-1, shape[dim])
+    assert stats.sums.numel == x.numel()
+    assert stats.sums.sqnr_db == pytest.approx(reference.sqnr_db(source, back), abs=1e-9)
+    assert sum(stats.histogram) == scale.numel()
+
+
+def test_large_gemms_are_measured_in_slices() -> None:
+    a, b, bias = torch.randn(2, 700, 3000), torch.randn(2, 3000, 40), torch.randn(40)
+    exact = a.double() @ b.double() + bias
+    out = (exact + 1e-2 * torch.randn(exact.shape)).bfloat16()
+    stats = ProductStats()
+    stats.add(out, a, b, bias)
+    assert stats.sums.sqnr_db == pytest.approx(reference.sqnr_db(exact, out), abs=1e-2)
+    assert stats.sums.numel == out.numel()
+
+
+def test_edge_cases_of_the_measures() -> None:
+    exact, nothing, lost = Sums(), Sums(), Sums()
+    exact.add(torch.ones(3), torch.ones(3))
+    nothing.add(torch.zeros(3), torch.zeros(3))
+    lost.add(torch.zeros(3), torch.ones(3))
+    assert (exact.sqnr_db, exact.rel_error) == (math.inf, 0.0)
+    assert (nothing.sqnr_db, nothing.cosine, nothing.rel_error) == (math.inf, 1.0, 0.0)
+    assert (lost.sqnr_db, lost.cosine, lost.rel_error) == (-math.inf, 0.0, math.inf)
