@@ -46,11 +46,12 @@ class Target:
     """A chip.
 
     device: torch device type. mma: instruction of the MX GEMM, "" where it is emulated. arch: as Triton names
-    it, a compute capability (100) or an AMD processor ("gfx950"), None where there is no Triton. warp_size:
-    threads. shared_bytes: most shared memory one block may have. tmem_columns: tensor memory of an SM, in
-    columns of 128 words. max_registers: 32-bit registers a thread may have before it spills. encodes_fp8,
-    decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding once; integers do
-    it otherwise. scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates, if there is one.
+    it, a compute capability (100) or an AMD processor ("gfx950"), None where there is no Triton. processors:
+    multiprocessors of the chip. warp_size: threads. shared_bytes: most shared memory one block may have.
+    tmem_columns: tensor memory of an SM, in columns of 128 words. max_registers: 32-bit registers a thread
+    may have before it spills. encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the
+    chip's own, rounding once; integers do it otherwise. scale_layout: what the chip's MX GEMM reads fastest.
+    peak: for estimates, if there is one.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Target:
     mma: str = ""
     chips: str = ""
     arch: int | str | None = None
+    processors: int = 1
     warp_size: int = 32
     shared_bytes: int = 0
     tmem_columns: int = 0
@@ -73,13 +75,14 @@ class Target:
         return bool(self.mma)
 
 
-def _nvidia(arch: int, chips: str, shared_kib: int, **columns: Any) -> Target:
+def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
     decodes, encodes = arch >= 89, arch >= 90  # sm_89: Triton encodes through FP16, which rounds twice
     return Target(
         name=f"sm_{arch}",
         device="cuda",
         chips=chips,
         arch=arch,
+        processors=processors,
         shared_bytes=shared_kib * 1024,
         decodes_fp8=decodes,
         encodes_fp8=encodes,
@@ -87,12 +90,13 @@ def _nvidia(arch: int, chips: str, shared_kib: int, **columns: Any) -> Target:
     )
 
 
-def _amd(arch: str, chips: str, shared_kib: int, **columns: Any) -> Target:
+def _amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
     return Target(
         name=arch,
         device="cuda",
         chips=chips,
         arch=arch,
+        processors=processors,
         warp_size=64,
         shared_bytes=shared_kib * 1024,
         max_registers=512,
@@ -120,16 +124,17 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler"),
-        _nvidia(80, "A100", 163, peak=_peak("A100 80GB", 312, 2039)),
-        _nvidia(89, "L4, L40S, RTX 40", 99, peak=_peak("L40S", 362, 864)),
-        _nvidia(90, "H100, H200", 227, peak=_peak("H200", 989, 4800)),
-        _nvidia(100, "B200, GB200", 227, peak=_peak("B200", 2250, 8000, 4500), **_TCGEN05),
-        _nvidia(103, "B300, GB300", 227, peak=_peak("B300", 2250, 8000, 4500), **_TCGEN05),
-        _nvidia(120, "RTX 50", 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 419)),
-        _amd("gfx942", "MI300", 64, peak=_peak("MI300X", 1307, 5300)),
+        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039)),
+        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864)),
+        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800)),
+        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 4500), **_TCGEN05),
+        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 4500), **_TCGEN05),
+        _nvidia(120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 419)),
+        _amd("gfx942", "MI300", 304, 64, peak=_peak("MI300X", 1307, 5300)),
         _amd(
             "gfx950",
             "MI350",
+            256,
             160,
             mma="v_mfma_scale",
             encodes_fp8=True,

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from mxcompile.audit import Audit as Audit
     from mxcompile.audit import audit as audit
     from mxcompile.backend import Backend as Backend
-    from mxcompile.explain import explain as explain
+    from mxcompile.explainer import explain as explain
+    from mxcompile.offline import CodegenResult as CodegenResult
+    from mxcompile.offline import codegen as codegen
     from mxcompile.policy import Policy as Policy
     from mxcompile.report import GemmRecord as GemmRecord
     from mxcompile.report import Report as Report
@@ -28,13 +30,15 @@ __version__ = "0.1.0"
 _HOME = {
     "Audit": "mxcompile.audit",
     "Backend": "mxcompile.backend",
+    "CodegenResult": "mxcompile.offline",
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.tensor",
     "Policy": "mxcompile.policy",
     "Report": "mxcompile.report",
     "audit": "mxcompile.audit",
     "clear_reports": "mxcompile.report",
-    "explain": "mxcompile.explain",
+    "codegen": "mxcompile.offline",
+    "explain": "mxcompile.explainer",
     "quantize": "mxcompile.tensor",
     "reports": "mxcompile.report",
 }

@@ -1,0 +1,52 @@
+"""``mxcompile codegen``: the kernels a compile would run on a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mxcompile.cli.explain import add_model
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "codegen",
+        help="generate the code for a GPU that is not here",
+        description="Generate, cross-compile and count the kernels that a training step of a model would"
+        " run on a GPU, on a machine without it. Exit status 1 if one of them could not run there.",
+    )
+    add_model(command)
+    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    command.add_argument("--target", default="sm_100", help="the GPU (default sm_100)")
+    command.add_argument("--inference", action="store_true", help="forward only")
+    command.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write wrappers, kernels, assembly, binaries and a summary",
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; exit status 1 if a kernel could not run."""
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.models import load_model
+    from mxcompile.offline import codegen
+
+    with quiet():
+        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+        result = codegen(
+            loaded.model,
+            *loaded.args,
+            target=options.target,
+            out_dir=options.out,
+            training=not options.inference,
+            policy=options.policy,
+            **loaded.kwargs,
+        )
+    print(result)
+    return 1 if result.problems else 0

@@ -1,0 +1,152 @@
+"""Cross-compiling a generated kernel, and reading what the compiler made of it.
+
+The kernel is compiled as Inductor would on the machine itself, with the first of the configurations it would
+try there. Registers, spills and shared memory are read from the binary: by ``cuobjdump``, which comes with
+Triton, for NVIDIA, from the metadata in the assembly for AMD.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from torch._inductor.codecache import PyCodeCache
+from triton.backends.nvidia.compiler import get_ptxas
+
+from mxcompile.lowering.targets import Target
+
+log = logging.getLogger(__name__)
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_MMA = re.compile(
+    r"(?<![\w.])(tcgen05\.mma[\w.:]*|wgmma\.mma_async[\w.:]*|mma\.sync[\w.:]*|v_mfma\w*|v_smfmac\w*)"
+)
+_TEXT = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
+_BINARY = ("cubin", "hsaco")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Binary:
+    """A compiled kernel.
+
+    config: block sizes, warps and stages it was compiled with. num_configs: that would be tried on the
+    machine. registers: a thread has. spill_bytes: a thread spills to memory. shared_bytes: a block has.
+    tmem_columns: of tensor memory. mma: matrix instructions it has, each once. text: TTGIR, PTX or AMD
+    assembly by file suffix. image: cubin or hsaco by file suffix. problems: why it could not run, if so.
+    """
+
+    config: str = ""
+    num_configs: int = 0
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    tmem_columns: int = 0
+    mma: tuple[str, ...] = ()
+    text: Mapping[str, str] = field(default_factory=dict, repr=False)
+    image: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    problems: tuple[str, ...] = ()
+
+
+def cross_compile(name: str, source: str, target: Target) -> Binary:
+    """Compile the kernel called `name` in `source`, a module that Inductor wrote, for `target`.
+
+    To be called with the stand-in of `target` in place. A kernel that does not compile is no error here: its
+    `problems` say why.
+    """
+    tuner = vars(PyCodeCache.load(source))[name]
+    config = tuner.configs[0]
+    described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    text = ", ".join(f"{key}={value}" for key, value in described.items())
+    made: list[Any] = []
+    compile_kernel = triton.compile
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        made.append(compile_kernel(*args, **kwargs))
+        return made[-1]
+
+    try:
+        with mock.patch.object(triton, "compile", keep):
+            tuner._precompile_config(config)
+    except Exception as error:  # whatever Triton or its assembler met
+        log.info("%s does not compile for %s", name, target.name, exc_info=True)
+        problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return Binary(config=text, num_configs=len(tuner.configs), problems=(problem,))
+    (kernel,) = made
+    return _read(kernel.asm, kernel.metadata, target, config=text, num_configs=len(tuner.configs))
+
+
+def _read(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
+    text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
+    image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
+    registers, spill_bytes = _resources(text, image)
+    if spill_bytes and "ptx" in text and isinstance(target.arch, int):
+        spill_bytes = _spilled(text["ptx"], target.arch)
+    tmem = int(getattr(metadata, "tmem_size", None) or 0)
+    assembly = text.get("ptx") or text.get("amdgcn", "")
+    return Binary(
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=int(metadata.shared),
+        tmem_columns=tmem,
+        mma=tuple(sorted(set(_MMA.findall(assembly)))),
+        text=text,
+        image=image,
+        problems=tuple(_problems(int(metadata.shared), tmem, target)),
+        **known,
+    )
+
+
+def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]:
+    found = []
+    if shared_bytes > target.shared_bytes:
+        found.append(f"{shared_bytes} bytes of shared memory, {target.name} has {target.shared_bytes}")
+    if tmem_columns > target.tmem_columns:
+        found.append(f"{tmem_columns} columns of tensor memory, {target.name} has {target.tmem_columns}")
+    return found
+
+
+def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of memory it has for itself."""
+    if "cubin" in image:
+        return _cubin_resources(image["cubin"])
+    assembly = text.get("amdgcn", "")
+    counts = dict(re.findall(r"\.(vgpr_count|agpr_count|vgpr_spill_count):\s+(\d+)", assembly))
+    spills = 4 * int(counts.get("vgpr_spill_count", 0))
+    return int(counts.get("vgpr_count", 0)), spills
+
+
+def _cubin_resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
+    if found is None:
+        return 0, 0
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _architecture(arch: int) -> str:
+    return f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+
+
+def _spilled(ptx: str, arch: int) -> int:
+    """Bytes the assembler spills: the stack also holds arrays, such as those of a slow path of sine."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(arch).path, "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}"]
+        made = subprocess.run(
+            [*command, file.name, "-o", "/dev/null"], capture_output=True, text=True, check=False
+        )
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", made.stderr)))

@@ -1,0 +1,167 @@
+"""Driving Inductor's GPU path without the GPU: from a model to the code that would run.
+
+    model on fake CPU tensors ─ Dynamo ─ AOTAutograd ─▶ joint graph ─▶ moved to the target's device
+        ─ passes ─ partitioner ─▶ forward, backward ─ Inductor: lowering, scheduling, code ─▶ source
+
+The hooks, the passes and the lowering are those of a compile (see `compilation`). The generated module is
+not loaded: its source is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import debug
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxcompile.capture import capture
+from mxcompile.compilation import Compilation
+from mxcompile.decompositions import table
+from mxcompile.fakes import call, fake_copy
+from mxcompile.graph.tags import GemmTag, hint, tags_of
+from mxcompile.inductor import GraphPass
+from mxcompile.lowering.targets import Target
+from mxcompile.offline.device import move
+from mxcompile.offline.standin import DEVICE, stand_in
+from mxcompile.options import Options
+from mxcompile.report import Part
+
+_CONFIG: dict[str, Any] = {
+    "force_disable_caches": True,
+    "compile_threads": 1,
+    "cpp_wrapper": False,
+    "benchmark_kernel": False,
+    "trace.provenance_tracking_level": 1,
+    "joint_graph_constant_folding": False,
+    "triton.cudagraphs": False,
+    "triton.autotune_at_compile_time": False,
+    "triton.unique_kernel_names": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """What Inductor wrote for one graph.
+
+    phase: "forward", "backward" or "inference". source: the Python module. input_bytes: of the graph's
+    tensors, by their names in the module. origins: for each kernel, as ``name:place`` where the place is its
+    number in the order of code generation, the names of the graph's nodes it computes. gemms: by node, the
+    GEMMs it computes. operators: of the nodes, by name.
+    """
+
+    phase: str
+    source: str
+    input_bytes: dict[str, int]
+    origins: dict[str, tuple[str, ...]]
+    gemms: dict[str, tuple[GemmTag, ...]]
+    operators: dict[str, str]
+
+
+class Driver:
+    """One model on its way to the code for one target.
+
+    parts: of the report. generated: the code, a graph's forward before its backward.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, target: Target) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._model = fake_copy(model, self._mode)
+        self._options = options
+        self._target = target
+        self.parts: list[Part] = []
+        self.generated: list[Generated] = []
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:
+        """Generate code for the model called with `args` and `kwargs`. Raises `ModelError`."""
+        self._model.train(training)
+        call(self._model, args, kwargs, mode=self._mode, backend=self._compile, training=training)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A Dynamo backend: keep the code that would run, and go on with fake results."""
+        found = capture(gm, example_inputs, self._model)
+        compilation = Compilation(self._options, found, gm, self._target)
+        patches = {**compilation.config_patches(), **_CONFIG}
+        patches["joint_custom_pre_pass"] = GraphPass(functools.partial(_run_and_move, compilation), "codegen")
+        with (
+            stand_in(self._target),
+            warnings.catch_warnings(),
+            functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+            torch._guards.tracing(None),
+        ):
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice about this machine
+            compile_fx(
+                gm,
+                list(example_inputs),
+                inner_compile=self._generate,
+                config_patches=patches,
+                decompositions=table(),
+            )
+        self.parts.append(compilation.part)
+        return gm.forward
+
+    def _generate(self, gm: fx.GraphModule, _: Any, **options: Any) -> Any:
+        """In place of Inductor's inner compiler: it runs, and what it wrote is kept and not loaded."""
+        inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        phase = "backward" if options.get("is_backward") else "forward"
+        phase = "inference" if options.get("is_inference") else phase
+
+        def keep(lowered: GraphLowering) -> Any:
+            source, _ = lowered.codegen()
+            self.generated.append(_generated(phase, lowered, source.value))
+            return SimpleNamespace(call=_unused, __file__=__file__)
+
+        with mock.patch.object(GraphLowering, "compile_to_module", keep), torch.no_grad():
+            compile_fx_inner(gm, inputs, **options)
+        return _unused
+
+
+def _run_and_move(compilation: Compilation, graph: fx.Graph) -> None:
+    """The joint passes, and Inductor's folding of constants, which computes; then off to the GPU."""
+    compilation.run_passes(graph)
+    remove_noop_ops(graph)
+    if graph.owning_module is not None:
+        constant_fold_uniform_value(graph.owning_module)
+    move(graph, DEVICE)
+
+
+def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
+    nodes = lowered.graph.nodes
+    values = {node.name: node.meta.get("val") for node in nodes if node.op == "placeholder"}
+    return Generated(
+        phase=phase,
+        source=source,
+        input_bytes={name: num_bytes(value) for name, value in values.items()},
+        origins={
+            name: tuple(found) for name, found in debug._inductor_triton_kernel_to_post_grad_node_info.items()
+        },
+        gemms={node.name: tags_of(node) for node in nodes if tags_of(node)},
+        operators={node.name: str(node.target) for node in nodes if node.op == "call_function"},
+    )
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return int(math.prod(map(hint, value.shape))) * value.element_size()
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError("code for another machine was run")
+
+
+_unused._boxed_call = True  # type: ignore[attr-defined]

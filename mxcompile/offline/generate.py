@@ -1,0 +1,133 @@
+"""`codegen`: the kernels that ``torch.compile(model, backend="mxfp8")`` would run on a GPU, without the GPU.
+
+    driver    model → the modules Inductor writes for forward and backward
+    wrapper   module → kernels and launches
+    binary    kernel → assembly, binary, registers, spills, instructions
+
+What differs from a compile on the machine itself: nothing is measured, so that where Inductor would time
+several configurations the first is taken, and the model is traced on the CPU (see `device`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mxcompile.errors import TargetError
+from mxcompile.graph.opsets import VIEWS
+from mxcompile.lowering.targets import TARGETS, check
+from mxcompile.offline.binary import cross_compile
+from mxcompile.offline.driver import Driver, Generated
+from mxcompile.offline.result import CodegenResult, Kernel, Launch
+from mxcompile.offline.standin import stand_in
+from mxcompile.offline.wrapper import Call, read
+from mxcompile.ops import CASTS
+from mxcompile.options import Options
+from mxcompile.policy import Policy
+from mxcompile.report import Report
+from mxcompile.roofline import estimate
+
+_MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
+_CASTS = frozenset(str(cast) for cast in CASTS)
+
+
+def codegen(
+    model: nn.Module,
+    *args: Any,
+    target: str = "sm_100",
+    out_dir: str | Path | None = None,
+    training: bool = True,
+    policy: Policy | str | dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> CodegenResult:
+    """What a compile of `model` called with `args` and `kwargs` would run on `target`.
+
+    model: on any device, the meta device too; it is not run and not changed. target: a GPU of
+    `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
+    forward and backward, else forward only. policy: as the backend's option.
+
+    Raises `TargetError`, `PolicyError`, or `ModelError` if the model cannot be traced. A kernel that would
+    not run is no error: see `CodegenResult.problems`.
+    """
+    chip = TARGETS.get(check(target))
+    if chip is None or chip.arch is None:
+        gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
+        raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
+    options = Options.parse(None, {"policy": policy, "target": target})
+    driver = Driver(model, options, chip)
+    driver.run(args, kwargs, training)
+    launches: list[Launch] = []
+    sources: dict[str, str] = {}
+    wrappers: dict[str, str] = {}
+    for phase, generated in _named(driver.generated):
+        module = read(generated.source, generated.input_bytes)
+        sources |= module.kernels
+        wrappers[phase] = generated.source
+        launches += _launches(phase, module.calls, generated)
+    with stand_in(chip):
+        kernels = tuple(
+            Kernel(name=name, source=source, binary=cross_compile(name, source, chip))
+            for name, source in sources.items()
+        )
+    report = Report.of(driver.parts, target=target, policy=options.policy.label)
+    result = CodegenResult(
+        target=target,
+        launches=tuple(launches),
+        kernels=kernels,
+        wrappers=wrappers,
+        report=estimate(report),
+    )
+    if out_dir is not None:
+        result.save(out_dir)
+    return result
+
+
+def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
+    """The graphs with a name each: the phase, numbered if there are several of it."""
+    totals = Counter(graph.phase for graph in generated)
+    seen: Counter[str] = Counter()
+    named = []
+    for graph in generated:
+        number = f"_{seen[graph.phase]}" if totals[graph.phase] > 1 else ""
+        seen[graph.phase] += 1
+        named.append((graph.phase + number, graph))
+    return named
+
+
+def _launches(phase: str, calls: Sequence[Call], graph: Generated) -> list[Launch]:
+    written_by: dict[str, str] = {}
+    launches = []
+    for call in calls:
+        nodes = graph.origins.get(call.handle, ())
+        operators = dict.fromkeys(graph.operators[node] for node in nodes if node in graph.operators)
+        computed = tuple(name for name in operators if _packet(name) not in _MOVES)
+        tags = (tag for node in nodes for tag in graph.gemms.get(node, ()))
+        only_casts = bool(computed) and all(_packet(name) in _CASTS for name in computed)
+        launches.append(
+            Launch(
+                phase=phase,
+                kernel=call.kernel,
+                generated=call.generated,
+                gemms=tuple(dict.fromkeys(f"{tag.name} {tag.gemm}" for tag in tags)),
+                operators=computed,
+                cast=_source(call, written_by) if call.generated and only_casts else "",
+                num_bytes=call.num_bytes,
+            )
+        )
+        written_by |= dict.fromkeys(call.writes, "generated" if call.generated else "library")
+    return launches
+
+
+def _source(call: Call, written_by: dict[str, str]) -> str:
+    """What made the tensors that a cast reads (see `Launch`)."""
+    made = {written_by.get(name, "input") for name in call.reads}
+    return next(kind for kind in ("generated", "library", "input") if kind in made)
+
+
+def _packet(overload: str) -> str:
+    """``aten.view.default`` → ``aten.view``."""
+    return overload.rpartition(".")[0] if overload.count(".") > 1 else overload

@@ -1,0 +1,217 @@
+"""What would run on a target: launches, kernels, code, and figures about them, as data, a table and files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from mxcompile.offline.binary import Binary
+from mxcompile.report import Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One kernel launch of a step.
+
+    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name of
+    a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix products
+    it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast: what it casts,
+    if it does nothing but cast: "input" (a weight, or a tensor saved for backward), "library" (the result of
+    a kernel that was not generated) or "generated" (the result of one that was, which should have cast it).
+    num_bytes: it moves at least.
+    """
+
+    phase: str
+    kernel: str
+    generated: bool
+    gemms: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    cast: str = ""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A generated kernel: its Triton module as Inductor wrote it, and what that compiles to."""
+
+    name: str
+    source: str
+    binary: Binary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodegenResult:
+    """The code that would run on `target`.
+
+    launches: of one step, in order. kernels: each generated kernel once. wrappers: by phase, the module that
+    launches them. report: as of a compile, with roofline estimates per GEMM and for the step.
+    """
+
+    target: str
+    launches: tuple[Launch, ...]
+    kernels: tuple[Kernel, ...]
+    wrappers: Mapping[str, str]
+    report: Report
+
+    def kernel(self, name: str) -> Kernel:
+        """The generated kernel called `name`. Raises KeyError."""
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        raise KeyError(f"no generated kernel is called {name!r}")
+
+    def phase(self, name: str) -> tuple[Launch, ...]:
+        """The launches of the phase `name`."""
+        return tuple(launch for launch in self.launches if launch.phase == name)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why kernels could not run on the target; none, one hopes."""
+        return tuple(f"{k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def save(self, folder: str | Path) -> None:
+        """Write wrappers, kernels, their assembly and binaries, and a summary to `folder`, made if need be.
+
+        ``summary.txt`` is ``str(result)``; ``summary.json`` the launches and figures; ``report.json`` the
+        report.
+        """
+        folder = Path(folder)
+        (folder / "kernels").mkdir(parents=True, exist_ok=True)
+        (folder / "summary.txt").write_text(f"{self}\n", encoding="utf-8")
+        (folder / "summary.json").write_text(json.dumps(_as_data(self), indent=1), encoding="utf-8")
+        self.report.save(folder / "report.json")
+        for phase, source in self.wrappers.items():
+            (folder / f"{phase}.py").write_text(source, encoding="utf-8")
+        for kernel in self.kernels:
+            path = folder / "kernels" / kernel.name
+            path.with_suffix(".py").write_text(kernel.source, encoding="utf-8")
+            for suffix, text in kernel.binary.text.items():
+                path.with_suffix(f".{suffix}").write_text(text, encoding="utf-8")
+            for suffix, image in kernel.binary.image.items():
+                path.with_suffix(f".{suffix}").write_bytes(image)
+
+
+def _as_data(result: CodegenResult) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "target": result.target,
+        "launches": [
+            {field: getattr(launch, field) for field in Launch.__dataclass_fields__}
+            for launch in result.launches
+        ],
+        "kernels": [
+            {
+                "name": kernel.name,
+                "config": kernel.binary.config,
+                "configs": kernel.binary.num_configs,
+                "registers": kernel.binary.registers,
+                "spill_bytes": kernel.binary.spill_bytes,
+                "shared_bytes": kernel.binary.shared_bytes,
+                "tmem_columns": kernel.binary.tmem_columns,
+                "mma": list(kernel.binary.mma),
+                "problems": list(kernel.binary.problems),
+            }
+            for kernel in result.kernels
+        ],
+        "estimate_us": result.report.summary.estimate_us,
+        "estimate_bf16_us": result.report.summary.estimate_bf16_us,
+    }
+
+
+def _lines(result: CodegenResult) -> list[str]:
+    lines = [f"code for {result.target}, generated and compiled without it"]
+    for phase in result.wrappers:
+        launches = result.phase(phase)
+        lines += ["", f"{phase}: {_totals(launches)}", _table(result, launches)]
+    return [*lines, "", *_summary(result)]
+
+
+def _totals(launches: Sequence[Launch]) -> str:
+    generated = sum(launch.generated for launch in launches)
+    moved = sum(launch.num_bytes for launch in launches) / 1e6
+    casts = Counter(launch.cast for launch in launches if launch.cast)
+    alone = ", ".join(f"{count} of {_ORIGINS[kind]}" for kind, count in sorted(casts.items()))
+    return (
+        f"{len(launches)} launches, {generated} generated, {moved:,.1f} MB moved\n"
+        f"casts on their own: {alone or 'none'}"
+    )
+
+
+_ORIGINS = {
+    "input": "inputs and weights",
+    "library": "library results",
+    "generated": "generated results",
+}
+
+
+def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
+    """A row per kernel, in the order of first launch."""
+    binaries = {kernel.name: kernel.binary for kernel in result.kernels}
+    rows = []
+    for kernel in dict.fromkeys(launch.kernel for launch in launches):
+        same = [launch for launch in launches if launch.kernel == kernel]
+        binary = binaries.get(kernel, Binary())
+        rows.append(
+            [
+                _short(kernel, 34),
+                len(same),
+                _short(_computed(same), 30),
+                f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
+                _short(_instruction(binary), 12),
+                binary.registers or "",
+                binary.spill_bytes if kernel in binaries else "",
+                f"{binary.shared_bytes / 1024:.0f}" if kernel in binaries else "",
+                binary.tmem_columns or "",
+            ]
+        )
+    headers = ["kernel", "×", "computes", "MB", "MMA", "regs", "spill", "KiB", "tmem"]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "left", "right"))
+
+
+def _computed(launches: Sequence[Launch]) -> str:
+    """The GEMMs of some launches, equal ends of their paths once; else what they cast."""
+    gemms = list(dict.fromkeys(_tail(gemm) for launch in launches for gemm in launch.gemms))
+    if gemms:
+        return gemms[0] if len(gemms) == 1 else f"{gemms[0]} +{len(gemms) - 1}"
+    kinds = {launch.cast for launch in launches}
+    return f"cast of {_ORIGINS[kinds.pop()]}" if len(kinds) == 1 and kinds != {""} else ""
+
+
+def _tail(gemm: str) -> str:
+    """The last two steps of a layer's path, and the GEMM."""
+    return ".".join(gemm.split(".")[-2:])
+
+
+def _instruction(binary: Binary) -> str:
+    if any("block_scale" in name for name in binary.mma):
+        return binary.mma[0].partition(".")[0] + " block_scale"
+    return binary.mma[0] if binary.mma else ""
+
+
+def _short(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[head + 1 - width :]}"
+
+
+def _summary(result: CodegenResult) -> list[str]:
+    lines = list(result.problems)
+    figures = result.report.summary
+    if figures.estimate_us and figures.estimate_bf16_us:
+        lines.append(
+            f"matrix products, roofline estimate (not measured): {figures.estimate_us:,.0f} µs,"
+            f" in BF16 {figures.estimate_bf16_us:,.0f} µs"
+        )
+    spilling = [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+    lines.append(f"generated kernels: {len(result.kernels)}, of them {len(spilling)} spill registers")
+    return lines

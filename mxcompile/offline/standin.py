@@ -1,0 +1,220 @@
+"""A GPU that is not there: while the context lasts, torch and Triton see the chip of one target.
+
+Patched, and put back on leaving, whatever happens inside:
+
+    torch.cuda, torch.version          availability, properties, current device, random state
+    Dynamo's device interfaces         the same, as Inductor asks for it
+    Triton's active driver             the target that kernels are compiled for
+    Inductor's memory of the machine   caches of what a chip can do, emptied on entering and on leaving
+
+Nothing is allocated on and nothing sent to a device, so that a real GPU beside it is not disturbed. Code of
+other threads would see the stand-in as well: one compile at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch._dynamo import device_interface
+from torch._inductor.codegen.common import init_backend_registration
+from torch._inductor.runtime import triton_helpers
+from torch._subclasses import fake_tensor
+from triton.backends.compiler import GPUTarget
+
+from mxcompile.lowering.targets import Target
+from mxcompile.offline.fake_gpu import operators_of_fake_gpu_tensors
+
+DEVICE = torch.device("cuda", 0)
+"""Where the stand-in is."""
+
+_LOCK = threading.RLock()
+
+_REMEMBERING = (
+    "torch.utils._triton",
+    "torch._inductor.utils",
+    "torch._inductor.choices",
+    "torch._inductor.compile_fx",
+    "torch._inductor.select_algorithm",
+    "torch._inductor.kernel.mm",
+    "torch._inductor.runtime.hints",
+    "torch._inductor.codegen.triton",
+    "torch._inductor.codegen.cuda.cuda_env",
+)
+"""Modules with functions that cache what they found out about the machine."""
+
+_HIP, _CUDA = "7.0.0", "13.0"
+
+
+def triton_target(target: Target) -> GPUTarget:
+    """The chip of `target` as Triton names it."""
+    return GPUTarget("hip" if _is_amd(target) else "cuda", target.arch, target.warp_size)
+
+
+def _is_amd(target: Target) -> bool:
+    return isinstance(target.arch, str)
+
+
+def _capability(target: Target) -> tuple[int, int]:
+    """Major and minor version; that of AMD's gfx9 family is 9.4 or 9.5."""
+    match target.arch:
+        case int(arch):
+            return divmod(arch, 10)
+        case _:
+            return 9, int(target.name.removeprefix("gfx9")[0])
+
+
+def _properties(target: Target) -> SimpleNamespace:
+    """What ``torch.cuda.get_device_properties`` says of the chip."""
+    major, minor = _capability(target)
+    return SimpleNamespace(
+        name=target.peak.chip if target.peak else target.name,
+        major=major,
+        minor=minor,
+        gcnArchName=target.name if _is_amd(target) else "",
+        multi_processor_count=target.processors,
+        warp_size=target.warp_size,
+        regs_per_multiprocessor=65536 * target.warp_size // 32,
+        max_threads_per_multi_processor=1536 if target.name in ("sm_89", "sm_120") else 2048,
+        max_threads_per_block=1024,
+        total_memory=32 << 30,
+        L2_cache_size=32 << 20,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=target.shared_bytes,
+        shared_memory_per_multiprocessor=target.shared_bytes + 1024,
+        clock_rate=1,
+        memory_clock_rate=1,
+        memory_bus_width=1,
+        is_integrated=0,
+    )
+
+
+class _Driver:
+    """Triton's driver for a chip that kernels are compiled for and never launched on."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = triton_target(target)
+        self._capability = _capability(target)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return self._capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return DEVICE
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _interface(properties: SimpleNamespace, arch: Any) -> type:
+    """Dynamo's interface to the stand-in."""
+    constants = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+        "get_raw_stream": 0,
+        "get_device_properties": properties,
+        "get_compute_capability": arch,
+        "is_bf16_supported": True,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+    }
+    members = {name: staticmethod(_always(value)) for name, value in constants.items()}
+    worker = {name: members[name] for name in ("get_device_properties", "current_device", "set_device")}
+    base = device_interface.CudaInterface
+    return type("StandIn", (base,), {**members, "Worker": type("Worker", (base.Worker,), worker)})
+
+
+def _torch_cuda(properties: SimpleNamespace) -> dict[str, Any]:
+    """Functions of ``torch.cuda`` and what they answer."""
+    return {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "get_device_properties": properties,
+        "_get_device_properties": properties,
+        "get_device_capability": (properties.major, properties.minor),
+        "get_device_name": properties.name,
+        "is_bf16_supported": True,
+        "is_tf32_supported": True,
+        "_lazy_init": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+
+
+@contextmanager
+def stand_in(target: Target) -> Iterator[None]:
+    """Make torch and Triton compile for `target`, a GPU, whatever machine this is."""
+    properties = _properties(target)
+    interface = _interface(properties, target.arch)
+    device_interface.get_interface_for_device("cpu")  # torch registers its own first
+    init_backend_registration()
+    with _LOCK, ExitStack() as stack:
+        enter = stack.enter_context
+        stack.callback(_forget)
+        for name, answer in _torch_cuda(properties).items():
+            enter(mock.patch.object(torch.cuda, name, _always(answer), create=True))
+        enter(mock.patch.object(torch.version, "cuda", None if _is_amd(target) else _CUDA))
+        enter(mock.patch.object(torch.version, "hip", _HIP if _is_amd(target) else None))
+        both = {"cuda": interface, "cuda:0": interface}
+        enter(mock.patch.dict(device_interface.device_interfaces, both))
+        for known in (
+            device_interface.caching_worker_device_properties,
+            device_interface.caching_worker_current_devices,
+        ):
+            enter(mock.patch.dict(known))
+        enter(mock.patch.object(triton_helpers, "set_driver_to_gpu", _always(None)))
+        enter(mock.patch.object(fake_tensor, "init_gpu_context", _always(None)))
+        enter(mock.patch.object(triton.runtime.driver, "_active", _Driver(target)))
+        enter(operators_of_fake_gpu_tensors())
+        _forget()
+        yield
+
+
+def _forget() -> None:
+    """Empty the caches of what the machine can do."""
+    for name in _REMEMBERING:
+        module = sys.modules.get(name)
+        if module is not None:
+            for cached in _caches(module):
+                cached.cache_clear()
+
+
+def _caches(module: ModuleType) -> Iterator[Any]:
+    for owner in (module, *(item for item in vars(module).values() if isinstance(item, type))):
+        for value in vars(owner).values():
+            function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            if isinstance(function, functools._lru_cache_wrapper) and _is_of(function, module):
+                yield function
+
+
+def _is_of(function: Any, module: ModuleType) -> bool:
+    return bool(function.__module__ == module.__name__)

@@ -1,0 +1,206 @@
+"""Reading the module that Inductor wrote: its kernels, and what its ``call`` launches in which order.
+
+The module is parsed, never run. Bytes moved are those of every tensor a launch reads and of every one it
+writes: what it must move at least, if it touches all of each.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
+_MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
+_ALLOCATORS = re.compile(r"empty_strided_\w+$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One launch as the module writes it.
+
+    kernel: name of a generated kernel, or of an operator such as ``extern_kernels.mm``. generated: which of
+    the two. handle: under which Inductor tells what it computes. reads, writes: the tensors, by the name of
+    the allocation they lie in. num_bytes: moved at least.
+    """
+
+    kernel: str
+    generated: bool
+    handle: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Module:
+    """A generated module: the Triton source of its kernels by name, and its launches in order."""
+
+    kernels: dict[str, str]
+    calls: tuple[Call, ...]
+
+
+def read(source: str, input_bytes: dict[str, int]) -> Module:
+    """The kernels and launches in `source`, whose inputs have `input_bytes` by name."""
+    tree = ast.parse(source)
+    kernels = dict(_kernels(tree))
+    reader = _Reader(source, kernels, input_bytes)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and _runs(function):
+            reader.read(function)
+    return Module(kernels=kernels, calls=tuple(reader.calls))
+
+
+def _runs(function: ast.FunctionDef) -> bool:
+    """Whether a function of the module is part of a run, not a benchmark of one."""
+    return function.name == "call" or function.name.startswith(("partition_", "subgraph_"))
+
+
+def _kernels(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(
+                    func=ast.Attribute(attr="triton"), args=[_, ast.Constant(value=str(code)), *_]
+                ),
+            ):
+                yield name, code
+
+
+class _Reader:
+    """State of reading one module: the tensors known so far, by name, and the launches."""
+
+    def __init__(self, source: str, kernels: dict[str, str], input_bytes: dict[str, int]) -> None:
+        self._lines = source.splitlines()
+        self._kernels = kernels
+        self._bytes = dict(input_bytes)
+        self._itemsize: dict[str, int] = {}
+        self._root = {name: name for name in input_bytes}
+        self.calls: list[Call] = []
+
+    def read(self, function: ast.FunctionDef) -> None:
+        """Follow the statements of a function in order."""
+        for statement in _statements(function.body):
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._assign(name, value)
+                case ast.Expr(value=ast.Call(func=ast.Name(id="assert_size_stride"), args=args)):
+                    self._size(args)
+                case ast.Expr(value=ast.Call() as call):
+                    self._launch(call, result=None)
+
+    def _assign(self, name: str, value: ast.expr) -> None:
+        match value:
+            case ast.Name(id=other) | ast.Subscript(value=ast.Name(id=other)):
+                self._alias(name, other)
+            case ast.Call(func=ast.Name(id=made), args=[size, _, dtype]) if _ALLOCATORS.match(made):
+                self._itemsize[name] = itemsize = _dtype(dtype).itemsize
+                self._bytes[name] = _elements(size) * itemsize
+                self._root[name] = name
+            case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[ast.Name(id=other), size, *_]):
+                self._alias(name, other)
+                if name in self._itemsize:
+                    self._bytes[name] = _elements(size) * self._itemsize[name]
+            case ast.Call() as call:
+                self._launch(call, result=name)
+
+    def _alias(self, name: str, other: str) -> None:
+        tables: tuple[dict[str, Any], ...] = (self._bytes, self._itemsize, self._root)
+        for known in tables:
+            if other in known:
+                known[name] = known[other]
+
+    def _size(self, arguments: list[ast.expr]) -> None:
+        """The size of a library's result, which is only asserted; taken to be of 16-bit elements."""
+        match arguments:
+            case [ast.Name(id=name), size, *_] if name in self._root and not self._bytes.get(name):
+                self._bytes[name] = _elements(size) * 2
+
+    def _launch(self, call: ast.Call, result: str | None) -> None:
+        target = ast.unparse(call.func)
+        kernel, _, method = target.rpartition(".")
+        if method == "run" and kernel in self._kernels:
+            arguments = [next(_names(argument), "") for argument in call.args]
+            parameters = _parameters(kernel, self._kernels[kernel])
+            changed = _mutated(self._kernels[kernel])
+            pairs = list(zip(parameters, arguments, strict=False))
+            written = [name for parameter, name in pairs if "out_ptr" in parameter or parameter in changed]
+            new = [name for parameter, name in pairs if parameter.startswith("out_ptr")]
+            self._add(kernel, call, [name for name in arguments if name not in new], written, True)
+        elif target.startswith(("extern_kernels.", "torch.ops.")):
+            arguments = [name for argument in call.args for name in _names(argument)]
+            given = [name for word in call.keywords if word.arg != "out" for name in _names(word.value)]
+            written = [name for word in call.keywords if word.arg == "out" for name in _names(word.value)]
+            if result is not None:
+                self._root[result] = result
+                self._bytes[result] = 0
+                written.append(result)
+            self._add(target, call, arguments + given, written, False)
+
+    def _add(self, kernel: str, call: ast.Call, reads: list[str], writes: list[str], generated: bool) -> None:
+        known = self._bytes
+        moved = [*dict.fromkeys(reads), *dict.fromkeys(writes)]
+        self.calls.append(
+            Call(
+                kernel=kernel,
+                generated=generated,
+                handle=self._handle(call.lineno),
+                reads=tuple(dict.fromkeys(self._root[name] for name in reads if name in known)),
+                writes=tuple(dict.fromkeys(self._root[name] for name in writes if name in known)),
+                num_bytes=sum(known.get(name, 0) for name in moved),
+            )
+        )
+
+    def _handle(self, line: int) -> str:
+        """The handle in the comments right above a launch."""
+        for above in reversed(self._lines[max(0, line - 8) : line - 1]):
+            found = _HANDLE.search(above)
+            if found:
+                return found.group(1)
+        return ""
+
+
+def _parameters(kernel: str, source: str) -> list[str]:
+    """Names of the parameters of `kernel`, in order."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == kernel:
+            return [argument.arg for argument in node.args.args]
+    return []
+
+
+def _mutated(source: str) -> frozenset[str]:
+    """Parameters that a kernel is said to write to besides its outputs."""
+    found = _MUTATED.search(source)
+    return frozenset(ast.literal_eval(found.group(1))) if found else frozenset()
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _statements(statement.body)
+        else:
+            yield statement
+
+
+def _names(expression: ast.expr) -> Iterator[str]:
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def _elements(size: ast.expr) -> int:
+    """Elements of a shape written as a tuple of numbers; 0 if it holds symbols."""
+    try:
+        return math.prod(ast.literal_eval(size))
+    except ValueError:
+        return 0
+
+
+def _dtype(expression: ast.expr) -> Any:
+    return getattr(torch, ast.unparse(expression).removeprefix("torch."))
