@@ -66,6 +66,11 @@ class _Product(torch.autograd.Function):
         return dx.to(x.dtype), dw.to(w.dtype), None, None
 
 
+def product(x: torch.Tensor, w: torch.Tensor, recipe: Recipe, out: torch.dtype) -> torch.Tensor:
+    """x[m, k] · w[k, n] in `out`, forward and backward with the casts of `recipe`."""
+    return _Product.apply(x, w, recipe, out)
+
+
 class Replaced:
     """The linears of one model, found by the identity of their weights."""
 
@@ -98,7 +103,7 @@ class Replaced:
             return _LINEAR(x, weight, bias)
         out = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         with torch.autocast("cpu", enabled=False):
-            y = _Product.apply(x.reshape(-1, x.shape[-1]), weight.t(), recipe, out)
+            y = product(x.reshape(-1, x.shape[-1]), weight.t(), recipe, out)
             y = y.reshape(*x.shape[:-1], weight.shape[0])
             return y if bias is None else y + bias.to(out)
 
@@ -107,14 +112,19 @@ class Replaced:
         recipe = self.recipe(weight)
         if recipe is None:
             return _ADDMM(bias, x, weight)
-        return _Product.apply(x, weight, recipe, x.dtype) + bias
+        return product(x, weight, recipe, x.dtype) + bias
 
     def grouped(self, x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
         """F.grouped_mm, x[t, k] · w[e, k, n]. Blocks along t straddle groups, as in the graph."""
         recipe = self.recipe(weight)
         if recipe is None:
             return _GROUPED(x, weight, offs=offs)
-        return _Grouped.apply(x, weight, offs, recipe)
+        return grouped_product(x, weight, offs, recipe)
+
+
+def grouped_product(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """x[t, k] · w[e, k, n], rows of x by group, forward and backward with the casts of `recipe`."""
+    return _Grouped.apply(x, w, offs, recipe)
 
 
 class _Grouped(torch.autograd.Function):

@@ -14,7 +14,6 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional as F
 
-
 WIDTH, FFN = 48, 80
 
 
