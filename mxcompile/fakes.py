@@ -1,0 +1,100 @@
+"""Models on fake CPU tensors: shapes without memory, for tracing what a model would do.
+
+Fake tensors are on the CPU whatever the model is for: without a GPU build of torch an attention on fake CUDA
+or meta tensors falls apart into products and a softmax that no GPU would run, and autograd refuses them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._pytree import tree_map_only
+
+from mxcompile.errors import ModelError, MXCompileError
+
+
+class Faker:
+    """Tensors to fake CPU tensors of `mode`, of the same shape, strides and dtype."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """`tensor` without its values."""
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` on fake tensors; what it shares stays shared. Raises `ModelError`."""
+    fake = Faker(mode)
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the model holds
+        raise ModelError(f"cannot copy the model: {type(error).__name__}: {error}") from error
+
+
+def call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    mode: FakeTensorMode,
+    backend: Callable[..., Any],
+    training: bool,
+) -> None:
+    """Compile `model`, a copy on fake tensors of `mode`, with `backend` by calling it on `args` and `kwargs`.
+
+    The values of tensors are not looked at. Raises `ModelError` with what Dynamo or the backend met.
+    """
+    arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
+    compiled = torch.compile(model, backend=backend)
+    gradients = nullcontext() if training else torch.no_grad()
+    with _apart_from_others(), _without_function_modes(), mode, gradients:
+        try:
+            compiled(*arguments[0], **arguments[1])
+        except MXCompileError:
+            raise
+        except Exception as error:  # of the user's model, or of tracing it
+            inner = getattr(error, "inner_exception", error)
+            if isinstance(inner, MXCompileError):
+                raise inner from None
+            raise ModelError(f"cannot trace the model: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Set aside a ``with torch.device("meta")`` around the call: it would reach into the traced model."""
+    set_aside = []
+    while _len_torch_function_stack():
+        set_aside.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(set_aside):
+            _push_mode(mode)
+
+
+@contextmanager
+def _apart_from_others() -> Iterator[None]:
+    """Keep what this process has compiled out of the trace: limits, sizes seen before."""
+    with torch._dynamo.config.patch(
+        recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False
+    ):
+        yield
