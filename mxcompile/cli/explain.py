@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    """The arguments that name a model and its inputs."""
+def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
+    """The arguments that name a model and its inputs: `name` with the `settings` of argparse."""
     command.add_argument(
-        "model",
+        name,
+        **settings,
         metavar="MODEL",
         help="package.module:factory, which returns (model, args, kwargs), or a directory with a config.json",
     )
@@ -42,7 +43,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.cli.quiet import quiet
-    from mxcompile.explain import explain
+    from mxcompile.explainer import explain
     from mxcompile.models import load_model
     from mxcompile.report import form_of
 

@@ -1,0 +1,170 @@
+"""Models no machine here could hold, from their published configurations, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+
+def _tokens(length: int = 512) -> dict[str, Any]:
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama_405b(layers: int = 126) -> nn.Module:
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            vocab_size=128256,
+            hidden_size=16384,
+            intermediate_size=53248,
+            num_hidden_layers=layers,
+            num_attention_heads=128,
+            num_key_value_heads=8,
+            use_cache=False,
+        )
+    )
+
+
+def mixtral_8x22b(layers: int = 56) -> nn.Module:
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            vocab_size=32768,
+            hidden_size=6144,
+            intermediate_size=16384,
+            num_hidden_layers=layers,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            use_cache=False,
+        )
+    )
+
+
+def deepseek_v3(layers: int = 61) -> nn.Module:
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            num_hidden_layers=layers, first_k_dense_replace=min(3, layers - 1), use_cache=False
+        )
+    )
+
+
+def t5_large(layers: int = 24) -> nn.Module:
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            d_model=1024,
+            d_ff=4096,
+            num_layers=layers,
+            num_heads=16,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def vit_huge(layers: int = 32) -> nn.Module:
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=1280,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            intermediate_size=5120,
+            patch_size=14,
+        )
+    )
+
+
+def whisper_large(layers: int = 32) -> nn.Module:
+    return hf.WhisperForConditionalGeneration(
+        hf.WhisperConfig(
+            d_model=1280,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=20,
+            decoder_attention_heads=20,
+            encoder_ffn_dim=5120,
+            decoder_ffn_dim=5120,
+            use_cache=False,
+        )
+    )
+
+
+_ATTENTION = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "o_proj": "attn_out",
+    "out_proj": "attn_out",
+}
+_GATED = {"gate_proj": "ffn_in", "up_proj": "ffn_in", "down_proj": "ffn_out"}
+_EXPERTS = {
+    "mlp.gate": "router",
+    "experts.gate_up_proj": "expert_in",
+    "experts.down_proj": "expert_out",
+}
+
+GIANTS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], int, dict[str, str]]] = {
+    "llama": (llama_405b, _tokens(8192), 126, {**_ATTENTION, **_GATED, "lm_head": "head"}),
+    "mixtral": (mixtral_8x22b, _tokens(), 56, {**_ATTENTION, **_EXPERTS, "lm_head": "head"}),
+    "deepseek": (
+        deepseek_v3,
+        _tokens(),
+        61,
+        {
+            "q_a_proj": "qkv",
+            "q_b_proj": "qkv",
+            "kv_a_proj_with_mqa": "qkv",
+            "kv_b_proj": "qkv",
+            "o_proj": "attn_out",
+            **_GATED,
+            **_EXPERTS,
+            "lm_head": "head",
+        },
+    ),
+    "t5": (
+        t5_large,
+        _tokens(),
+        48,
+        {
+            "SelfAttention.q": "qkv",
+            "SelfAttention.k": "qkv",
+            "SelfAttention.v": "qkv",
+            "EncDecAttention.q": "qkv",
+            "EncDecAttention.k": "qkv",
+            "EncDecAttention.v": "qkv",
+            "Attention.o": "attn_out",
+            "DenseReluDense.wi": "ffn_in",
+            "DenseReluDense.wo": "ffn_out",
+            "lm_head": "head",
+        },
+    ),
+    "vit": (
+        vit_huge,
+        {
+            "pixel_values": torch.zeros(1, 3, 224, 224, dtype=torch.bfloat16),
+            "labels": torch.zeros(1, dtype=torch.int64),
+        },
+        32,
+        {**_ATTENTION, "fc1": "ffn_in", "fc2": "ffn_out", "classifier": "head"},
+    ),
+    "whisper": (
+        whisper_large,
+        {
+            "input_features": torch.zeros(1, 80, 3000, dtype=torch.bfloat16),
+            "labels": torch.zeros(1, 448, dtype=torch.int64),
+        },
+        64,
+        {**_ATTENTION, "fc1": "ffn_in", "fc2": "ffn_out", "proj_out": "head"},
+    ),
+}
+"""By name: factory, inputs, number of transformer layers, and the role a layer's name ends in."""
+
+
+def build(name: str, layers: int | None = None) -> nn.Module:
+    """The model in BF16 on the meta device."""
+    factory = GIANTS[name][0]
+    with torch.device("meta"):
+        return (factory() if layers is None else factory(layers)).bfloat16()

@@ -1,0 +1,64 @@
+"""`explain` of models that do not fit on any machine: every layer found, with the role its name promises."""
+
+from __future__ import annotations
+
+import resource
+from unittest import mock
+
+import pytest
+from giants import GIANTS, build
+
+import mxcompile
+from mxcompile.passes import find
+from mxcompile.policy import ATTENTION_PRODUCTS
+
+PRODUCTS = {str(role) for role in ATTENTION_PRODUCTS}
+
+
+@pytest.mark.parametrize("name", GIANTS)
+def test_every_layer_has_its_role_and_reason(name):
+    _, inputs, layers, roles = GIANTS[name]
+    report = mxcompile.explain(build(name), target="sm_100", **inputs)
+    linear = [gemm for gemm in report.gemms if gemm.role not in PRODUCTS]
+    for gemm in linear:
+        (suffix,) = [suffix for suffix in roles if gemm.name.endswith(suffix)]
+        assert gemm.role == roles[suffix], gemm
+        assert gemm.reason
+        quantized = gemm.role not in ("head", "router")
+        assert gemm.precision == ("mxfp8" if quantized else "bf16"), gemm
+    outputs = [gemm for gemm in linear if gemm.role == "attn_out" and gemm.gemm == "fprop"]
+    cross = {"t5": 24, "whisper": 32}.get(name, 0)
+    assert len(outputs) == layers + cross
+    assert len({gemm.name for gemm in outputs}) == len(outputs)
+    products = [gemm for gemm in report.gemms if gemm.role in PRODUCTS and gemm.gemm == "fprop"]
+    assert len(products) == 2 * len(outputs)
+
+
+@pytest.mark.parametrize("name", GIANTS)
+def test_module_names_play_no_part(name):
+    _, inputs, _, _ = GIANTS[name]
+    model = build(name, layers=2)
+    named = mxcompile.explain(model, **inputs)
+    with (
+        mock.patch.object(find, "module_of", return_value=("x", "Module")),
+        mock.patch.object(find, "layer_name", return_value="x"),
+    ):
+        nameless = mxcompile.explain(model, **inputs)
+    assert {gemm.name for gemm in nameless.gemms} == {"x"}
+    assert [gemm.role for gemm in nameless.gemms] == [gemm.role for gemm in named.gemms]
+
+
+def test_a_model_of_405_billion_parameters_takes_no_memory():
+    _, inputs, layers, _ = GIANTS["llama"]
+    model = build("llama")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 4.05e11
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = mxcompile.explain(model, target="sm_100", **inputs)
+    added_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert added_bytes < 2e9
+    assert report.summary.num_gemms == 7 * 3 * layers + 6 * layers + 3
+    parameters = sum(
+        gemm.n * gemm.k for gemm in report.gemms if gemm.gemm == "fprop" and gemm.role not in PRODUCTS
+    )
+    assert report.summary.weight_bytes_bf16 == 2 * parameters
+    assert 0.85 < report.summary.flop_share < 0.95
