@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import triton
+
 from mxcompile.errors import TargetError
 from mxcompile.lowering.targets import Target
 
@@ -71,3 +73,168 @@ QUANTIZE: dict[str, dict[str, TileConfig] | Absent] = {
 }
 """Target → layout → tile. 128 elements a thread where registers allow: each thread then holds whole blocks of
 the columnwise copy, and fewer instructions are spent on reductions between threads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledChoices:
+    """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`."""
+
+    many: MatmulConfig
+    few: MatmulConfig
+    few_rows: int
+    swap_few: bool
+
+
+_EMULATED = Absent(reason="no block-scaled MMA; dequantized operands and the BF16 GEMM are faster")
+_TCGEN05 = ScaledChoices(
+    many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=4, num_stages=4),
+    few=MatmulConfig(block_m=128, block_n=32, block_k=256, num_warps=4, num_stages=3),
+    few_rows=64,
+    swap_few=True,  # the instruction is native from 128 rows of A, and from 16 of B
+)
+
+SCALED_MM: dict[str, ScaledChoices | Absent] = {
+    "sm_80": _EMULATED,
+    "sm_89": _EMULATED,
+    "sm_90": _EMULATED,
+    "sm_100": _TCGEN05,
+    "sm_103": _TCGEN05,
+    "sm_120": ScaledChoices(
+        # MN-major operands are gathered byte by byte and need the registers that block_k=128 would take
+        many=MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+        few=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        few_rows=32,
+        swap_few=False,
+    ),
+    "gfx942": _EMULATED,
+    "gfx950": ScaledChoices(
+        many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        few=MatmulConfig(block_m=16, block_n=128, block_k=256, num_warps=4, num_stages=2),
+        few_rows=32,
+        swap_few=False,
+    ),
+}
+"""Target → configs of the pointer form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledConfig:
+    """A tile as in `MatmulConfig`, stored in 2^`halvings` parts, which bounds the registers of the epilogue.
+
+    warp_specialize: loads, MMA and epilogue run in warps of their own. since: first Triton release that
+    compiles it.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    halvings: int
+    warp_specialize: bool = False
+    since: tuple[int, int] = (3, 6)
+
+
+_NO_TENSOR_MEMORY = Absent(reason="no tensor memory; scaled_mm's pointer form is its fastest")
+_TILED = (
+    TiledConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=4, halvings=2),
+    TiledConfig(
+        block_m=128,
+        block_n=256,
+        block_k=128,
+        num_warps=8,
+        num_stages=3,
+        halvings=2,
+        warp_specialize=True,
+        since=(3, 7),
+    ),
+    TiledConfig(
+        block_m=128,
+        block_n=128,
+        block_k=128,
+        num_warps=4,
+        num_stages=4,
+        halvings=1,
+        warp_specialize=True,
+        since=(3, 7),
+    ),
+)
+
+SCALED_MM_TILED: dict[str, tuple[TiledConfig, ...] | Absent] = {
+    "sm_80": _EMULATED,
+    "sm_89": _EMULATED,
+    "sm_90": _EMULATED,
+    "sm_100": _TILED,
+    "sm_103": _TILED,
+    "sm_120": _NO_TENSOR_MEMORY,
+    "gfx942": _EMULATED,
+    "gfx950": _NO_TENSOR_MEMORY,
+}
+"""Target → configs to choose among, the default first."""
+
+
+def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
+    """The rows of `SCALED_MM_TILED` for `target` that the installed Triton compiles, the default first."""
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    rows = chosen(SCALED_MM_TILED, "scaled_mm_tiled", target)
+    return tuple(config for config in rows if release >= config.since)
+
+
+_FUSED_TCGEN05 = ScaledChoices(
+    many=MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+    few=MatmulConfig(block_m=128, block_n=32, block_k=128, num_warps=8, num_stages=3),
+    few_rows=64,
+    swap_few=True,
+)
+
+FUSED_QUANTIZE_MM: dict[str, ScaledChoices | Absent] = {
+    "sm_80": _EMULATED,
+    "sm_89": _EMULATED,
+    "sm_90": _EMULATED,
+    "sm_100": _FUSED_TCGEN05,
+    "sm_103": _FUSED_TCGEN05,
+    "sm_120": ScaledChoices(
+        many=MatmulConfig(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3),
+        few_rows=32,
+        swap_few=False,
+    ),
+    "gfx942": _EMULATED,
+    "gfx950": ScaledChoices(
+        many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=2),
+        few_rows=32,
+        swap_few=False,
+    ),
+}
+"""Target → configs; blocks of a swapped config are those of the swapped product."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightOnlyChoices:
+    """gemv: one row a program. dot: block_m rows of activations against block_n of weights."""
+
+    gemv: MatmulConfig
+    dot: MatmulConfig
+
+
+_WEIGHT_ONLY = WeightOnlyChoices(
+    gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=3),
+    dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+)
+_WEIGHT_ONLY_AMD = WeightOnlyChoices(
+    gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=2),
+    dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2),
+)
+
+WEIGHT_ONLY_MM: dict[str, WeightOnlyChoices | Absent] = {
+    "sm_80": _WEIGHT_ONLY,
+    "sm_89": _WEIGHT_ONLY,
+    "sm_90": _WEIGHT_ONLY,
+    "sm_100": _WEIGHT_ONLY,
+    "sm_103": _WEIGHT_ONLY,
+    "sm_120": _WEIGHT_ONLY,
+    "gfx942": _WEIGHT_ONLY_AMD,
+    "gfx950": _WEIGHT_ONLY_AMD,
+}
+"""Target → configs."""

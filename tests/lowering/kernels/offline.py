@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mxcompile.lowering.kernels.launch import Launch
 from mxcompile.lowering.targets import Target
@@ -60,13 +61,15 @@ def _kind(value: object) -> str:
     """How Triton's launcher specialises an argument: None and 1 are constants, the rest is typed."""
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
     if value is None or value == 1:
         return "constexpr"
     return "i32" if abs(value) < 2**31 else "i64"
 
 
 def _divisible(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or value % 16 == 0
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _nvidia(kernel) -> Compiled:

@@ -1,0 +1,34 @@
+"""Scaled matmul in torch: dequantize in FP64, multiply in FP64; what kernels are within a bound of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import num_blocks
+from mxcompile.numerics import dequantize_tensors
+
+
+def untiled(scale: Tensor, rows: int, k: int) -> Tensor:
+    """Scale bytes [rows, ⌈k/32⌉] from the 128×4 tiled layout."""
+    down, across = -(-rows // 128), -(-num_blocks(k) // 4)
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, : num_blocks(k)]
+
+
+def values(qdata: Tensor, scale: Tensor) -> Tensor:
+    """FP64 values of an operand [rows, K]; scale row-major [rows, ⌈K/32⌉] or flat, tiled."""
+    if scale.ndim == 1:
+        scale = untiled(scale, *qdata.shape)
+    return dequantize_tensors(qdata, scale, -1, torch.float64)
+
+
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A · bᵀ (+ bias) in FP64 [M, N], and Σ |a · b| (+ |bias|), which error bounds are relative to."""
+    left, right = values(a, a_scale), values(b, b_scale).t()
+    exact, magnitude = left @ right, left.abs() @ right.abs()
+    if bias is not None:
+        exact, magnitude = exact + bias.to(torch.float64), magnitude + bias.to(torch.float64).abs()
+    return exact, magnitude

@@ -1,0 +1,58 @@
+"""MX operands made directly of codes and bytes, in memory that is NaN wherever an operand does not reach."""
+
+from __future__ import annotations
+
+import torch
+
+from mxcompile.formats import E4M3, ElemType, num_blocks
+from mxcompile.lowering.kernels.scaled_mm import Operand
+from mxcompile.lowering.reference.quantize import swizzled
+
+NAN_CODE, NAN_BYTE = 0x7F, 255
+
+
+def finite_codes(rows: int, columns: int, elem: ElemType) -> torch.Tensor:
+    """Random FP8 codes of every exponent, no NaN and no Inf."""
+    largest = 0x7E if elem is E4M3 else 0x7B
+    sign = torch.randint(0, 2, (rows, columns), dtype=torch.uint8) << 7
+    return torch.randint(0, largest + 1, (rows, columns), dtype=torch.uint8) | sign
+
+
+def embedded(values: torch.Tensor, poison: int) -> torch.Tensor:
+    """`values`, as a view into the middle of a larger buffer that is `poison` everywhere else."""
+    rows, columns = values.shape
+    buffer = torch.full((rows + 3, columns + 16), poison, dtype=values.dtype)
+    view = buffer[1 : rows + 1, :columns]
+    view.copy_(values)
+    return view
+
+
+def operand(
+    rows: int, k: int, elem: ElemType = E4M3, *, k_major: bool = True, spread: int = 40, tiled: bool = False
+) -> Operand:
+    """Codes [rows, k]; scales over 2·`spread` binades, different for every block; poisoned surroundings."""
+    codes = finite_codes(rows, k, elem)
+    scale = torch.randint(127 - spread, 127 + spread, (rows, num_blocks(k)), dtype=torch.uint8)
+    if tiled:
+        # what is beyond the rows is not read by any result that is kept; beyond the blocks it must be zero
+        across = -num_blocks(k) % 4
+        padded = torch.nn.functional.pad(scale, (0, across))
+        down = torch.full((-rows % 128, padded.shape[1]), NAN_BYTE, dtype=torch.uint8)
+        scale = swizzled(torch.cat([padded, down]))
+        codes = codes if k_major else codes.t().contiguous().t()
+    elif k_major:
+        codes, scale = embedded(codes, NAN_CODE), embedded(scale, NAN_BYTE)
+    else:
+        codes, scale = embedded(codes.t(), NAN_CODE).t(), embedded(scale.t(), NAN_BYTE).t()
+    return Operand(qdata=codes.view(elem.dtype), scale=scale)
+
+
+def assert_within(out: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, k: int) -> None:
+    """Each element within what FP32 accumulation over `k` and one rounding to the output dtype may lose."""
+    assert out.shape == exact.shape
+    bound = (
+        (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs() + (k + 2) * 2.0**-150
+    )
+    error = (out.to(torch.float64) - exact).abs()
+    worst = (error / bound).max().item() if out.numel() else 0.0
+    assert worst <= 1.0, f"error {worst:.3g} times the bound"
