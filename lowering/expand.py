@@ -31,10 +31,10 @@ class Expand:
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Replace the mx GEMMs of `graph` by aten GEMMs, and name the kernel in their tags."""
+        """Replace the mx GEMMs of `graph` without a kernel by aten GEMMs, and name those in their tags."""
         expander = _Expander(graph)
         for node in list(graph.nodes):
-            if packet(node) in ops.PRODUCTS:
+            if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
         graph.eliminate_dead_code()
 

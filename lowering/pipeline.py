@@ -15,13 +15,17 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering import casts as casts  # registers the lowerings of the casts
 from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.native import Native
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates import scaled_mm as scaled_mm  # registers the template
 
 log = logging.getLogger(__name__)
 
 
 def run(graph: fx.Graph, target: Target) -> None:
     """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag."""
+    if target.native:
+        Native(target=target).apply(graph)
     Expand().apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)

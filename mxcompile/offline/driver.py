@@ -46,6 +46,9 @@ _CONFIG: dict[str, Any] = {
     "cpp_wrapper": False,
     "benchmark_kernel": False,
     "trace.provenance_tracking_level": 1,
+    "max_autotune": False,  # nothing can be timed: the defaults
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
     "joint_graph_constant_folding": False,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,

@@ -1,0 +1,44 @@
+"""native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
+
+What stays ``mx.scaled_mm`` is lowered by a Triton template whose dot is the chip's block-scaled MMA. The
+others are left to `expand`: products of more than two dimensions or grouped ones, and empty ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.targets import Target
+
+_OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Native:
+    """target: the chip, one with an MX GEMM of its own."""
+
+    target: Target
+    name: ClassVar[str] = "native"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Name the kernel in the tags of the products that stay."""
+        kernel = f"mx_scaled_mm ({self.target.mma})"
+        for node in graph.nodes:
+            if packet(node) is ops.scaled_mm.overloadpacket and _runs(node):
+                set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+
+
+def _runs(node: fx.Node) -> bool:
+    out, a = tensor(node), tensor(node.args[0])
+    if out is None or a is None or out.dtype not in _OUTPUTS:
+        return False
+    if a.ndim != 2 or a.device.type != "cuda":
+        return False
+    return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[1]))

@@ -1,0 +1,170 @@
+"""Inductor template of ``mx.scaled_mm``: Triton's block-scaled dot, with whatever follows fused behind it.
+
+    acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)         in FP32
+    out       = epilogue(acc)            bias, activation, residual, gate, cast: Inductor's own, one rounding
+
+Operands are read where they are: each may be K-major or MN-major, scales are row-major bytes, no copy is
+transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
+memory there holds. SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
+
+Two-dimensional products only: `lowering.native` leaves the others to `lowering.expand`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.kernel.mm_common import mm_grid
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm, realize_inputs
+from torch._inductor.virtualized import V
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, elem_type
+from mxcompile.lowering.kernels.configs import MatmulConfig
+from mxcompile.lowering.templates.configs import products
+
+_SOURCE = r"""
+{{def_kernel("A", "SA", "B", "SB")}}
+    M = {{size("A", 0)}}
+    N = {{size("B", 1)}}
+    K = {{size("A", 1)}}
+    blocks_k = {{size("SA", 1)}}
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    group = pid // (GROUP_M * tiles_n)
+    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    pid_m = group * GROUP_M + pid % (GROUP_M * tiles_n) % rows
+    pid_n = pid % (GROUP_M * tiles_n) // rows
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rk = tl.arange(0, BLOCK_K)
+    rs = tl.arange(0, BLOCK_K // 32)
+    in_m = rm[:, None] < M
+    in_n = rn[None, :] < N
+    a_ptrs = A + rm[:, None].to(INDEX) * {{stride("A", 0)}} + rk[None, :].to(INDEX) * {{stride("A", 1)}}
+    b_ptrs = B + rk[:, None].to(INDEX) * {{stride("B", 0)}} + rn[None, :].to(INDEX) * {{stride("B", 1)}}
+    sa_ptrs = SA + rm[:, None].to(INDEX) * {{stride("SA", 0)}} + rs[None, :].to(INDEX) * {{stride("SA", 1)}}
+    sb_ptrs = SB + rn[:, None].to(INDEX) * {{stride("SB", 1)}} + rs[None, :].to(INDEX) * {{stride("SB", 0)}}
+{% if SWAP %}
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+{% else %}
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+{% endif %}
+    for start in range(0, tl.cdiv(K, BLOCK_K)):
+{% if EVEN_K %}
+{% if EVEN_M %}
+        a = tl.load(a_ptrs)
+        sa = tl.load(sa_ptrs)
+{% else %}
+        a = tl.load(a_ptrs, mask=in_m, other=0.0)
+        sa = tl.load(sa_ptrs, mask=in_m, other=0)
+{% endif %}
+{% if EVEN_N %}
+        b = tl.load(b_ptrs)
+        sb = tl.load(sb_ptrs)
+{% else %}
+        b = tl.load(b_ptrs, mask=in_n, other=0.0)
+        sb = tl.load(sb_ptrs, mask=rn[:, None] < N, other=0)
+{% endif %}
+{% else %}
+        in_k = start * BLOCK_K + rk < K
+        in_block = start * (BLOCK_K // 32) + rs < blocks_k
+        a = tl.load(a_ptrs, mask=in_m & in_k[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
+        sa = tl.load(sa_ptrs, mask=in_m & in_block[None, :], other=0)
+        sb = tl.load(sb_ptrs, mask=(rn[:, None] < N) & in_block[None, :], other=0)
+{% endif %}
+{% if SWAP %}
+        acc = tl.dot_scaled(b.T, sb, ELEM_B, a.T, sa, ELEM_A, acc)
+{% else %}
+        acc = tl.dot_scaled(a, sa, ELEM_A, b, sb, ELEM_B, acc)
+{% endif %}
+        a_ptrs += BLOCK_K * {{stride("A", 1)}}
+        b_ptrs += BLOCK_K * {{stride("B", 0)}}
+        sa_ptrs += (BLOCK_K // 32) * {{stride("SA", 1)}}
+        sb_ptrs += (BLOCK_K // 32) * {{stride("SB", 0)}}
+{% if SWAP %}
+    idx_m = rm[None, :]
+    idx_n = rn[:, None]
+    mask = (idx_m < M) & (idx_n < N)
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
+{% else %}
+    idx_m = rm[:, None]
+    idx_n = rn[None, :]
+    mask = (idx_m < M) & (idx_n < N)
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+{% endif %}
+"""
+
+TEMPLATE = TritonTemplate(name="mx_scaled_mm", grid=mm_grid, source=_SOURCE)
+
+_ADD = lowerings[torch.ops.aten.add.Tensor]
+_GROUP_M = 8
+
+
+@register_lowering(ops.scaled_mm, type_promotion_kind=None)
+def lower_scaled_mm(
+    a: ir.TensorBox,
+    scale_a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The product a [M, K] · b [K, N] (+ bias), for what `lowering.native` has left in the graph."""
+    elements = elem_type(a.get_dtype()).name, elem_type(b.get_dtype()).name
+    operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]
+    m, n = operands[0].get_size()[0], operands[2].get_size()[1]
+    layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
+    choices: list[Any] = []
+    for keywords in _choices(operands, layout, elements):
+        error = TEMPLATE.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
+        if error is not None:
+            raise error
+    chosen: Any = autotune_select_algorithm("mx_scaled_mm", choices, operands, layout)
+    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    return out if bias is None else _ADD(out, bias)
+
+
+def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """The template's arguments for each configuration to try; the default alone unless autotuning."""
+    m, n = layout.size
+    k = operands[0].get_size()[1]
+    sizes = V.graph.sizevars
+    for swap, tile in products(layout.device, sizes.optimization_hint(m)):
+        yield {
+            **_blocks(tile, swap=swap),
+            "EVEN_M": sizes.statically_known_multiple_of(m, tile.block_n if swap else tile.block_m),
+            "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
+            "EVEN_K": sizes.statically_known_multiple_of(k, tile.block_k),
+            "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+            "ELEM_A": repr(elements[0]),
+            "ELEM_B": repr(elements[1]),
+        }
+        if not (config.max_autotune or config.max_autotune_gemm):
+            return
+
+
+def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
+    """A tile's shape; of a swapped product block_m counts columns of `out`, block_n rows."""
+    return {
+        "BLOCK_M": tile.block_n if swap else tile.block_m,
+        "BLOCK_N": tile.block_m if swap else tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": _GROUP_M,
+        "SWAP": swap,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _fits_int32(operands: list[Any]) -> bool:
+    """Whether every element of every operand is less than 2^31 from its start, with a tile to spare."""
+    limit = 2**31 - BLOCK * 2**16
+    known = V.graph.sizevars.statically_known_lt
+    return all(known(operand.get_layout().storage_size(), limit) for operand in operands)
