@@ -1,25 +1,100 @@
-"""``mxcompile policy``: work with policy files."""
+"""``mxcompile policy``: write, check, read and import policy files."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
+
+from mxcompile.cli.explain import add_model
+from mxcompile.errors import OptionError
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    command = commands.add_parser("policy", help="check policy files")
+    command = commands.add_parser("policy", help="write, check, read and import policy files")
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    check = actions.add_parser("check", help="validate a policy file")
-    check.add_argument("file", type=Path)
-    check.set_defaults(run=run_check)
+    _add_init(actions)
+    _add_check(actions)
+    _add_show(actions)
+    _add_import(actions)
     schema = actions.add_parser("schema", help="print the JSON Schema of policy files, for editors")
     schema.set_defaults(run=run_schema)
 
 
+def _add_init(actions: Any) -> None:
+    init = actions.add_parser(
+        "init",
+        help="write a policy to start from, for a model",
+        description="Write a commented policy with the layers of a model, deciding what a preset does.",
+    )
+    add_model(init)
+    init.add_argument("--preset", default="nvidia", help="what to start from (default nvidia)")
+    _add_output(init)
+    init.set_defaults(run=run_init)
+
+
+def _add_check(actions: Any) -> None:
+    check = actions.add_parser(
+        "check",
+        help="validate a policy file; with a model, say what each rule matches",
+        description="Validate a policy file. With a model: which layers each rule decides for; a rule that"
+        " matches nothing, a name one letter off and a layer just under a size limit are mistakes. Exit"
+        " status 1 if there are any.",
+    )
+    check.add_argument("file", type=Path)
+    add_model(check, "--model")
+    check.set_defaults(run=run_check)
+
+
+def _add_show(actions: Any) -> None:
+    show = actions.add_parser(
+        "show",
+        help="print what a policy decides for every layer of a model",
+        description="Print precision and formats of every layer of a model, and the rule that decided.",
+    )
+    show.add_argument("policy", metavar="PRESET|FILE")
+    add_model(show, "--model", required=True)
+    show.add_argument("--inference", action="store_true", help="forward only")
+    show.set_defaults(run=run_show)
+
+
+def _add_import(actions: Any) -> None:
+    command = actions.add_parser(
+        "import",
+        help="make a policy of another tool's configuration",
+        description="Make a policy of a Transformer Engine debug file, an llm-compressor recipe or a torchao"
+        " FQN map. What cannot be said in a policy is listed, and noted in the file.",
+    )
+    command.add_argument("file", type=Path)
+    command.add_argument("--format", help="te, llm-compressor or torchao (default: told by the content)")
+    _add_output(command)
+    command.set_defaults(run=run_import)
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to write (default: to the terminal)"
+    )
+    command.add_argument("--force", action="store_true", help="overwrite the file")
+
+
+def run_init(options: argparse.Namespace) -> int:
+    """``policy init``."""
+    from mxcompile.policy import Policy
+    from mxcompile.rules import layers_of
+    from mxcompile.rules.starter import starter
+
+    _check_free(options)
+    policy = Policy.preset(options.preset)
+    layers = layers_of(_report(options, policy).gemms)
+    _write(starter(options.preset, layers, options.model), options)
+    return 0
+
+
 def run_check(options: argparse.Namespace) -> int:
-    """``policy check``: exit status 1 if the file is not a valid policy."""
+    """``policy check``: exit status 1 if the file is not a valid policy, or not one for the model."""
     from mxcompile.errors import PolicyError
     from mxcompile.policy import Policy
 
@@ -30,6 +105,41 @@ def run_check(options: argparse.Namespace) -> int:
         return 1
     count = len(policy.rules)
     print(f"{options.file}: valid; preset {policy.base.name}, {count} rule{'s' * (count != 1)}")
+    return 0 if options.model is None else _check_model(options, policy)
+
+
+def _check_model(options: argparse.Namespace, policy: Any) -> int:
+    from mxcompile.policy import Policy
+    from mxcompile.rules import complaints, layers_of
+    from mxcompile.rules.listing import matches
+
+    layers = layers_of(_report(options, Policy(base=policy.base)).gemms)
+    print(matches(policy, layers))
+    mistakes = complaints(policy, layers)
+    if mistakes:
+        print("\n" + "\n".join(mistakes))
+    return 1 if mistakes else 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """``policy show``."""
+    from mxcompile.policy import Policy
+    from mxcompile.rules.listing import decisions
+
+    policy = Policy.resolve(options.policy)
+    print(decisions(policy, _report(options, policy, training=not options.inference).gemms))
+    return 0
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """``policy import``."""
+    from mxcompile.policy.importers import import_policy
+
+    _check_free(options)
+    imported = import_policy(options.file, options.format)
+    _write(imported.text(), options)
+    for note in imported.notes:
+        print(f"not in the policy: {note}", file=sys.stderr)
     return 0
 
 
@@ -39,3 +149,34 @@ def run_schema(options: argparse.Namespace) -> int:
 
     print(json_schema.text(), end="")
     return 0
+
+
+def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
+    """The report of the model that `options` names, under `policy`."""
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.explainer import explain
+    from mxcompile.models import load_model
+
+    with quiet():
+        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+        return explain(
+            loaded.model, *loaded.args, policy=policy, training=training, strict=False, **loaded.kwargs
+        )
+
+
+def _check_free(options: argparse.Namespace) -> None:
+    """Raise `OptionError` if the output would overwrite a file and that was not asked for."""
+    if options.output is not None and options.output.exists() and not options.force:
+        raise OptionError(f"{options.output} exists: give --force to overwrite it, or another file")
+
+
+def _write(text: str, options: argparse.Namespace) -> None:
+    if options.output is None:
+        print(text, end="")
+        return
+    try:
+        with options.output.open("w" if options.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OptionError(f"{options.output}: cannot be written: {error.strerror}") from None
+    print(f"written to {options.output}")

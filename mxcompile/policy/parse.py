@@ -22,12 +22,19 @@ class Source:
 
     def error(self, path: Path, message: str) -> PolicyError:
         """A `PolicyError` that names `path` and, for a file, its line."""
-        line = next(
-            (self.lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.lines),
-            0,
-        )
+        line = self._line(path)
         place = f"{self.label}:{line}" if line else self.label
         return PolicyError(f"{place}: {_dotted(path)}{message}")
+
+    def sentence(self, path: Path, message: str) -> str:
+        """`message` with `path` and, for a file, its line."""
+        line = self._line(path)
+        return f"{f'line {line}: ' if line else ''}{_dotted(path)}{message}"
+
+    def _line(self, path: Path) -> int:
+        """Where `path` begins, or the innermost part of it that is known; 0 without lines."""
+        ends = range(len(path), -1, -1)
+        return next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), 0)
 
 
 def _dotted(path: Path) -> str:

@@ -142,9 +142,15 @@ class Policy:
         }
 
     def dump(self, path: str | Path) -> None:
-        """Write the policy to `path` as YAML that `load` reads back as an equal policy."""
+        """Write the policy to `path` as YAML that `load` reads back as an equal policy.
+
+        Raises `PolicyError` if the file cannot be written.
+        """
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PolicyError(f"{path}: cannot be written: {error.strerror}") from None
 
     def fingerprint(self) -> str:
         """The content as one string: equal for equal policies, whatever their file."""

@@ -83,7 +83,8 @@ def _positive(value: Any) -> int:
 def _name_pattern(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise Invalid(f"expected a glob or 're:…' over module paths, found {shown(value)}")
-    hidden = next((sign for sign in value if unicodedata.category(sign) in ("Cc", "Cf")), None)
+    space = "\n\t" if value.startswith("re:") else ""  # of a verbose expression
+    hidden = next((s for s in value if unicodedata.category(s) in ("Cc", "Cf") and s not in space), None)
     if hidden is not None:
         raise Invalid(f"{shown(value)} holds the invisible character U+{ord(hidden):04X}: remove it")
     if value.startswith("re:"):

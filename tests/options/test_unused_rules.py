@@ -8,13 +8,33 @@ from typing import Any
 import pytest
 import torch
 from eager_backend import EagerBackend
-from models import fused
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import mxcompile
 from mxcompile.errors import PolicyError, UnsupportedError
 from mxcompile.report import GemmRecord
+
+WIDTH, FFN = 64, 96
+
+
+class Block(nn.Module):
+    """Attention and a gated FFN, with names that say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.c, self.d = nn.Linear(WIDTH, 2 * FFN, bias=False), nn.Linear(FFN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.a(self.norm(x)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.b(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        gate, up = self.c(x).chunk(2, dim=-1)
+        return x + self.d(nn.functional.silu(gate) * up)
+
 
 LINEARS = ("0.a", "0.b", "0.c", "0.d", "1.a", "1.b", "1.c", "1.d")
 
@@ -24,13 +44,12 @@ def rule(use: Any = "mxfp8", **match: Any) -> dict[str, Any]:
 
 
 def run(*rules: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    """Compile and run two blocks of attention and gated FFN, the layers of `LINEARS`."""
+    """Compile and run two blocks, the layers of `LINEARS`."""
     torch._dynamo.reset()
-    case = fused()
     policy = {"version": 1, "preset": "bf16", "rules": list(rules)}
     backend = EagerBackend(policy=policy, **options)
-    model = torch.compile(case.model.to(dtype), backend=backend, fullgraph=True)
-    model(case.kwargs["input"].to(dtype))
+    model = torch.compile(nn.Sequential(Block(), Block()).to(dtype), backend=backend, fullgraph=True)
+    model(torch.randn(2, 19, WIDTH, dtype=dtype))
 
 
 def gemms() -> tuple[GemmRecord, ...]:
@@ -66,7 +85,7 @@ UNUSED = {
     ),
     "a size no layer reaches": (
         rule(role="qkv", min_k=256),
-        "policy: rule 1 matched no layer: 0.a misses min_k 256 (k=64)",
+        "policy: rule 1 matched no layer: 0-1.a below min_k 256 (k=64)",
     ),
 }
 
@@ -89,10 +108,61 @@ def test_in_strict_mode_it_is_an_error(name: str, warnings):
     assert warnings() == []
 
 
+NEAR = {
+    "one name of a list": (
+        [rule(name=["0.*", "1.bb", "2.*"]), rule("bf16", name="1.*")],
+        "policy: rule 1: '1.bb' matched no layer (did you mean '1.b'?)",
+    ),
+    "a rule whose layers others took": (
+        [rule("bf16", name="?.c"), rule(name="?.d"), rule(role=["ffn_in", "ffn_out"]), rule(name="*")],
+        "policy: rule 3 decides nothing: 0-1.c, 0-1.d went to rules 1, 2; move it up",
+    ),
+    "a size a few layers do not quite reach": (
+        [rule(name="*", min_k=70)],
+        "policy: rule 1: 0-1.a, 0-1.b, 0-1.c below min_k 70 (k=64), just under, and no other rule decides;"
+        " lower the limit or add a rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_nearly_happened_is_said(name: str, warnings):
+    rules, sentence = NEAR[name]
+    run(*rules)
+    assert warnings() == [sentence]
+
+
+def test_strict_raises_everything_at_once():
+    rules = [rule(name="x.y"), *(found for rules, _ in NEAR.values() for found in rules[:1])]
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(*rules, strict=True)
+    assert str(caught.value.inner_exception).splitlines() == [
+        "policy: rule 1 matched no layer: 'x.y'",
+        "policy: rule 2: '1.bb' matched no layer (did you mean '1.b'?)",
+        "policy: rule 4: 1.a, 1.b below min_k 70 (k=64), just under, and no other rule decides;"
+        " lower the limit or add a rule",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [rule(name="*", min_k=72)],
+        [rule(name="*", min_k=70), rule("bf16", name="*")],
+        [rule("bf16", name="*", min_k=70)],
+        [rule(name=["0.*", "1.*", "nothing like it", "?.q"])],
+    ],
+    ids=["well under", "a later rule decides", "the preset decides the same", "a name like no other"],
+)
+def test_what_is_no_near_miss_is_not_mentioned(rules: list[dict[str, Any]], warnings):
+    run(*rules, strict=True)
+    assert warnings() == []
+
+
 def test_every_unused_rule_is_named(warnings):
     run(rule(name="0.e"), rule(name="0.*"), rule(role="head"))
     assert warnings() == [
-        "policy: rule 1 matched no layer: '0.e' (did you mean '0.d'?)",
+        "policy: rule 1 matched no layer: '0.e' (did you mean '0.a'?)",
         "policy: rule 3 matched no layer",
     ]
 

@@ -1,0 +1,39 @@
+"""Policies made of other tools' configurations. What a policy cannot say is listed, never dropped unheard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mxcompile.errors import PolicyError, not_allowed
+from mxcompile.policy.importers import llm_compressor, torchao, transformer_engine
+from mxcompile.policy.importers.draft import Draft, Imported
+from mxcompile.policy.importers.foreign import read
+
+FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao)}
+"""By name: modules with `recognises`, `TOOL`, `PRESET` and `convert`."""
+
+__all__ = ["FORMATS", "Imported", "import_policy"]
+
+
+def import_policy(path: str | Path, format: str | None = None) -> Imported:  # noqa: A002 - as on the command line
+    """The policy in the file `path`, which another tool reads.
+
+    format: "te" (Transformer Engine debug YAML), "llm-compressor" (a recipe, or the config.json of a
+    compressed model) or "torchao" (an FqnToConfig as JSON or YAML); None tells by the content.
+
+    Raises `PolicyError` if the file cannot be read, is of no such format, or is broken.
+    """
+    if format is not None and format not in FORMATS:
+        raise PolicyError(not_allowed("format", format, FORMATS))
+    data, source = read(Path(path))
+    if format is None:
+        format = next((name for name, module in FORMATS.items() if module.recognises(data)), None)  # noqa: A001
+    if format is None:
+        raise source.error(
+            (),
+            f"neither of {', '.join(FORMATS)}: name the format with --format if it is one, or check the file",
+        )
+    module = FORMATS[format]
+    draft = Draft(source=source, preset=module.PRESET, tool=module.TOOL)
+    module.convert(data, draft)
+    return draft.finish()

@@ -1,0 +1,103 @@
+"""A policy in the making, of another tool's file: rules, where they are from, and what is left out."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mxcompile.errors import PolicyError
+from mxcompile.policy.parse import Source, parse_data
+from mxcompile.policy.policy import Policy
+from mxcompile.policy.schema import VERSION
+from mxcompile.policy.shadow import Shadows
+from mxcompile.policy.yaml_data import Path
+
+_OWN_PATH = re.compile(r"^: rules\[0\][\w.\[\]]*: ")
+"""Where an error is in the rule being made; its user knows the file it is made of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """A policy made of another tool's file.
+
+    policy: what could be said. origins: for each of its rules, where it is from. notes: what the policy does
+    not say, or says otherwise than the tool, one sentence each. source: the file. tool: whose it is.
+    """
+
+    policy: Policy
+    origins: tuple[str, ...]
+    notes: tuple[str, ...]
+    source: str
+    tool: str
+
+    def text(self) -> str:
+        """The policy as a file, with `origins` and `notes` as comments; reads back as `policy`."""
+        head = [f"Made from {self.source}, {self.tool}."]
+        if self.notes:
+            head += ["", "Not in this policy:", *(f"- {note}" for note in self.notes)]
+        data = self.policy.to_dict()
+        lines = [_comment(part) for line in head for part in _wrapped(line)]
+        lines += ["", f"version: {data['version']}", f"preset: {data['preset']}", "rules:"]
+        for rule, origin in zip(data["rules"], self.origins, strict=True):
+            written = yaml.safe_dump([rule], sort_keys=False, allow_unicode=True, width=100)
+            lines += [f"  {_comment(origin)}", *(f"  {line}" for line in written.splitlines())]
+        return "\n".join(lines) + "\n"
+
+
+class Draft:
+    """What is known so far. preset: what the tool's defaults are here."""
+
+    def __init__(self, *, source: Source, preset: str, tool: str) -> None:
+        self.source = source
+        self._preset = preset
+        self._tool = tool
+        self._rules: list[dict[str, Any]] = []
+        self._origins: list[str] = []
+        self._notes: list[str] = []
+        self._shadows = Shadows()
+
+    def rule(self, match: dict[str, Any], use: dict[str, str] | str, path: Path, origin: str) -> None:
+        """Add a rule made of what is at `path`; raises `PolicyError` if that holds no valid pattern."""
+        raw = {"match": match, "use": use}
+        try:
+            _, (rule,) = parse_data({"version": VERSION, "rules": [raw]}, Source(""))
+        except PolicyError as error:
+            raise self.source.error(path, _OWN_PATH.sub("", str(error))) from None
+        if raw in self._rules:
+            return
+        earlier = self._shadows.add(rule.match)
+        if earlier is not None:
+            self.note(path, f"never reached: {earlier} of the policy takes all of it")
+            return
+        self._rules.append(raw)
+        self._origins.append(origin)
+
+    def note(self, path: Path, sentence: str) -> None:
+        """Say that the policy lacks what is at `path`, or has it otherwise."""
+        self._notes.append(self.source.sentence(path, sentence))
+
+    def finish(self) -> Imported:
+        """The policy, and what it lacks."""
+        label = f"{self.source.label} (imported)"
+        data = {"version": VERSION, "preset": self._preset, "rules": self._rules}
+        return Imported(
+            policy=Policy.from_dict(data, label),
+            origins=tuple(self._origins),
+            notes=tuple(dict.fromkeys(self._notes)),
+            source=self.source.label,
+            tool=self._tool,
+        )
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 106, subsequent_indent="  ", break_long_words=False) or [""]
+
+
+def _comment(text: str) -> str:
+    """`text` as one comment line: nothing that ends it or cannot be seen."""
+    plain = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    return f"# {plain}".rstrip()

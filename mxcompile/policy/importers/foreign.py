@@ -1,0 +1,41 @@
+"""Other tools' files as plain data: JSON, or YAML under the same limits as a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import PolicyError, shown
+from mxcompile.policy.parse import Source
+from mxcompile.policy.yaml_data import MAX_BYTES, YamlProblem, load
+
+
+def read(path: Path) -> tuple[Any, Source]:
+    """What the file `path` holds, and where. Raises `PolicyError`."""
+    label = str(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise PolicyError(f"{label}: cannot be read: {error.strerror}") from None
+    if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):
+        try:
+            return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, label)), Source(label)
+        except (ValueError, RecursionError):
+            pass  # flow YAML begins so too, and says in which line it is wrong
+    try:
+        data, lines = load(raw)
+    except YamlProblem as problem:
+        place = f"{label}:{problem.line}" if problem.line else label
+        raise PolicyError(f"{place}: {problem}") from None
+    return data, Source(label, lines)
+
+
+def _unique(pairs: list[tuple[str, Any]], label: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise PolicyError(f"{label}: duplicate key {shown(double)}: remove one")
+    return found

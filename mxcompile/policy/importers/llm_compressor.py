@@ -1,0 +1,211 @@
+"""llm-compressor recipes, and the quantization_config they leave in a model's config.json.
+
+A target is the name of a module, ``re:`` and an expression that names begin with, or a class and those
+derived from it. ``ignore`` wins over all targets; of several targets exact names come first, then expressions
+in the order of the alphabet, then classes. All is about inference: here, the forward GEMM.
+Source: compressed_tensors/utils/match.py, llmcompressor/modifiers/quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mxcompile.errors import shown
+from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.model import Precision
+from mxcompile.policy.patterns import literal, starting
+from mxcompile.policy.yaml_data import Path
+
+NAME = "llm-compressor"
+TOOL = "an llm-compressor recipe: forward GEMMs only, all others stay in BF16"
+PRESET = "bf16"
+
+_QUANTIZES = frozenset({"QuantizationModifier", "GPTQModifier", "AWQModifier", "AutoRoundModifier"})
+_SETS = ("scheme", "config_groups", "kv_cache_scheme", "targets", "ignore")
+_SEND = {"fprop": str(Precision.MXFP8)}
+_KEEP = str(Precision.BF16)
+
+_WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
+_SCALES = "has scales of its own shape: here one per 32 elements"
+_ROUNDING = "rounds MXFP8 scales in a way of its own: here RCEIL"
+_EXACT = frozenset({"MXFP8", "MXFP8A16"})
+_FLOAT8 = frozenset({"FP8", "FP8_DYNAMIC", "FP8_BLOCK"})
+_SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
+
+
+def recognises(data: Any) -> bool:
+    """Whether `data` looks like a recipe, or like a configuration made by one."""
+    if not isinstance(data, dict):
+        return False
+    inner = data.get("quantization_config", data)
+    compressed = isinstance(inner, dict) and (
+        inner.get("quant_method") == "compressed-tensors" or "config_groups" in inner
+    )
+    return compressed or any(isinstance(key, str) and key.endswith("_stage") for key in data)
+
+
+def convert(data: Any, draft: Draft) -> None:
+    """Add the rules of all modifiers to `draft`, those of the last one first: it overwrites the others."""
+    modifiers = list(_modifiers(data, draft))
+    if not modifiers:
+        raise draft.source.error(
+            (), "no modifiers: expected stages, such as quant_stage, with quant_modifiers"
+        )
+    quantizing = []
+    for name, settings, path in modifiers:
+        if name not in _QUANTIZES or not any(key in settings for key in _SETS):
+            draft.note(path, "changes weights, not formats")
+            continue
+        quantizing.append((name, settings, path))
+    _note_different_ignores(quantizing, draft)
+    for name, settings, path in reversed(quantizing):
+        _modifier(name, settings, path, draft)
+
+
+def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], Path]]:
+    """Name, settings and place of every modifier, in order."""
+    if not isinstance(data, dict):
+        raise draft.source.error((), "a recipe is a mapping of stages")
+    if "quantization_config" in data or "config_groups" in data:
+        nested = "quantization_config" in data
+        inner = data["quantization_config"] if nested else data
+        if not isinstance(inner, dict):
+            raise draft.source.error(("quantization_config",), f"expected a mapping, found {shown(inner)}")
+        yield "QuantizationModifier", inner, ("quantization_config",) if nested else ()
+        return
+    for stage, groups in data.items():
+        if not str(stage).endswith("_stage") or not isinstance(groups, dict):
+            draft.note((stage,), "is no stage")
+            continue
+        for group, modifiers in groups.items():
+            if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
+                draft.note((stage, group), "is no group of modifiers")
+                continue
+            for name, settings in modifiers.items():
+                path = (stage, group, name)
+                if not isinstance(settings, dict | None):
+                    raise draft.source.error(path, f"expected a mapping, found {shown(settings)}")
+                yield name, settings or {}, path
+
+
+def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], draft: Draft) -> None:
+    sets = [frozenset(map(str, settings.get("ignore") or ())) for _, settings, _ in modifiers]
+    for (_, _, path), names in zip(modifiers, sets, strict=True):
+        alone = sorted(names - frozenset.intersection(*sets))
+        if alone:
+            draft.note(
+                (*path, "ignore"), f"{', '.join(alone)}: ignored by this one only, here kept in BF16 by all"
+            )
+
+
+def _modifier(name: str, settings: dict[str, Any], path: Path, draft: Draft) -> None:
+    ignored = _texts(settings.get("ignore") or [], (*path, "ignore"), draft)
+    _rules([(target, _KEEP) for target in _ordered(ignored)], (*path, "ignore"), f"{name}: ignore", draft)
+    if settings.get("kv_cache_scheme"):
+        draft.note((*path, "kv_cache_scheme"), "a policy says nothing about the KV cache")
+    uses: dict[str, Any] = {}
+    for targets, use in _groups(settings, path, draft):
+        uses.update(dict.fromkeys(targets, use))
+    _rules([(target, uses[target]) for target in _ordered(uses)], path, name, draft)
+
+
+def _ordered(targets: Iterable[str]) -> list[str]:
+    """As compressed-tensors tries them: exact names, expressions, classes."""
+    return sorted(targets, key=lambda target: (_is_class(target), "re:" in target, target))
+
+
+def _is_class(target: str) -> bool:
+    """Whether `target` names a class: by the custom that classes begin with a capital and paths have dots."""
+    return target.isidentifier() and target[:1].isupper()
+
+
+def _rules(chosen: list[tuple[str, Any]], path: Path, origin: str, draft: Draft) -> None:
+    """A rule for every run of targets of one kind that are used alike."""
+    index = 0
+    while index < len(chosen):
+        target, use = chosen[index]
+        kind, run = _is_class(target), []
+        while index < len(chosen) and (_is_class(chosen[index][0]), chosen[index][1]) == (kind, use):
+            run.append(chosen[index][0])
+            index += 1
+        if not kind:
+            names = [starting(t.removeprefix("re:")) if t.startswith("re:") else literal(t) for t in run]
+            draft.rule({"name": names}, use, path, origin)
+            continue
+        if "Embedding" in run:
+            draft.note(path, "Embedding: a table that is looked up is no GEMM")
+        classes = [name for name in run if name != "Embedding"]
+        if classes:
+            draft.rule({"module": classes}, use, path, origin)
+            draft.note(
+                path, f"{', '.join(classes)}: classes derived from it are not matched, add their names"
+            )
+
+
+def _groups(settings: dict[str, Any], path: Path, draft: Draft) -> Iterable[tuple[list[str], Any]]:
+    """Targets, and what is used for them, of every group."""
+    scheme, groups = settings.get("scheme"), settings.get("config_groups")
+    targets = _texts(settings.get("targets", ["Linear"]), (*path, "targets"), draft)
+    if isinstance(scheme, str):
+        yield targets, _preset(scheme, (*path, "scheme"), draft)
+    elif isinstance(scheme, dict) and ("weights" in scheme or "input_activations" in scheme):
+        yield targets, _scheme(scheme, (*path, "scheme"), draft)
+    elif isinstance(scheme, dict):
+        for name, own in scheme.items():
+            at = (*path, "scheme", name)
+            yield _texts(own, at, draft), _preset(str(name), at, draft)
+    elif isinstance(groups, dict):
+        for name, group in groups.items():
+            at = (*path, "config_groups", name)
+            if isinstance(group, dict):
+                yield _texts(group.get("targets", ["Linear"]), at, draft), _scheme(group, at, draft)
+            else:
+                yield _texts(group, at, draft), _preset(str(name), at, draft)
+    elif not settings.get("kv_cache_scheme"):
+        draft.note(path, "gives no scheme, so it quantizes nothing")
+
+
+def _texts(value: Any, path: Path, draft: Draft) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) and item for item in items):
+        raise draft.source.error(path, f"expected names or a list of names, found {shown(value)}")
+    return items
+
+
+def _preset(name: str, path: Path, draft: Draft) -> Any:
+    """What the scheme called `name` comes to."""
+    upper = name.upper()
+    if upper == "UNQUANTIZED":
+        return _KEEP
+    if upper in _EXACT | _FLOAT8:
+        draft.note(path, f"{name} {_ROUNDING if upper in _EXACT else _SCALES}")
+        if upper in _SCHEMES_WEIGHT_ONLY:
+            draft.note(path, f"{name} {_WEIGHT_ONLY}")
+        return _SEND
+    draft.note(path, f"{shown(name)} is no 8-bit float: its layers stay in BF16")
+    return _KEEP
+
+
+def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
+    """What a scheme spelled out comes to: MXFP8 for 8-bit floats, whatever their scales."""
+    weights, activations = scheme.get("weights"), scheme.get("input_activations")
+    if scheme.get("output_activations"):
+        draft.note((*path, "output_activations"), "outputs of a layer are not quantized")
+    if not isinstance(weights, dict):
+        draft.note(path, "quantizes no weights: its layers stay in BF16")
+        return _KEEP
+    for tensor in (weights, activations or weights):
+        if (
+            not isinstance(tensor, dict)
+            or tensor.get("num_bits", 8) != 8
+            or tensor.get("type", "int") != "float"
+        ):
+            draft.note(path, "is no 8-bit float: its layers stay in BF16")
+            return _KEEP
+    both = (weights, activations or weights)
+    mx = all(tensor.get("strategy") == "group" and tensor.get("group_size") == 32 for tensor in both)
+    draft.note(path, _ROUNDING if mx else _SCALES)
+    if activations is None:
+        draft.note(path, _WEIGHT_ONLY)
+    return _SEND

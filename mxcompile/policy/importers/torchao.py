@@ -1,0 +1,197 @@
+"""An FqnToConfig of torchao, as torchao or transformers write it: names of modules or parameters, configured.
+
+There the name of a parameter comes first, then that of a module, then ``re:`` expressions that match the
+whole name of a parameter, then those that match a module's, in their order, then ``_default`` for all other
+nn.Linear; null is BF16. All is about inference: here, the forward GEMM.
+Source: torchao/quantization/quant_api.py, transformers/quantizers/quantizers_utils.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxcompile.errors import shown
+from mxcompile.formats import Rounding
+from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.model import Precision
+from mxcompile.policy.patterns import literal, splits, starting
+from mxcompile.policy.yaml_data import Path
+
+NAME = "torchao"
+TOOL = "a torchao FqnToConfig: forward GEMMs only, all others stay in BF16"
+PRESET = "bf16"
+
+_MAPS = ("FqnToConfig", "ModuleFqnToConfig")
+_FIELDS = ("fqn_to_config", "module_fqn_to_config")
+_DEFAULT = "_default"
+_MX = frozenset({"MXDynamicActivationMXWeightConfig", "MXFPInferenceConfig"})
+_FLOAT8 = {
+    "Float8DynamicActivationFloat8WeightConfig": "",
+    "Float8StaticActivationFloat8WeightConfig": "; static scales are not used",
+    "Float8WeightOnlyConfig": "; the activations are quantized too",
+}
+_ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_KEEP = str(Precision.BF16)
+
+_Named = tuple[str, dict[str, Any]]
+"""A key of the map, and what of a policy's layers it is about."""
+
+
+def recognises(data: Any) -> bool:
+    """Whether `data` looks like such a map, or like a configuration that holds one."""
+    if not isinstance(data, dict):
+        return False
+    inner = data.get("quantization_config", data)
+    if not isinstance(inner, dict):
+        return False
+    if (
+        inner.get("_type") in _MAPS
+        or inner.get("quant_method") == "torchao"
+        or any(k in inner for k in _FIELDS)
+    ):
+        return True
+    configs = [value for value in inner.values() if value is not None]
+    return bool(configs) and all(isinstance(value, dict) and "_type" in value for value in configs)
+
+
+def convert(data: Any, draft: Draft) -> None:
+    """Add a rule for every name to `draft`, in the order torchao tries them."""
+    configs, path = _unwrapped(data, draft)
+    if not isinstance(configs, dict) or not all(isinstance(value, dict | None) for value in configs.values()):
+        raise draft.source.error(path, "expected a mapping of names to configurations or null")
+    names = [str(name) for name in configs]
+    for name, match in (*_exact(names, path, draft), *_expressions(names), *_default(names, path, draft)):
+        at = (*path, name)
+        draft.rule(match, _use(configs[name], at, draft), at, name)
+
+
+def _unwrapped(data: Any, draft: Draft) -> tuple[Any, Path]:
+    """The map in `data`, out of what torchao and transformers wrap it in, and where it is."""
+    path: Path = ()
+    while isinstance(data, dict):
+        if "modules_to_not_convert" in data:
+            _excluded(data["modules_to_not_convert"], (*path, "modules_to_not_convert"), draft)
+        steps = ("quantization_config", "quant_type", *_FIELDS)
+        step = next((key for key in steps if isinstance(data.get(key), dict) and data[key]), None)
+        if step is None and path[-1:] == ("quant_type",) and "default" in data:
+            step = "default"
+        if step is None and data.get("_type") in _MAPS:
+            step = "_data"
+        elif step is None and isinstance(data.get("_type"), str):
+            return {_DEFAULT: data}, path  # one configuration for all
+        if step is None:
+            break
+        data, path = data.get(step), (*path, step)
+    return data, path
+
+
+def _excluded(names: Any, path: Path, draft: Draft) -> None:
+    """What transformers leaves out: names with an expression up to a dot or the end, or that end so."""
+    if names is None:
+        return
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise draft.source.error(path, f"expected a list of names, found {shown(names)}")
+    for name in names:
+        patterns = [starting(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"), f"*{literal(name)}"]
+        draft.rule({"name": patterns}, _KEEP, path, f"modules_to_not_convert: {name}")
+
+
+def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
+    """Names of parameters, then of modules. A layer has the name of the module that owns its weight."""
+    parameters: list[_Named] = []
+    modules: list[_Named] = []
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        if name == _DEFAULT or name.startswith("re:"):
+            continue
+        if last == "bias":
+            draft.note((*path, name), "a bias is not quantized")
+        elif last == "weight" and owner:
+            parameters.append((name, {"name": literal(owner)}))
+        else:
+            modules.append((name, {"name": literal(name)}))
+    return parameters + modules
+
+
+def _expressions(names: list[str]) -> list[_Named]:
+    """Expressions as they match weights, then as they match modules, where that is something else."""
+    expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
+    weights = [(name, {"name": found}) for name, text in expressions if (found := _over_weights(text))]
+    seen = {pattern for _, match in weights for pattern in match["name"]}
+    modules = [(name, {"name": [f"re:{text}"]}) for name, text in expressions if f"re:{text}" not in seen]
+    return [*weights, *modules]
+
+
+def _default(names: list[str], path: Path, draft: Draft) -> list[_Named]:
+    if _DEFAULT not in names:
+        return []
+    draft.note(
+        (*path, _DEFAULT), "is for nn.Linear and classes derived from it: here Linear, add their names"
+    )
+    return [(_DEFAULT, {"module": "Linear"})]
+
+
+def _over_weights(expression: str) -> list[str]:
+    """Patterns over layers, for what `expression` matches with ``.weight`` at the end."""
+    if splits(expression):
+        return []
+    for tail in (r"\.weight", ".weight", r"\.weight$", ".weight$"):
+        if expression.endswith(tail):
+            return [f"re:{expression.removesuffix(tail)}"]
+    for tail in (r"\..*", r"\..+"):
+        if expression.endswith(tail):
+            return [f"re:{expression}", f"re:{expression.removesuffix(tail)}"]
+    for tail in (r"\.[^.]+", r"\.\w+"):
+        if expression.endswith(tail):
+            return [f"re:{expression.removesuffix(tail)}"]
+    for tail in (".*", ".+"):
+        if expression.endswith(tail):
+            return [f"re:{expression.removesuffix(tail)}.*"]
+    return []
+
+
+def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
+    """What `config` comes to."""
+    if config is None:
+        return _KEEP
+    kind, data = config.get("_type"), config.get("_data")
+    if not isinstance(kind, str) or not isinstance(data, dict | None):
+        raise draft.source.error(
+            path, f"expected null or a configuration with '_type', found {shown(config)}"
+        )
+    if kind in _MX:
+        return _mx(kind, data or {}, path, draft)
+    if kind in _FLOAT8:
+        draft.note(path, f"{kind} has other scales: here one per 32 elements{_FLOAT8[kind]}")
+        return {"fprop": str(Precision.MXFP8)}
+    draft.note(path, f"{kind} is no 8-bit float: the layer stays in BF16")
+    return _KEEP
+
+
+def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
+    """An MX configuration: MXFP8 for FP8 elements in blocks of 32."""
+    elems = {
+        _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
+    }
+    block = data.get("block_size", 32)
+    if None in elems or len(elems) > 1 or block != 32:
+        draft.note(
+            path, f"{kind} with other elements than FP8, or blocks of {block}: the layer stays in BF16"
+        )
+        return _KEEP
+    use = {"fprop": str(Precision.MXFP8), "elem_dtype": str(elems.pop())}
+    scaling = _word(
+        data.get("scaling_mode"), "RCEIL" if kind == "MXDynamicActivationMXWeightConfig" else "FLOOR"
+    )
+    if scaling.lower() in tuple(Rounding):
+        return {**use, "rounding": scaling.lower()}
+    draft.note(path, f"scaling mode {scaling} is not known: here RCEIL")
+    return use
+
+
+def _word(value: Any, default: str) -> str:
+    """The word that torchao writes for a dtype or an enumeration: ``{"_type": …, "_data": word}``."""
+    if value is None:
+        return default
+    word = value.get("_data") if isinstance(value, dict) else value
+    return str(word).removeprefix("torch.")

@@ -1,0 +1,264 @@
+"""Transformer Engine's debug files (nvdlfw_inspect): sections of layers and features.
+
+There a layer is of the first way of naming it that its section gives: exact names, a regular expression that
+is searched for, or texts and numbers its name holds; it may be in one section only. A feature says what not
+to quantize, of a model built of Transformer Engine's modules under a recipe: here, the preset nvidia.
+Source: nvdlfw_inspect/config_manager.py and transformer_engine/debug/features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mxcompile.errors import not_allowed, shown
+from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.model import Gemm, Precision
+from mxcompile.policy.patterns import literal, searching
+from mxcompile.policy.yaml_data import Path
+
+NAME = "te"
+TOOL = "a Transformer Engine debug file; names are of its layers, and the preset stands for MXFP8BlockScaling"
+PRESET = "nvidia"
+
+_SELECTORS = ("exact_layer_names", "layer_name_regex_pattern", "layer_types", "layer_numbers")
+_NAMESPACE = "transformer_engine"
+_GEMMS = tuple(str(gemm) for gemm in Gemm)
+_OPERANDS = {
+    "fprop": ("activation", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("activation", "gradient"),
+}
+_ELEMS = {"MXFP8E4M3": "e4m3", "MXFP8E5M2": "e5m2"}
+
+_Uses = dict[str, str]
+
+
+def recognises(data: Any) -> bool:
+    """Whether `data` looks like such a file: sections that say if they are enabled, and of which layers."""
+    return (
+        isinstance(data, dict)
+        and bool(data)
+        and all(isinstance(section, dict) and "enabled" in section for section in data.values())
+        and any("layers" in section for section in data.values())
+    )
+
+
+def convert(data: Any, draft: Draft) -> None:
+    """Add the rules of every enabled section to `draft`."""
+    if not isinstance(data, dict):
+        raise draft.source.error((), "a debug file is a mapping of sections")
+    for name, section in data.items():
+        path: Path = (name,)
+        if not isinstance(section, dict):
+            raise draft.source.error(
+                path, "a section is a mapping with the keys enabled, layers and features"
+            )
+        if "enabled" not in section:
+            raise draft.source.error(path, "the key 'enabled' is missing: add 'enabled: True'")
+        if not section["enabled"]:
+            draft.note(path, "is disabled there")
+            continue
+        names = _names(section.get("layers"), (*path, "layers"), draft)
+        use = _features(section, path, draft)
+        if use:
+            draft.rule({"name": names}, _shortest(use), (*path, "layers"), f"section {name}")
+
+
+def _shortest(use: _Uses) -> _Uses | str:
+    """One word for three equal ones that say all."""
+    words = {use[gemm] for gemm in _GEMMS if gemm in use}
+    return words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
+
+
+# -- which layers --------------------------------------------------------------------------------------
+
+
+def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
+    """Patterns for the layers a section is of; the first selector given decides, as it does there."""
+    if not isinstance(layers, dict) or not any(key in layers for key in _SELECTORS):
+        raise draft.source.error(path, f"expected one of {', '.join(_SELECTORS)}, found {shown(layers)}")
+    given = [key for key in _SELECTORS if key in layers]
+    together = {"layer_types", "layer_numbers"}
+    for key in layers:
+        if key not in _SELECTORS:
+            draft.note((*path, key), "is not known, and selects nothing")
+        elif key != given[0] and not {key, given[0]} <= together:
+            draft.note((*path, key), f"selects nothing beside {given[0]}")
+    match given[0]:
+        case "exact_layer_names":
+            return [literal(name) for name in _words(layers, "exact_layer_names", path, draft)]
+        case "layer_name_regex_pattern":
+            (expression,) = _words(layers, "layer_name_regex_pattern", path, draft)
+            return [searching(expression)]
+    return _by_parts(layers, path, draft)
+
+
+def _by_parts(layers: dict[str, Any], path: Path, draft: Draft) -> list[str]:
+    """Patterns for ``layer_types``, texts that a name holds, and ``layer_numbers``, the one number in it."""
+    types = _words(layers, "layer_types", path, draft) if "layer_types" in layers else ["all"]
+    numbers = _numbers(layers.get("layer_numbers", "all"), (*path, "layer_numbers"), draft)
+    everything = "all" in types
+    if numbers is None:
+        return ["*"] if everything else [f"*{literal(text)}*" for text in types]
+    held = "" if everything else f"(?=.*(?:{'|'.join(map(re.escape, types))}))"
+    apart = r"(?:\D|(?<=fc)\d)*"  # the digit of 'fc1' is no number
+    return [f"re:{held}{apart}(?:{'|'.join(map(str, numbers))}){apart}"]
+
+
+def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
+    """The numbers in `value`, in order; None for all."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) and item.lower() == "all" for item in items):
+        return None
+    found: set[int] = set()
+    for item in items:
+        span = re.fullmatch(r"(\d{1,4})-(\d{1,4})", item) if isinstance(item, str) else None
+        if span:
+            found.update(range(int(span[1]), int(span[2]) + 1))
+        elif isinstance(item, int) and not isinstance(item, bool):
+            found.add(item)
+        else:
+            raise draft.source.error(path, f"expected numbers and ranges such as '3-7', found {shown(item)}")
+    return sorted(found)
+
+
+def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[str]:
+    """The texts under `key`: one or a list."""
+    value = layers[key]
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise draft.source.error((*path, key), f"expected a text or a list of texts, found {shown(value)}")
+    if key == "layer_name_regex_pattern" and len(items) != 1:
+        raise draft.source.error((*path, key), f"expected one regular expression, found {shown(value)}")
+    return items
+
+
+# -- what to do ----------------------------------------------------------------------------------------
+
+
+def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
+    """What the features of a section come to; features that quantize come after those that do not."""
+    given: list[tuple[str, dict[str, Any], Path]] = []
+    for key, value in section.items():
+        if key == _NAMESPACE and isinstance(value, dict):
+            given += [(name, config, (*path, key, name)) for name, config in value.items()]
+        elif key not in ("enabled", "layers"):
+            given.append((key, value, (*path, key)))
+    use: _Uses = {}
+    later: list[tuple[dict[str, Any], Path]] = []
+    for name, config, at in given:
+        if not isinstance(config, dict):
+            raise draft.source.error(at, f"a feature is a mapping, found {shown(config)}")
+        if not config.get("enabled", True):
+            draft.note(at, "is disabled there")
+        elif name.lower() in _FAKE_QUANT:
+            later.append((config, at))
+        elif name.lower() in _FEATURES:
+            _FEATURES[name.lower()](config, at, draft, use)
+        else:
+            draft.note(at, "is a feature this importer does not know")
+    for config, at in later:
+        _fake_quant(config, at, draft, use)
+    return use
+
+
+def _disable_gemms(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+    for gemm, _, _ in _gemms(config, path, draft):
+        use[gemm] = Precision.BF16
+
+
+def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+    for gemm in _GEMMS:
+        use[gemm] = Precision.BF16
+
+
+def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+    gemms = ", ".join(gemm for gemm, _, _ in _gemms(config, path, draft))
+    draft.note(path, f"one scale per tensor in {gemms}: MXFP8 has one per 32 elements, as the preset says")
+
+
+def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+    draft.note(path, "only collects statistics: see 'mxcompile audit'")
+
+
+def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
+    """A GEMM in high precision on operands that were quantized: MXFP8 if both were, and in its formats."""
+    for gemm, own, at in _gemms(config, path, draft):
+        formats = _tensors(own, at, draft)
+        for tensor in formats:
+            if not any(tensor in pair for pair in _OPERANDS.values()):
+                draft.note(at, f"quantizes {tensor}, which is no operand of a GEMM")
+        operands = {tensor: formats.get(tensor, "BF16") for tensor in _OPERANDS[gemm]}
+        elems = _common_elems(operands)
+        if elems is not None and all(use.get(key, elem) == elem for key, elem in elems.items()):
+            use.update({gemm: Precision.MXFP8, **elems})
+            continue
+        use[gemm] = Precision.BF16
+        given = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
+        draft.note(at, f"{gemm} of {given} is no MXFP8 GEMM: it stays in BF16")
+
+
+def _common_elems(operands: dict[str, str]) -> _Uses | None:
+    """Element types for both operands of a GEMM, tensor to format; None if they are not MXFP8 of one kind."""
+    elems: _Uses = {}
+    for tensor, form in operands.items():
+        elem = _ELEMS.get(form)
+        if elem is None or elems.setdefault(_key(tensor), elem) != elem:
+            return None
+    return elems
+
+
+def _key(tensor: str) -> str:
+    return "grad_dtype" if tensor == "gradient" else "elem_dtype"
+
+
+def _gemms(config: dict[str, Any], path: Path, draft: Draft) -> list[tuple[str, dict[str, Any], Path]]:
+    """The GEMMs a feature is about, with the feature's settings and, of ``gemms_struct``, their own."""
+    if "gemms_struct" in config:
+        shared = {key: value for key, value in config.items() if key != "gemms_struct"}
+        items = _mappings(config["gemms_struct"], "gemm", (*path, "gemms_struct"), draft)
+        found = [(item["gemm"], {**shared, **item}, at) for item, at in items]
+    elif isinstance(config.get("gemms"), list):
+        found = [(gemm, config, path) for gemm in config["gemms"]]
+    else:
+        raise draft.source.error(path, f"expected 'gemms', a list of {', '.join(_GEMMS)}, or 'gemms_struct'")
+    for gemm, _, at in found:
+        if gemm not in _GEMMS:
+            raise draft.source.error(at, not_allowed("GEMM", gemm, _GEMMS))
+    return found
+
+
+def _tensors(config: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
+    """Tensor to the format it is quantized to."""
+    shared = config.get("quant_format")
+    if "tensors_struct" in config:
+        items = _mappings(config["tensors_struct"], "tensor", (*path, "tensors_struct"), draft)
+        return {str(item["tensor"]): str(item.get("quant_format", shared)) for item, _ in items}
+    tensors: Iterable[Any] = config.get("tensors") or ()
+    return {str(tensor): str(shared) for tensor in tensors}
+
+
+def _mappings(value: Any, key: str, path: Path, draft: Draft) -> list[tuple[dict[str, Any], Path]]:
+    """The items of a list of mappings that each have `key`."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) and key in item for item in value):
+        raise draft.source.error(
+            path, f"expected a list of mappings with the key {key!r}, found {shown(value)}"
+        )
+    return [(item, (*path, index)) for index, item in enumerate(value)]
+
+
+_FAKE_QUANT = frozenset({"fakequant", "fakequantfp8"})
+_FEATURES: dict[str, Callable[[dict[str, Any], Path, Draft, _Uses], None]] = {
+    "disablefp8gemm": _disable_gemms,
+    "disablequantizationgemm": _disable_gemms,
+    "disablefp8layer": _disable_layer,
+    "disablequantizationlayer": _disable_layer,
+    "pertensorscaling": _per_tensor,
+    "logtensorstats": _observe,
+    "logfp8tensorstats": _observe,
+    "lognvfp4tensorstats": _observe,
+    "dumptensors": _observe,
+}
+"""By lower-case name: older versions wrote some of them otherwise."""

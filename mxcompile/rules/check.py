@@ -1,0 +1,106 @@
+"""What a policy's author should hear about a model: rules and patterns that do nothing, and near misses.
+
+A typo must not pass for a decision, nor a layer stay in BF16 for want of a few elements unheard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from mxcompile.errors import PolicyError
+from mxcompile.options import Options
+from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Match, Policy
+from mxcompile.report import GemmRecord
+from mxcompile.rules.fit import RuleFit, deciding_rule, fits
+from mxcompile.rules.layers import layers_of, spelled
+from mxcompile.rules.meant import meant, one_edit
+
+log = logging.getLogger("mxcompile.rules")
+
+
+def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
+    """One sentence for every rule of `policy` that matches no layer of `gemms`, and what is near."""
+    layers = layers_of(gemms)
+    return [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
+
+
+def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
+    """One sentence for everything in `policy` that does nothing, or nearly did something, for `layers`.
+
+    Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that are one
+    edit from a layer's; layers within 10 % of a rule's size limit for which nothing else was said.
+    """
+    sentences: list[str] = []
+    for fit in fits(policy, layers):
+        if fit.unused:
+            sentences.append(_unused(policy, fit, layers))
+            continue
+        if not fit.decides:
+            sentences.append(_overtaken(policy, fit))
+        sentences += _typos(policy, fit, layers)
+        sentences += _near(policy, fit)
+    return sentences
+
+
+def check_rules(options: Options, gemms: Iterable[GemmRecord]) -> None:
+    """Warn about everything in `complaints`; in strict mode raise one `PolicyError` with all of it."""
+    sentences = complaints(options.policy, layers_of(gemms))
+    if sentences and options.strict:
+        raise PolicyError("\n".join(sentences))
+    for sentence in sentences:
+        log.warning("%s", sentence)
+
+
+def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:
+    sentence = f"{policy.label}: rule {fit.number} matched no layer"
+    if fit.small:
+        return f"{sentence}: {'; '.join(_missed(fit, fit.small))}"
+    return sentence + _miss(fit.rule.match, [x for x in layers if x.role not in ATTENTION_PRODUCTS])
+
+
+def _miss(match: Match, layers: Sequence[Layer]) -> str:
+    """What the rule's author may have meant: a layer of that name, or the names nearest to it."""
+    if not match.name:
+        return ""
+    for layer in layers:
+        if match.names(layer.name):
+            return f": {layer.name} has role {layer.role} and class {layer.module}"
+    names = list(dict.fromkeys(layer.name for layer in layers))
+    return ": " + ", ".join(f"{pattern!r}{meant(pattern, names)}" for pattern in match.name)
+
+
+def _overtaken(policy: Policy, fit: RuleFit) -> str:
+    by = sorted({found + 1 for x in fit.taken if (found := deciding_rule(policy, x)) is not None})
+    rules = f"rule {by[0]}" if len(by) == 1 else f"rules {', '.join(map(str, by))}"
+    return (
+        f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to {rules}; move it up"
+    )
+
+
+def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
+    """Patterns that match no layer beside others that do, and are one edit from a layer's name."""
+    names = list(dict.fromkeys(layer.name for layer in layers))
+    idle = [p for p in fit.rule.match.name if not any(Match(name=(p,)).names(name) for name in names)]
+    guesses = [(pattern, one_edit(pattern, names)) for pattern in idle]
+    return [
+        f"{policy.label}: rule {fit.number}: {pattern!r} matched no layer (did you mean {guess!r}?)"
+        for pattern, guess in guesses
+        if guess is not None
+    ]
+
+
+def _near(policy: Policy, fit: RuleFit) -> list[str]:
+    return [
+        f"{policy.label}: rule {fit.number}: {missed}, just under, and no other rule decides;"
+        " lower the limit or add a rule"
+        for missed in _missed(fit, fit.near)
+    ]
+
+
+def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[str]:
+    """``x and y below min_k 256 (k=248)`` for every limit that some of `layers` miss, and size."""
+    by_limit: dict[str, list[Layer]] = {}
+    for layer in layers:
+        by_limit.setdefault(str(fit.rule.match.too_small(layer)), []).append(layer)
+    return [f"{spelled(missing)} below {limit}" for limit, missing in by_limit.items()]

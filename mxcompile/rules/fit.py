@@ -1,0 +1,97 @@
+"""How every rule of a policy falls on the layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mxcompile.policy import ATTENTION_PRODUCTS, Decision, Gemm, Layer, Policy, Rule
+
+NEAR = 0.9
+"""A size of at least this part of a limit is just under it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleFit:
+    """One rule and the layers it is about, in their order.
+
+    number: of the rule, from 1. decides: layers it decides for. taken: layers it matches, but earlier rules
+    decide for. small: layers it would match but for a size limit. near: those of `small` that are just under
+    the limit and for which no rule decides, so that the preset does something else.
+    """
+
+    number: int
+    rule: Rule
+    decides: tuple[Layer, ...]
+    taken: tuple[Layer, ...]
+    small: tuple[Layer, ...]
+    near: tuple[Layer, ...]
+
+    @property
+    def unused(self) -> bool:
+        """Whether the rule matches no layer."""
+        return not self.decides and not self.taken
+
+
+def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
+    """How the rules of `policy` fall on `layers`. Attention products count only for rules with their role."""
+    deciding = [deciding_rule(policy, layer) for layer in layers]
+    found = []
+    for index, rule in enumerate(policy.rules):
+        about = [(layer, by) for layer, by in zip(layers, deciding, strict=True) if _about(rule, layer)]
+        small = [(layer, by) for layer, by in about if rule.match.too_small(layer) is not None]
+        found.append(
+            RuleFit(
+                number=index + 1,
+                rule=rule,
+                decides=tuple(layer for layer, by in about if by == index),
+                taken=tuple(
+                    layer for layer, by in about if by != index and rule.match.too_small(layer) is None
+                ),
+                small=tuple(layer for layer, _ in small),
+                near=tuple(layer for layer, by in small if by is None and _just_under(policy, rule, layer)),
+            )
+        )
+    return tuple(found)
+
+
+def deciding_rule(policy: Policy, layer: Layer) -> int | None:
+    """Index of the rule of `policy` that decides for `layer`, or None for the preset."""
+    if layer.role not in ATTENTION_PRODUCTS:
+        return policy.rule_for(layer)
+    fitting = (i for i, rule in enumerate(policy.rules) if _about(rule, layer))
+    return next((i for i in fitting if policy.rules[i].match.too_small(layer) is None), None)
+
+
+def _about(rule: Rule, layer: Layer) -> bool:
+    """Whether `rule` matches `layer` but for its size."""
+    addressed = layer.role not in ATTENTION_PRODUCTS or layer.role in rule.match.role
+    return addressed and rule.match.fits(layer)
+
+
+def _just_under(policy: Policy, rule: Rule, layer: Layer) -> bool:
+    """Whether `layer` nearly reaches the limits of `rule`, and without them would be decided otherwise."""
+    limits = {"min_m": layer.m, "min_n": layer.n, "min_k": layer.k}
+    lower = {key: min(size, limit) for key, size in limits.items() if (limit := _limit(rule, key))}
+    if any(lower[key] < NEAR * _limit(rule, key) for key in lower):
+        return False
+    open_rule = dataclasses.replace(rule, match=dataclasses.replace(rule.match, min_m=0, min_n=0, min_k=0))
+    with_rule = dataclasses.replace(policy, rules=(open_rule,)).decide(layer)
+    return _outcome(with_rule) != _outcome(policy.decide(layer))
+
+
+def _limit(rule: Rule, key: str) -> int:
+    match key:
+        case "min_m":
+            return rule.match.min_m
+        case "min_n":
+            return rule.match.min_n
+        case _:
+            return rule.match.min_k
+
+
+def _outcome(decision: Decision) -> tuple[object, ...]:
+    """What of `decision` changes the result of a layer: all but the reasons."""
+    precisions = tuple(decision.choice(gemm).precision for gemm in Gemm)
+    return (*precisions, decision.x, decision.w, decision.dy, decision.saved)

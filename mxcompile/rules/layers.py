@@ -1,0 +1,46 @@
+"""The layers of a model, from the records of a report and back, for reading and folding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mxcompile.policy import Layer, Role
+from mxcompile.report import GemmRecord
+from mxcompile.report.fold import Row, fold
+
+
+def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
+    """One `Layer` per forward GEMM and attention product of `gemms`, in their order."""
+    return tuple(
+        Layer(name=g.name, role=Role(g.role), module=g.module, m=g.m, n=g.n, k=g.k)
+        for g in gemms
+        if g.gemm == "fprop"
+    )
+
+
+def folded(layers: Iterable[Layer]) -> list[Row]:
+    """`layers` as rows of equal ones: same role, class and sizes, names that differ in numbers only."""
+    return fold(
+        GemmRecord(
+            name=layer.name,
+            role=layer.role,
+            gemm="fprop",
+            m=layer.m,
+            n=layer.n,
+            k=layer.k,
+            precision="",
+            reason=layer.module,  # rows of different classes stay apart
+            module=layer.module,
+        )
+        for layer in layers
+    )
+
+
+def spelled(layers: Sequence[Layer], most: int = 3) -> str:
+    """The folded names of `layers`, the first `most` of them and how many layers the others are."""
+    counts: dict[str, int] = {}
+    for row in folded(layers):
+        counts.setdefault(row.name or "(root)", row.count)  # both products of an attention have its name
+    names = [*counts][:most]
+    rest = sum([*counts.values()][most:])
+    return f"{', '.join(names)} and {rest} more" if rest else ", ".join(names)

@@ -1,0 +1,101 @@
+"""What a policy does to a model, as text: rule by rule, and layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+from tabulate import tabulate
+
+from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved
+from mxcompile.report import GemmRecord
+from mxcompile.report.fold import Row, fold
+from mxcompile.rules.fit import fits
+from mxcompile.rules.layers import folded, layers_of
+
+_GEMMS = tuple(str(gemm) for gemm in Gemm)
+
+
+def matches(policy: Policy, layers: Sequence[Layer]) -> str:
+    """Which layers every rule of `policy` decides for, and which are left to the preset."""
+    lines = []
+    for fit, written in zip(fits(policy, layers), policy.to_dict()["rules"], strict=True):
+        taken = f", {len(fit.taken)} more went to earlier rules" if fit.taken else ""
+        rule = f"rule {fit.number}: {_flow(written['match'])} → {_flow(written['use'])}"
+        lines += [f"{rule}: {_layers(fit.decides)}{taken}", *_names(fit.decides)]
+    rest = [
+        layer for layer in layers if policy.rule_for(layer) is None and layer.role not in ATTENTION_PRODUCTS
+    ]
+    return "\n".join([*lines, f"preset {policy.base.name}: {_layers(rest)}", *_names(rest)])
+
+
+def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
+    """What becomes of every layer of a model: precision of each GEMM, formats, and the rule with its reason.
+
+    gemms: of the report of that model under `policy`.
+    """
+    headers = ["layer", "", "role", *_GEMMS, "formats", "decided by"]
+    widths = [None] * (len(headers) - 2) + [26, 30]
+    rows = [_decided(policy, row) for row in fold(gemms)]
+    return tabulate(rows, headers=headers, disable_numparse=True, maxcolwidths=widths)
+
+
+def _decided(policy: Policy, row: Row) -> list[str]:
+    first = row.gemms[0]
+    precisions = {gemm.gemm: gemm.precision for gemm in row.gemms}
+    return [
+        row.name or "(root)",
+        f"×{row.count}" if row.count > 1 else "",
+        first.role,
+        *(precisions.get(gemm, "") for gemm in _GEMMS),
+        _formats(policy, row),
+        _reasons(row.gemms),
+    ]
+
+
+def _formats(policy: Policy, row: Row) -> str:
+    """The format of the input, and what differs from it by operand; with what is saved if that is unusual."""
+    operands = {f.operand: (f.elem, f.block, f.rounding) for gemm in row.gemms for f in gemm.formats}
+    if not operands:
+        return ""
+    common = operands.get("x") or next(iter(operands.values()))
+    parts = [" ".join(common)]
+    for operand, words in operands.items():
+        differs = [word for word, usual in zip(words, common, strict=True) if word != usual]
+        if differs:
+            parts.append(" ".join((operand, *differs)))
+    saved = {policy.decide(layer).saved for layer in layers_of(row.gemms)} - {Saved.COLUMNWISE}
+    return ", ".join([*parts, *(f"saved {form}" for form in sorted(saved))])
+
+
+def _reasons(gemms: Sequence[GemmRecord]) -> str:
+    """The reason, once where all GEMMs have the same."""
+    by_reason: dict[str, list[str]] = {}
+    for gemm in gemms:
+        by_reason.setdefault(gemm.reason, []).append(gemm.gemm)
+    if len(by_reason) == 1:
+        return next(iter(by_reason))
+    return "; ".join(f"{', '.join(dict.fromkeys(which))}: {why}" for why, which in by_reason.items())
+
+
+def _names(layers: Sequence[Layer]) -> list[str]:
+    return [
+        f"    {row.name or '(root)'}{f' ×{row.count}' if row.count > 1 else ''}  {gemm.role}"
+        f"  m={gemm.m} n={gemm.n} k={gemm.k}"
+        for row in folded(layers)
+        for gemm in row.gemms[:1]
+    ]
+
+
+def _layers(layers: Sequence[Layer]) -> str:
+    return f"{len(layers)} layer{'s' * (len(layers) != 1)}"
+
+
+def _flow(value: Any) -> str:
+    """A part of a policy as one line of YAML."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 16
+    ).strip()

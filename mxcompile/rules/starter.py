@@ -1,0 +1,88 @@
+"""A policy to start from: for one model, with its layers in comments, deciding what a preset does.
+
+One rule per role the model has, so that changing a decision is changing a word. As written it decides for
+every layer of the model what the preset alone does; only the reasons in reports name the rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Precision, Role
+from mxcompile.policy.patterns import literal
+from mxcompile.policy.presets import PRESETS
+from mxcompile.policy.schema import VERSION
+from mxcompile.rules.layers import folded, spelled
+
+_LEAST_BLOCKS = 3
+
+
+def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
+    """The text of a policy file for `layers`, of the model called `model`, after the preset `preset`."""
+    policy = Policy.preset(preset)
+    linear = [layer for layer in layers if layer.role not in ATTENTION_PRODUCTS]
+    products = [layer for layer in layers if layer.role in ATTENTION_PRODUCTS]
+    roles = list(dict.fromkeys(layer.role for layer in linear))
+    lines = [
+        f"# Policy for {_plain(model)}: as written, what the preset {preset} decides.",
+        "# For each layer the first rule that matches decides; what no rule matches follows the preset.",
+        "# Sizes are of the forward GEMM: m tokens, n output features, k input features.",
+        "",
+        f"version: {VERSION}",
+        f"preset: {preset}  # {', '.join(PRESETS)}",
+        "rules:",
+        *_ends(linear),
+    ]
+    for role in roles:
+        lines += ["", *_rule(policy, role, [layer for layer in linear if layer.role == role])]
+    if products:
+        lines += ["", f"  # Attention products stay in BF16: {_plain(spelled(products))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
+    """The rule for `role` in `policy`'s words, under its layers."""
+    decision = policy.decide(layers[0])
+    sent = [gemm for gemm in Gemm if decision.choice(gemm).precision is Precision.MXFP8]
+    use: str = Precision.MXFP8
+    if not sent:
+        use = Precision.BF16
+    elif len(sent) < len(Gemm):
+        use = f"{{{', '.join(f'{gemm}: {Precision.MXFP8}' for gemm in sent)}}}"
+    rows = folded(layers)
+    count = sum(row.count for row in rows)
+    lines = [f"  # {role}: {count} layer{'s' * (count != 1)}"]
+    for row in rows:
+        gemm = row.gemms[0]
+        owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
+        lines.append(f"  #   {_plain(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{_plain(owner)}")
+    return [*lines, f"  - match: {{role: {role}}}", f"    use: {use}"]
+
+
+def _ends(layers: Iterable[Layer]) -> list[str]:
+    """A rule, commented out, for the first and last of every stack of blocks; nothing for a model without."""
+    stacks: dict[str, set[int]] = {}
+    for layer in layers:
+        steps = layer.name.split(".")
+        number = next((i for i, step in enumerate(steps) if step.isdecimal()), None)
+        if number is not None and number < len(steps) - 1:
+            stacks.setdefault(".".join(steps[:number]), set()).add(int(steps[number]))
+    names = [
+        literal(f"{prefix}.{index}.".lstrip(".")) + "*"
+        for prefix, blocks in stacks.items()
+        if len(blocks) >= _LEAST_BLOCKS
+        for index in (min(blocks), max(blocks))
+    ]
+    if not names:
+        return []
+    return [
+        "  # The first and the last block in BF16, as many recipes have it:",
+        f"  # - match: {{name: [{', '.join(json.dumps(name) for name in names)}]}}",
+        f"  #   use: {Precision.BF16}",
+    ]
+
+
+def _plain(text: str) -> str:
+    """`text` as a comment may hold it: nothing that ends the line or cannot be seen."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
