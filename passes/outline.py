@@ -11,6 +11,7 @@ are folded by `report.outline`.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.policy import Role
 from mxcompile.report import Outline, OutlineNode, folded
+from mxcompile.report.outline import inner_block
 
 _ELEMS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _PRODUCTS = {Role.ATTN_SCORES: "q · kᵀ", Role.ATTN_VALUES: "softmax · v"}
@@ -99,20 +101,27 @@ class _Drawing:
         elif not sources and what not in STREAM_SOURCES:
             return
         elif what in TRANSPARENT or what is operator.getitem or self._is_recomputed(node):
-            self._note(node, [], sources[0])
+            self._note(node, [], max(sources, key=lambda source: self._drafts[source].place))
         elif what in ops.CASTS:
             self._note(node, sources, self._cast(node, sources))
         else:
             self._note(node, sources, self._join_glue(node, sources))
 
     def drafts(self) -> list[_Draft]:
-        """All drafts, with the titles of their glue."""
+        """All drafts, with the titles of glue, and with the names of casts that several blocks read."""
         for draft in self._drafts:
             if draft.kind == "glue":
                 draft.detail = ", ".join(draft.operators)
                 if draft.name in self._with_matmuls or not draft.label:
                     names = list(draft.operators)
                     draft.label = " · ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        readers: defaultdict[int, set[str]] = defaultdict(set)
+        for source, index in self.edges:
+            if self._drafts[source].kind == "cast":
+                readers[source].add(inner_block(self._drafts[index].name))
+        for source, index in self.edges:
+            if len(readers[index]) > 1:
+                self._drafts[index].name = self._drafts[source].name
         return self._drafts
 
     def _note(self, node: fx.Node, sources: Iterable[int], index: int) -> None:

@@ -21,11 +21,16 @@ _ANY: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Equal layers: their folded name, how many there are, and the records of one of them."""
+    """Equal layers: their folded name, the names of all, and the records of the first."""
 
     name: str
-    count: int
+    names: tuple[str, ...]
     gemms: tuple[GemmRecord, ...]
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return len(self.names)
 
 
 def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
@@ -43,9 +48,23 @@ def fold(gemms: Iterable[GemmRecord]) -> list[Row]:
         for path, members in _merged([(_path(ordered[i][0].name), [i]) for i in group])
     ]
     return [
-        Row(name=_spelled(path), count=len(members), gemms=tuple(ordered[members[0]]))
+        Row(
+            name=_spelled(path),
+            names=tuple(ordered[member][0].name for member in members),
+            gemms=tuple(ordered[members[0]]),
+        )
         for path, members in sorted(folded, key=lambda row: row[1][0])
     ]
+
+
+def spelled(names: Iterable[str]) -> str:
+    """`names` folded and joined by commas: ``layers.0-31.up``."""
+    alike: dict[tuple[object, ...], list[_Group]] = {}
+    for name in names:
+        path = _path(name)
+        shape = tuple(_ANY if isinstance(step, frozenset) else step for step in path)
+        alike.setdefault(shape, []).append((path, []))
+    return ", ".join(_spelled(path) for group in alike.values() for path, _ in _merged(group))
 
 
 def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:

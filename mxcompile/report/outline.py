@@ -6,7 +6,7 @@ masks and positions are not in it.
 
 A block is what shares its path up to a number: ``layers.7`` of ``layers.7.mlp.up``; inside it lie others.
 Equal blocks are folded: each of their nodes becomes one that stands for all, and an edge may lead back, from
-a block to the next. Blocks are equal if they hold equal nodes; folding is linear in nodes and depth of blocks.
+a block to the next. Blocks are equal if they hold equal nodes. Linear in the nodes and the depth of blocks.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Outline:
             edges=self.edges + tuple((a + shift, b + shift) for a, b in other.edges),
             omitted=self.omitted + other.omitted,
         )
+
+    def only_backward(self, index: int) -> bool:
+        """Whether node `index`, of forward, is read in backward alone."""
+        readers = {self.nodes[b].phase for a, b in self.edges if a == index}
+        return self.nodes[index].phase == "forward" and readers == {"backward"}
 
     def widened(self, copies: Callable[[str], Iterable[str]]) -> Outline:
         """With every name joined by its `copies`: layers that are equal to it and were not traced."""

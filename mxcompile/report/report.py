@@ -103,10 +103,17 @@ def _markdown(report: Report) -> str:
     return to_markdown(report)
 
 
+def _html(report: Report) -> str:
+    from mxcompile.report.html import to_html
+
+    return to_html(report)
+
+
 FORMS: dict[str, Callable[[Report], str]] = {
     ".txt": _text,
     ".md": _markdown,
     ".json": Report.to_json,
+    ".html": _html,
 }
 """How a report is written, by file suffix."""
 

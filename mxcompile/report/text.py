@@ -6,123 +6,170 @@ Text is at most 120 columns wide: cells that do not fit lose their middle. Markd
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tabulate import MIN_PADDING, tabulate
 
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.report import Report
+from mxcompile.report.words import byte_count, count, duration, formats, size, speedup
 
 WIDTH = 120
 
-_GEMMS = ("fprop", "dgrad", "wgrad")
-_Table = list[list[str]]
+Table = list[list[str]]
+_NAMED = 3
 
 
 def to_text(report: Report) -> str:
     """`report` for a terminal."""
-    lines = [
-        line
-        for paragraph in (_headline(report.summary), *_facts(report.summary))
-        for line in textwrap.wrap(paragraph, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    ]
-    if report.gemms:
-        layers = _fitted(_layer_table(fold(report.gemms)), ("layer", "reason"))
-        kernels = _fitted(_kernel_table(report.gemms), ("kernel", "formats"))
-        lines += ["", _drawn(layers, "simple"), "", _drawn(kernels, "simple")]
+    rows = fold(report.gemms)
+    lines = wrapped([headline(report.summary), *facts(report.summary, rows)])
+    if rows:
+        layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
+        kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
+        lines += ["", drawn(layers, "simple"), "", drawn(kernels, "simple")]
     return "\n".join(lines)
 
 
 def to_markdown(report: Report) -> str:
     """`report` for a pull request."""
-    facts = "\n".join(f"- {fact}" for fact in _facts(report.summary))
-    parts = [f"### {_headline(report.summary)}", facts]
-    if report.gemms:
-        tables = (_layer_table(fold(report.gemms)), _kernel_table(report.gemms))
-        parts += [_drawn(_escaped(table), "github") for table in tables]
+    rows = fold(report.gemms)
+    parts = [f"### {headline(report.summary)}", bullets(facts(report.summary, rows))]
+    if rows:
+        parts += [
+            drawn(escaped(table), "github") for table in (_layer_table(rows), _kernel_table(report.gemms))
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def _headline(summary: Summary) -> str:
+def headline(summary: Summary) -> str:
+    """The report in one line."""
     return (
         f"MXFP8 report: {summary.flop_share:.1%} of matmul FLOPs in MXFP8"
-        f" ({_count(summary.num_gemms, 'GEMM')}, target {summary.target},"
+        f" ({count(summary.num_gemms, 'GEMM')}, target {summary.target},"
         f" policy {summary.policy})"
     )
 
 
-def _facts(summary: Summary) -> list[str]:
-    facts = []
+def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
+    """What is known beside the layers, a sentence each."""
+    said = []
     if summary.saved_bytes is not None and summary.saved_bytes_bf16:
         share = summary.saved_bytes / summary.saved_bytes_bf16
-        facts.append(
-            f"saved for backward {_bytes(summary.saved_bytes)},"
-            f" without mxcompile {_bytes(summary.saved_bytes_bf16)} ({share:.0%})"
+        said.append(
+            f"saved for backward {byte_count(summary.saved_bytes)},"
+            f" without mxcompile {byte_count(summary.saved_bytes_bf16)} ({share:.0%})"
         )
     if summary.weight_bytes:
-        facts.append(
-            f"weights of linear layers {_bytes(summary.weight_bytes)}"
-            f" ({_bytes(summary.weight_bytes_bf16)} in BF16)"
+        said.append(
+            f"weights of linear layers {byte_count(summary.weight_bytes)}"
+            f" ({byte_count(summary.weight_bytes_bf16)} in BF16)"
         )
-    facts.append(
-        f"{_count(summary.graphs, 'graph')}, {_count(summary.graph_breaks, 'graph break')},"
+    if summary.estimate_us and summary.estimate_bf16_us:
+        said.append(
+            f"roofline estimate, no measurement: matmuls and casts {duration(summary.estimate_us)},"
+            f" {duration(summary.estimate_bf16_us)} in BF16"
+            f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
+        )
+    said.append(
+        f"{count(summary.graphs, 'graph')}, {count(summary.graph_breaks, 'graph break')},"
         f" passes {summary.pass_time_us / 1e3:.0f} ms, Inductor cache {summary.cache}"
     )
-    facts += [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
-    return facts
+    slow = [f"{row.name or '(root)'} ({ratio:.2f}×)" for row, ratio in slower(rows)]
+    if slow:
+        more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
+        said.append(f"warning: estimated slower than in BF16: {', '.join(slow[:_NAMED])}{more}")
+    return said + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
 
 
-def _layer_table(rows: Sequence[Row]) -> _Table:
-    headers = ["layer", "", "role", "m×n×k", *_GEMMS, "reason"]
-    return [headers] + [
-        [
-            row.name or "(root)",
-            f"×{row.count}" if row.count > 1 else "",
-            row.gemms[0].role,
-            _size(row.gemms[0]),
-            *(_precision(row, gemm) for gemm in _GEMMS),
-            "; ".join(dict.fromkeys(gemm.reason for gemm in row.gemms)),
-        ]
-        for row in rows
-    ]
+def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
+    """The rows with MXFP8 GEMMs estimated to take longer than in BF16, and BF16's time over theirs."""
+    ratios = [(row, speedup(row.gemms)) for row in rows if any(g.precision == "mxfp8" for g in row.gemms)]
+    return [(row, ratio) for row, ratio in ratios if ratio is not None and ratio < 1]
 
 
-def _kernel_table(gemms: Sequence[GemmRecord]) -> _Table:
-    groups: dict[tuple[str, str, str], list[GemmRecord]] = {}
+def precision(gemms: Sequence[GemmRecord]) -> str:
+    """``mxfp8``, or ``mxfp8; wgrad bf16``: the first GEMM's precision, and the GEMMs that have another."""
+    by_gemm: dict[str, set[str]] = {}
     for gemm in gemms:
-        key = (gemm.precision, gemm.kernel or "not lowered", _formats(gemm.formats) or "-")
-        groups.setdefault(key, []).append(gemm)
+        by_gemm.setdefault(gemm.gemm, set()).add(gemm.precision)
+    said = {gemm: "/".join(sorted(found)) for gemm, found in by_gemm.items()}
+    first = next(iter(said.values()), "")
+    others = [f"{gemm} {word}" for gemm, word in said.items() if word != first]
+    return "; ".join([first, *others])
+
+
+def _layer_table(rows: Sequence[Row]) -> Table:
+    estimates = any(speedup(row.gemms) is not None for row in rows)
+    table = [["layer", "", "role", "m×n×k", "precision", *(["est."] if estimates else []), "reason"]]
+    for row in rows:
+        ratio = speedup(row.gemms)
+        table.append(
+            [
+                row.name or "(root)",
+                f"×{row.count}" if row.count > 1 else "",
+                row.gemms[0].role,
+                size(row.gemms[0]),
+                precision(row.gemms),
+                *([f"{ratio:.2f}×" if ratio not in (None, 1) else ""] if estimates else []),
+                "; ".join(dict.fromkeys(_reason(gemm) for gemm in row.gemms)),
+            ]
+        )
+    return table
+
+
+def _reason(gemm: GemmRecord) -> str:
+    """The reason without the role, which has a column."""
+    return gemm.reason.removesuffix(f": role {gemm.role}")
+
+
+def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
+    """Kernels by share of FLOPs; the GEMMs of one kernel are one row if their operands' formats agree."""
+    by_kernel: dict[tuple[str, str], list[GemmRecord]] = {}
+    for gemm in gemms:
+        by_kernel.setdefault((gemm.precision, gemm.kernel or "not lowered"), []).append(gemm)
+    groups: dict[tuple[str, str, str], list[GemmRecord]] = {}
+    for key, members in by_kernel.items():
+        merged = _merged(members)
+        for gemm in members:
+            said = formats(gemm.formats if merged is None else merged)
+            groups.setdefault((*key, said or "-"), []).append(gemm)
     total = sum(gemm.flops for gemm in gemms) or 1
+    shares = {key: sum(gemm.flops for gemm in members) / total for key, members in groups.items()}
     return [["precision", "kernel", "formats", "GEMMs", "FLOPs"]] + [
-        [*key, f"{len(members)}", f"{sum(gemm.flops for gemm in members) / total:.1%}"]
-        for key, members in sorted(groups.items(), reverse=True)
+        [*key, f"{len(groups[key])}", f"{shares[key]:.1%}"]
+        for key in sorted(groups, key=lambda key: (key[0] != "mxfp8", -shares[key]))
     ]
 
 
-def _formats(formats: Sequence[OperandFormat]) -> str:
-    """``x, w: e4m3 1x32 rceil``: operands of one format are named together."""
-    operands: dict[str, list[str]] = {}
-    for form in formats:
-        operands.setdefault(f"{form.elem} {form.block} {form.rounding}", []).append(form.operand)
-    return "; ".join(f"{', '.join(names)}: {form}" for form, names in operands.items())
+def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
+    """One format for each operand of `gemms`, or None if there are several."""
+    found = dict.fromkeys(form for gemm in gemms for form in gemm.formats)
+    operands = [form.operand for form in found]
+    return tuple(found) if len(set(operands)) == len(operands) else None
 
 
-def _precision(row: Row, which: str) -> str:
-    found = {gemm.precision for gemm in row.gemms if gemm.gemm == which}
-    return "/".join(sorted(found)) if found else "-"
+def wrapped(paragraphs: Iterable[str]) -> list[str]:
+    """`paragraphs` as lines of `WIDTH`."""
+    return [
+        line
+        for paragraph in paragraphs
+        for line in textwrap.wrap(paragraph, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    ]
 
 
-def _size(gemm: GemmRecord) -> str:
-    size = f"{gemm.m}×{gemm.n}×{gemm.k}"
-    return f"{gemm.batch}·{size}" if gemm.batch > 1 else size
+def bullets(sentences: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def _drawn(table: _Table, form: str) -> str:
+def drawn(table: Table, form: str) -> str:
+    """`table`, its first row the headers, in a form of `tabulate`."""
     return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True)
 
 
-def _fitted(table: _Table, flexible: tuple[str, ...]) -> _Table:
+def fitted(table: Table, flexible: Sequence[str]) -> Table:
     """`table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
     widths = [max(len(header) + MIN_PADDING, *map(len, cells)) for header, *cells in zip(*table, strict=True)]
     columns = [table[0].index(name) for name in flexible]
@@ -138,17 +185,6 @@ def _short(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[-tail:]}"
 
 
-def _escaped(table: _Table) -> _Table:
+def escaped(table: Table) -> Table:
+    """`table` for Markdown: a bar in a cell does not end it."""
     return [[cell.replace("|", "\\|") for cell in row] for row in table]
-
-
-def _bytes(number: int) -> str:
-    value, units = float(number), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while value >= 1024 and unit != "TiB":
-        value, unit = value / 1024, next(units)
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

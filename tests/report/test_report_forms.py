@@ -50,8 +50,42 @@ def test_what_fits_is_shown_whole():
     name = "model.language_model.layers.0.mlp.up_proj"
     text = str(report(record(name, reason="preset nvidia: role ffn_in", kernel="k" * 50)))
     assert name in text
-    assert "preset nvidia: role ffn_in" in text
+    assert re.search(r"ffn_in .* preset nvidia$", text, re.MULTILINE)  # the role has a column
     assert "k" * 50 in text
+
+
+def test_the_names_of_deep_models_fit():
+    name = "decoder.block.0-23.layer.1.EncDecAttention.q"
+    gemms = [g for i in range(24) for g in training(f"decoder.block.{i}.layer.1.EncDecAttention.q")]
+    assert name in str(report(*gemms, record("x", role="attn_scores", m=4096, n=128256, k=16384)))
+
+
+def test_the_gemm_that_differs_is_named():
+    fprop, dgrad, wgrad = training("a")
+    text = str(report(fprop, dgrad, replace(wgrad, precision="bf16", formats=())))
+    assert "mxfp8; wgrad bf16" in text
+
+
+def test_kernels_whose_formats_do_not_agree_are_rows_of_their_own():
+    text = str(
+        report(record("a", kernel="mm"), record("b", kernel="mm", formats=(replace(X, elem="e5m2"), W)))
+    )
+    assert "x, w: e4m3 1x32 rceil" in text
+    assert "x: e5m2 1x32 rceil; w: e4m3 1x32 rceil" in text
+
+
+def test_estimates_are_said_to_be_estimates():
+    gemms = [
+        record("a", estimate_us=2.0, estimate_bf16_us=3.0),
+        record("b", estimate_us=4.0, estimate_bf16_us=3.0),
+    ]
+    found = report(*gemms, kept(estimate_us=1.0, estimate_bf16_us=1.0))
+    summary = replace(found.summary, estimate_us=7000.0, estimate_bf16_us=7700.0)
+    text = str(replace(found, summary=summary))
+    assert "roofline estimate, no measurement: matmuls and casts 7 ms, 7.7 ms in BF16 (1.10×)" in text
+    assert "warning: estimated slower than in BF16: b (0.75×)\n" in text
+    assert re.search(r"^a .* 1\.50×", text, re.MULTILINE)
+    assert "1.00×" not in text
 
 
 def test_text_of_a_training_report():
@@ -77,17 +111,15 @@ def test_text_of_a_training_report():
         "1 graph, 1 graph break, passes 12 ms, Inductor cache miss",
         "warning: rule 3 matched no layer",
         "",
-        "layer              role    m×n×k     fprop    dgrad    wgrad    reason",
-        "-------------  --  ------  --------  -------  -------  -------  --------------",
-        "layers.0-3.up  ×4  ffn_in  64×96×32  mxfp8    mxfp8    mxfp8    policy: rule 1",
-        "lm_head            head    64×96×32  bf16     -        -        role head",
+        "layer              role    m×n×k     precision    reason",
+        "-------------  --  ------  --------  -----------  --------------",
+        "layers.0-3.up  ×4  ffn_in  64×96×32  mxfp8        policy: rule 1",
+        "lm_head            head    64×96×32  bf16         role head",
         "",
-        "precision    kernel      formats                 GEMMs    FLOPs",
-        "-----------  ----------  ----------------------  -------  -------",
-        "mxfp8        aten.mm     x, w: e4m3 1x32 rceil   4        30.8%",
-        "mxfp8        aten.mm     dy, x: e4m3 1x32 rceil  4        30.8%",
-        "mxfp8        aten.mm     dy, w: e4m3 1x32 rceil  4        30.8%",
-        "bf16         aten.addmm  -                       1        7.7%",
+        "precision    kernel      formats                    GEMMs    FLOPs",
+        "-----------  ----------  -------------------------  -------  -------",
+        "mxfp8        aten.mm     x, w, dy: e4m3 1x32 rceil  12       92.3%",
+        "bf16         aten.addmm  -                          1        7.7%",
     ]
 
 
@@ -147,13 +179,13 @@ def test_markdown_is_github_tables_of_whole_cells():
     text = markdown(report(*training(name, kernel="aten.mm"), kept()))
     layer_table, kernel_table = tables(text)
     assert layer_table[0] == [
-        "layer", "", "role", "m×n×k", "fprop", "dgrad", "wgrad", "reason",
+        "layer", "", "role", "m×n×k", "precision", "reason",
     ]  # fmt: skip
     assert layer_table[1] == [
-        name, "", "ffn_in", "64×96×32", "mxfp8", "mxfp8", "mxfp8", "policy: rule 1",
+        name, "", "ffn_in", "64×96×32", "mxfp8", "policy: rule 1",
     ]  # fmt: skip
     assert kernel_table[0] == ["precision", "kernel", "formats", "GEMMs", "FLOPs"]
-    assert [len(row) for row in layer_table + kernel_table] == [8] * 3 + [5] * 5
+    assert [len(row) for row in layer_table + kernel_table] == [6] * 3 + [5] * 3
 
 
 def test_a_bar_in_a_cell_does_not_split_it():

@@ -1,0 +1,93 @@
+"""The HTML form: one file that opens offline, with no requests and no scripts but its own.
+
+``report.html`` is the page, with styles and behaviour; here its sections are made. Whatever comes from a
+report is escaped: a module can have any name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+
+from mxcompile.report.fold import Row, fold
+from mxcompile.report.html_graph import graphs
+from mxcompile.report.html_layers import layers
+from mxcompile.report.html_numerics import numerics_section
+from mxcompile.report.html_parts import tile
+from mxcompile.report.numerics import Numerics
+from mxcompile.report.record import Summary
+from mxcompile.report.report import Report
+from mxcompile.report.text import slower
+from mxcompile.report.words import byte_count, count, duration
+
+TEMPLATE = Path(__file__).with_name("report.html")
+
+
+def to_html(report: Report, numerics: Numerics | None = None) -> str:
+    """`report`, with what an audit measured if there was one, as a page."""
+    rows = fold(report.gemms)
+    parts: list[Callable[[], str]] = [
+        lambda: _tiles(report),
+        lambda: _warnings(report.summary.warnings),
+        lambda: _estimate(report.summary, rows),
+        lambda: graphs(report),
+        lambda: layers(rows, report.gemms),
+        lambda: numerics_section(numerics),
+    ]
+    title = f"MXFP8 report: {report.summary.policy}, {report.summary.target}"
+    page = TEMPLATE.read_text(encoding="utf-8")
+    before, after = page.split("{{sections}}")
+    return before.replace("{{title}}", escape(title)) + "\n".join(part() for part in parts) + after
+
+
+def _tiles(report: Report) -> str:
+    s = report.summary
+    quantized = sum(gemm.precision == "mxfp8" for gemm in report.gemms)
+    tiles = [
+        tile("matmul FLOPs in MXFP8", f"{s.flop_share:.1%}", share=s.flop_share),
+        tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} MXFP8, {s.num_gemms - quantized:,} BF16"),
+    ]
+    if s.saved_bytes is not None and s.saved_bytes_bf16:
+        share = s.saved_bytes / s.saved_bytes_bf16
+        note = f"{share:.0%} of {byte_count(s.saved_bytes_bf16)} without mxcompile"
+        tiles.append(tile("saved for backward", byte_count(s.saved_bytes), note, share))
+    if s.weight_bytes:
+        note = f"{byte_count(s.weight_bytes_bf16)} in BF16"
+        tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), note))
+    tiles += [
+        tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break")),
+        tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}"),
+    ]
+    return (
+        f"<header><h1>MXFP8 report</h1><p>policy <b>{escape(s.policy)}</b>,"
+        f" target <b>{escape(s.target)}</b></p></header>"
+        f'<section class="tiles" aria-label="summary">{"".join(tiles)}</section>'
+    )
+
+
+def _warnings(warnings: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
+    return f'<section class="warnings"><h2>Warnings</h2><ul>{items}</ul></section>' if items else ""
+
+
+def _estimate(summary: Summary, rows: list[Row]) -> str:
+    if not summary.estimate_us or not summary.estimate_bf16_us:
+        return ""
+    ratio = summary.estimate_bf16_us / summary.estimate_us
+    tiles = [
+        tile("matmuls and casts", duration(summary.estimate_us)),
+        tile("the same in BF16", duration(summary.estimate_bf16_us)),
+        tile("BF16 ÷ MXFP8", f"{ratio:.2f}×"),
+    ]
+    slow = "".join(
+        f"<li>{escape(row.name or '(root)')}: {ratio:.2f}×</li>"
+        for row, ratio in sorted(slower(rows), key=lambda found: found[1])
+    )
+    title = "Layers estimated slower than in BF16"
+    flagged = f'<details class="slow"><summary>{title}</summary><ul>{slow}</ul></details>'
+    return (
+        f'<section id="estimate"><h2>Estimate</h2><p class="hint">Roofline of {escape(summary.target)}:'
+        " what its peaks allow at best, not a measurement.</p>"
+        f'<div class="tiles">{"".join(tiles)}</div>{flagged if slow else ""}</section>'
+    )

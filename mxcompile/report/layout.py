@@ -1,0 +1,194 @@
+"""Where the nodes of a picture go: layered drawing of an outline, from top to bottom.
+
+    rows      the longest path from the top; a block starts below all that came before it
+    order     in a row by the mean position of neighbours, rows swept down and up (Sugiyama's method)
+    columns   as near to the neighbours as widths and order allow
+
+An edge that spans rows gets a waypoint in each, so that nodes make room for it. Starts from networkx's
+multipartite layout. Edges that lead back are left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from mxcompile.report.outline import Outline, OutlineNode, inner_block
+
+GAP = 22.0
+ROW_GAP = 30.0
+_SWEEPS = 8
+_PULL = 0.97
+"""Towards the middle, at every sweep: or long graphs drift aside."""
+_Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A node's place: centre and size, in px."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A drawing.
+
+    boxes: of the nodes, by position in the outline. lines: per edge its points, from box to box. rows: of the
+    nodes. width, height: of the whole.
+    """
+
+    boxes: dict[int, Box]
+    lines: dict[tuple[int, int], tuple[_Point, ...]]
+    rows: dict[int, int]
+    width: float
+    height: float
+
+
+def lay_out(outline: Outline, chosen: Sequence[int], sizes: dict[int, tuple[float, float]]) -> Layout:
+    """Places for the nodes at the positions `chosen`. sizes: width and height of each, in px."""
+    edges = [(a, b) for a, b in outline.edges if a < b and a in sizes and b in sizes]
+    rows = _rows(outline.nodes, chosen, edges)
+    flow, chains = _with_waypoints(chosen, edges, rows)
+    widths: dict[int, float] = {node: sizes[node][0] if node in sizes else 6.0 for node in flow}
+    columns = _columns(flow, chains.values(), widths)
+    left = min((columns[n] - widths[n] / 2 for n in flow), default=0.0)
+    right = max((columns[n] + widths[n] / 2 for n in flow), default=0.0)
+    tops, height = _tops(rows, sizes)
+    boxes = {
+        node: Box(
+            x=columns[node] - left,
+            y=tops[rows[node]][0] + tops[rows[node]][1] / 2,
+            width=sizes[node][0],
+            height=sizes[node][1],
+        )
+        for node in chosen
+    }
+    lines = {
+        (a, b): (
+            (boxes[a].x, boxes[a].y + boxes[a].height / 2),
+            *((columns[w] - left, tops[flow.nodes[w]["row"]][0] + k) for w in chain
+              for k in (0.0, tops[flow.nodes[w]["row"]][1])),
+            (boxes[b].x, boxes[b].y - boxes[b].height / 2),
+        )
+        for (a, b), chain in chains.items()
+    }  # fmt: skip
+    return Layout(boxes=boxes, lines=lines, rows=rows, width=right - left, height=height)
+
+
+def _rows(
+    nodes: Sequence[OutlineNode], chosen: Sequence[int], edges: Sequence[tuple[int, int]]
+) -> dict[int, int]:
+    before: defaultdict[int, list[int]] = defaultdict(list)
+    for a, b in edges:
+        before[b].append(a)
+    rows: dict[int, int] = {}
+    starts: dict[str, int] = {}
+    current, deepest = None, -1
+    for node in chosen:
+        block = inner_block(nodes[node].names[0])
+        if block != current and (block not in starts or not block):
+            starts[block] = deepest + 1
+        current = block
+        rows[node] = max([starts[block], *(rows[a] + 1 for a in before[node])])
+        deepest = max(deepest, rows[node])
+    return rows
+
+
+def _with_waypoints(
+    chosen: Sequence[int], edges: Sequence[tuple[int, int]], rows: dict[int, int]
+) -> tuple[nx.DiGraph[int], dict[tuple[int, int], list[int]]]:
+    """The graph with a node in every row an edge passes, and those nodes per edge, from its start."""
+    flow: nx.DiGraph[int] = nx.DiGraph()
+    for node in chosen:
+        flow.add_node(node, row=rows[node])
+    chains: dict[tuple[int, int], list[int]] = {}
+    fresh = max(chosen, default=0) + 1
+    for a, b in edges:
+        last, chain = a, []
+        for row in range(rows[a] + 1, rows[b]):
+            flow.add_node(fresh, row=row)
+            flow.add_edge(last, fresh)
+            chain.append(fresh)
+            last, fresh = fresh, fresh + 1
+        flow.add_edge(last, b)
+        chains[a, b] = chain
+    return flow, chains
+
+
+def _columns(
+    flow: nx.DiGraph[int], chains: Collection[Sequence[int]], widths: dict[int, float]
+) -> dict[int, float]:
+    """The x of every node's centre; the waypoints of a chain one below the other, in the end."""
+    if not flow:
+        return {}
+    start = nx.multipartite_layout(flow, subset_key="row", align="horizontal")
+    by_row: defaultdict[int, list[int]] = defaultdict(list)
+    for node in flow:
+        by_row[flow.nodes[node]["row"]].append(node)
+    order = [sorted(by_row[row], key=lambda n: (start[n][0], n)) for row in sorted(by_row)]
+    x = {node: float(position) for row in order for position, node in enumerate(row)}
+    for sweep in range(_SWEEPS):
+        for row in order if sweep % 2 == 0 else reversed(order):
+            near = flow.pred if sweep % 2 == 0 else flow.succ
+            wanted = {n: _mean([x[m] for m in near[n]], x[n]) for n in row}
+            row.sort(key=wanted.__getitem__)
+            x.update({node: float(position) for position, node in enumerate(row)})
+    for row in order:
+        x.update(_packed(row, dict.fromkeys(row, 0.0), widths))
+    for sweep in range(4 * _SWEEPS):
+        straight = {w: _mean([x[v] for v in chain], 0.0) for chain in chains for w in chain}
+        for row in order if sweep % 2 == 0 else reversed(order):
+            wanted = {
+                n: straight[n]
+                if n in straight and sweep > 2 * _SWEEPS
+                else _PULL * _mean([x[m] for m in (*flow.pred[n], *flow.succ[n])], x[n])
+                for n in row
+            }
+            x.update(_packed(row, wanted, widths))
+    return x
+
+
+def _mean(values: list[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _packed(row: list[int], wanted: dict[int, float], widths: dict[int, float]) -> dict[int, float]:
+    """Places in the order of `row`, not overlapping, with the least squared distance from those wanted.
+
+    Neighbours that would overlap move as one, at the mean of where each wants it to be.
+    """
+    offsets, total = {}, 0.0
+    for previous, node in zip([None, *row], row, strict=False):
+        if previous is not None:
+            total += (widths[previous] + widths[node]) / 2 + GAP
+        offsets[node] = total
+    groups: list[tuple[float, list[int]]] = []
+    for node in row:
+        groups.append((wanted[node] - offsets[node], [node]))
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            (x, members), (y, others) = groups[-2], groups[-1]
+            size = len(members) + len(others)
+            groups[-2:] = [((x * len(members) + y * len(others)) / size, members + others)]
+    return {node: x + offsets[node] for x, members in groups for node in members}
+
+
+def _tops(
+    rows: dict[int, int], sizes: dict[int, tuple[float, float]]
+) -> tuple[dict[int, tuple[float, float]], float]:
+    """Top and height of every row, and the height of all."""
+    heights: defaultdict[int, float] = defaultdict(float)
+    for node, row in rows.items():
+        heights[row] = max(heights[row], sizes[node][1])
+    tops: dict[int, tuple[float, float]] = {}
+    y = 0.0
+    for row in range(max(heights, default=-1) + 1):
+        tops[row] = y, heights[row]
+        y += heights[row] + ROW_GAP
+    return tops, max(y - ROW_GAP, 0.0)

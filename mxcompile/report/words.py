@@ -1,0 +1,51 @@
+"""How numbers, sizes and formats are said in every form of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mxcompile.report.record import GemmRecord, OperandFormat
+
+
+def byte_count(number: int) -> str:
+    """``1.5 KiB``."""
+    value, units = float(number), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def duration(us: float) -> str:
+    """``12.3 ms``, from µs."""
+    value, units = us, iter(("µs", "ms", "s"))
+    unit = next(units)
+    while value >= 1000 and unit != "s":
+        value, unit = value / 1000, next(units)
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def size(gemm: GemmRecord) -> str:
+    """``64×96×32``, ``8·64×96×32`` for a batch of 8."""
+    sizes = f"{gemm.m}×{gemm.n}×{gemm.k}"
+    return f"{gemm.batch}·{sizes}" if gemm.batch > 1 else sizes
+
+
+def formats(operands: Sequence[OperandFormat]) -> str:
+    """``x, w: e4m3 1x32 rceil``: operands of one format are named together."""
+    by_format: dict[str, list[str]] = {}
+    for form in operands:
+        by_format.setdefault(f"{form.elem} {form.block} {form.rounding}", []).append(form.operand)
+    return "; ".join(f"{', '.join(names)}: {form}" for form, names in by_format.items())
+
+
+def speedup(gemms: Sequence[GemmRecord]) -> float | None:
+    """Estimated time of `gemms` in BF16 over that under the policy; None without estimates."""
+    ours = sum(gemm.estimate_us or 0.0 for gemm in gemms)
+    bf16 = sum(gemm.estimate_bf16_us or 0.0 for gemm in gemms)
+    return bf16 / ours if ours and bf16 else None

@@ -1,0 +1,203 @@
+"""The HTML form: well formed, complete, self-contained, and names in it are data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from made_reports import X, kept, picture, record, report, training, whole_report
+
+from mxcompile.report import GemmNumerics, Numerics, Outline, Part, Report, TensorNumerics
+from mxcompile.report.html import to_html
+
+VOID = {"meta", "input", "br", "hr", "img", "link"}
+ATTACK = "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"' {{sections}} &amp;"
+
+
+class Page(HTMLParser):
+    """The elements of a page. Fails on one that is closed in the wrong order or not at all."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.stack: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack[-1] == tag, (self.stack, tag)
+        self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.stack:
+            self.text.append((self.stack[-1], data.strip()))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for found, attrs in self.elements if found == tag]
+
+    def texts(self, tag: str) -> list[str]:
+        return [text for found, text in self.text if found == tag and text]
+
+
+def numerics(name: str = "layers.0.up") -> Numerics:
+    tensor = {
+        "name": name, "role": "ffn_in", "operand": "x", "layout": "rowwise", "gemms": ("fprop",),
+        "elem": "e4m3", "rounding": "rceil", "numel": 64, "amax": 1.0, "cosine": 0.999, "mse": 1e-3,
+        "rel_error": 0.02,
+        "underflow": 0.01, "saturation": 0.0, "scale_histogram": ((117, 3), (120, 9), (255, 1)),
+    }  # fmt: skip
+    gemm = {
+        "name": name, "role": "ffn_in", "gemm": "fprop", "m": 64, "n": 96, "k": 32, "cosine": 0.99,
+        "mse": 1e-3,        "rel_error": 0.03,
+    }  # fmt: skip
+    return Numerics(
+        tensors=tuple(TensorNumerics(**tensor, sqnr_db=db) for db in (30.0, math.nan, math.inf)),
+        gemms=tuple(GemmNumerics(**gemm, sqnr_db=28.0 - i) for i in range(30)),
+        policy=name,
+        loss=2.0,
+        loss_reference=1.99,
+        loss_gap=0.005,
+        logits_sqnr_db=31.5,
+        notes=(name,),
+    )
+
+
+@pytest.mark.parametrize("found", [whole_report(), report(kept()), Report.of([], target="", policy="")])
+def test_the_page_is_well_formed_and_asks_for_nothing(found: Report):
+    html = to_html(found, numerics())
+    page = Page(html)
+    assert not re.search(r"(?i)https?:|//\w+\.|url\((?!#)|@import|\bfetch\(|XMLHttp|import\(", html)
+    for _, attributes in page.elements:
+        assert not {"src", "href", "srcset", "action", "data", "xlink:href"} & set(attributes)
+    assert [
+        tag for tag, _ in page.elements if tag in ("link", "img", "iframe", "object", "embed", "base")
+    ] == []
+    (policy,) = [meta["content"] for meta in page.of("meta") if meta.get("http-equiv")]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_every_gemm_of_every_layer_is_in_it():
+    gemms = [gemm for i in range(3) for gemm in training(f"layers.{i}.up", kernel=f"kernel of {i % 2}")]
+    gemms += [
+        kept(kernel="aten.addmm"),
+        record("x.y", m=1234, formats=(X, X), reason="policy: min_k 256 (k=48)"),
+    ]
+    page = Page(to_html(report(*gemms)))
+    assert set(page.texts("li")) == {gemm.name for gemm in gemms}
+    cells = page.texts("td") + page.texts("code") + page.texts("span")
+    for gemm in gemms:
+        assert {gemm.gemm, gemm.kernel or "not lowered", gemm.reason} <= set(cells)
+    assert "1234×96×32" in cells
+    assert len(page.of("tbody")) == 4  # layers 0 and 2 are equal
+    assert len([text for text in page.texts("td") if text in ("fprop", "dgrad", "wgrad")]) == 3 + 3 + 1 + 1
+
+
+def test_names_are_data():
+    outline = picture()
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            names=(ATTACK, *node.names),
+            label=ATTACK,
+            detail=ATTACK,
+            shape=ATTACK,
+            role=ATTACK,
+            source=ATTACK,
+        )
+        for node in outline.nodes
+    )
+    attacked = record(
+        ATTACK, role=ATTACK, kernel=ATTACK, module=ATTACK, source=ATTACK, reason=ATTACK,
+        formats=(dataclasses.replace(X, elem=ATTACK),),
+    )  # fmt: skip
+    part = Part(gemms=(attacked,), outline=dataclasses.replace(outline, nodes=nodes), warnings=(ATTACK,))
+    html = to_html(Report.of([part], target=ATTACK, policy=ATTACK), numerics(ATTACK))
+    page = Page(html)
+    assert len(page.of("script")) == 1
+    assert len(page.of("style")) == 1
+    assert page.of("img") == []
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert "alert(1)" not in " ".join(text for tag, text in page.text if tag in ("script", "style"))
+    assert ATTACK in page.texts("li")
+
+
+def test_the_picture_has_its_nodes_and_their_details():
+    page = Page(to_html(whole_report()))
+    nodes = [attrs for tag, attrs in page.elements if tag == "g" and "data-node" in attrs]
+    assert [node["data-node"] for node in nodes] == ["0", "1", "2", "3", "4"]
+    assert {attrs["data-details"] for attrs in page.of("div") if "data-details" in attrs} == set("01234")
+    assert all(node["tabindex"] == "0" and node["role"] == "button" and node["aria-label"] for node in nodes)
+    edges = [attrs["data-edge"] for attrs in page.of("path") if "data-edge" in attrs]
+    assert edges == ["0 1", "1 2", "2 3"]
+    assert "model.py:12" in page.texts("span")
+    tags = page.texts("text")
+    assert tags.count("MXFP8") == 2  # said in words, not by colour alone
+    assert tags.count("BF16") == 1
+
+
+def test_the_line_of_source_is_shown(tmp_path: Path):
+    (tmp_path / "model.py").write_text("a\n  y = self.up(x) < 1\n")
+    (tmp_path / "secret.txt").write_text("a\nsecret\n")
+    html = to_html(
+        report(
+            record("a", source=f"{tmp_path}/model.py:2"),
+            record("b", source=f"{tmp_path}/secret.txt:2"),
+            record("c", source=f"{tmp_path}/model.py:99"),
+            record("d", source="nowhere.py:x"),
+        )
+    )
+    assert "<code>y = self.up(x) &lt; 1</code>" in html
+    assert ">secret<" not in html
+    assert "nowhere.py:x" in html
+
+
+def test_sections_are_there_when_there_is_something_to_say():
+    bare = to_html(report(kept()))
+    assert 'id="graph"' not in bare
+    assert 'id="numerics"' not in bare
+    assert 'id="estimate"' not in bare
+    assert 'class="warnings"' not in bare
+    full = whole_report()
+    summary = dataclasses.replace(full.summary, estimate_us=2000.0, estimate_bf16_us=3000.0)
+    gemms = tuple(dataclasses.replace(g, estimate_us=2.0, estimate_bf16_us=1.0) for g in full.gemms)
+    page = Page(to_html(dataclasses.replace(full, summary=summary, gemms=gemms), numerics()))
+    assert {"graph", "layers", "numerics", "estimate"} <= {str(a.get("id")) for a in page.of("section")}
+    assert "1.50×" in page.texts("b")
+    assert "0.50× slower" in page.texts("b")
+
+
+def test_the_worst_numerics_come_first():
+    page = Page(to_html(whole_report(), numerics()))
+    values = [text for text in page.texts("span") if re.fullmatch(r"-?[\d.]+ dB|not finite|exact", text)]
+    assert values[:2] == ["-1.0 dB", "0.0 dB"]
+    assert values[30:] == ["not finite", "30.0 dB", "exact"]
+
+
+def test_many_graphs_are_not_all_drawn():
+    parts = [Part(gemms=(kept(),), outline=picture())] * 20
+    page = Page(to_html(Report.of(parts, target="cpu", policy="p")))
+    assert len([a for a in page.of("div") if "data-graph" in a]) == 12
+    assert "and 8 more graphs" in page.texts("p")
+
+
+def test_nodes_left_out_are_counted():
+    outline = dataclasses.replace(picture(), omitted=7)
+    assert "7 more nodes not drawn" in to_html(report(kept(), outline=outline))
+    assert "not drawn" not in to_html(report(kept(), outline=picture()))
+    assert "<svg" not in to_html(report(kept(), outline=Outline()))
