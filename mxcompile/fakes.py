@@ -75,7 +75,8 @@ def call(
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
-            raise ModelError(f"cannot trace the model: {type(error).__name__}: {error}") from error
+            what = str(inner).strip().partition("\n")[0]
+            raise ModelError(f"cannot trace the model: {type(inner).__name__}: {what}") from error
 
 
 @contextmanager
