@@ -27,17 +27,17 @@ VOCABULARY = 256
 class Settings:
     """Size of the model, of the data and of the run. Defaults take a few minutes on two cores."""
 
-    layers: int = 4
-    width: int = 256
+    layers: int = 2
+    width: int = 128
     heads: int = 4
-    feed_forward: int = 704
-    length: int = 256
-    batch: int = 12
-    steps: int = 240
-    learning_rate: float = 2e-3
+    feed_forward: int = 352
+    length: int = 128
+    batch: int = 32
+    steps: int = 500
+    learning_rate: float = 5e-4
     warmup: int = 30
     validation_batches: int = 16
-    validate_every: int = 40
+    validate_every: int = 50
     seed: int = 0
 
 
