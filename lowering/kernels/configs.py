@@ -54,25 +54,41 @@ def chosen(table: Mapping[str, _Row | Absent], family: str, target: Target) -> _
     return found
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizeChoices:
+    """By the copies that are made; `both_wide` for sources of more than two bytes an element."""
+
+    rowwise: TileConfig
+    columnwise: TileConfig
+    both: TileConfig
+    both_wide: TileConfig
+
+    def of(self, layout: str, element_bytes: int) -> TileConfig:
+        """The config for `layout`, "rowwise", "columnwise" or "both", of a source of that width."""
+        if layout == "both":
+            return self.both if element_bytes <= 2 else self.both_wide
+        return self.rowwise if layout == "rowwise" else self.columnwise
+
+
+# 128 elements a thread: it then holds whole blocks of the columnwise copy, and fewer instructions go to
+# reductions between threads. Both copies need nearly every register there is for that.
 _WIDE = TileConfig(block_m=32, block_n=512, num_warps=4)
 _NARROW = TileConfig(block_m=32, block_n=256, num_warps=2)
 _LIGHT = TileConfig(block_m=32, block_n=256, num_warps=4)
+_ROOMY = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_NARROW, both_wide=_LIGHT)
+_TIGHT = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_LIGHT, both_wide=_LIGHT)
 
-QUANTIZE: dict[str, dict[str, TileConfig] | Absent] = {
-    name: {"rowwise": _WIDE, "columnwise": _NARROW, "both": both}
-    for name, both in {
-        "sm_80": _LIGHT,  # 128 elements a thread spill where integers do the conversion
-        "sm_89": _LIGHT,
-        "sm_90": _NARROW,
-        "sm_100": _NARROW,
-        "sm_103": _NARROW,
-        "sm_120": _NARROW,
-        "gfx942": _NARROW,
-        "gfx950": _NARROW,
-    }.items()
+QUANTIZE: dict[str, QuantizeChoices | Absent] = {
+    "sm_80": _TIGHT,  # integers do the conversion and take registers
+    "sm_89": _TIGHT,
+    "sm_90": _ROOMY,
+    "sm_100": _ROOMY,
+    "sm_103": _ROOMY,
+    "sm_120": _TIGHT,
+    "gfx942": _ROOMY,
+    "gfx950": _ROOMY,
 }
-"""Target → layout → tile. 128 elements a thread where registers allow: each thread then holds whole blocks of
-the columnwise copy, and fewer instructions are spent on reductions between threads."""
+"""Target → tile by layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

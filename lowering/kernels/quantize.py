@@ -157,7 +157,7 @@ def plan(
         arguments[f"{kind}_ptr"] = None if copy is None else copy.qdata.view(torch.uint8)
         arguments[f"{kind}_scale_ptr"] = None if copy is None else copy.scale
     arguments |= {"M": m, "N": n, "stride_xm": x.stride(0), "stride_xn": x.stride(1)}
-    config = chosen(QUANTIZE, "quantize", target)[layout]
+    config = chosen(QUANTIZE, "quantize", target).of(layout, x.element_size())
     square, swizzled = fmt.tile is Tile.SQUARE, scales is ScaleLayout.TILED_128X4
     shortest = BLOCK if square or layout is not Layout.ROWWISE else 1
     block_m = power_of_two(m, shortest, config.block_m)
