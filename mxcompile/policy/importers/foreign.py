@@ -22,6 +22,8 @@ def read(path: Path) -> tuple[Any, Source]:
     if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):
         try:
             return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, label)), Source(label)
+        except PolicyError:
+            raise
         except (ValueError, RecursionError):
             pass  # flow YAML begins so too, and says in which line it is wrong
     try:

@@ -1,0 +1,31 @@
+"""Shared by the tests of the importers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mxcompile.policy import Gemm, Layer, Policy, Precision, Role
+from mxcompile.policy.importers import Imported, import_policy
+
+
+def imported(text: str, folder: Path, tool: str | None = None, name: str = "config.yaml") -> Imported:
+    """What is made of the file `text`; the file that would be written reads back as the same policy."""
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    made = import_policy(path, tool)
+    written = folder / "written.yaml"
+    written.write_text(made.text(), encoding="utf-8")
+    assert Policy.load(written) == made.policy
+    for note in made.notes:
+        assert " ".join(note.split()) in " ".join(made.text().replace("#", " ").split()) or "#" in note
+    return made
+
+
+def layer(name: str, module: str = "Linear", role: str = "qkv") -> Layer:
+    return Layer(name=name, role=Role(role), module=module, m=64, n=64, k=64)
+
+
+def in_mxfp8(policy: Policy, one: Layer) -> set[str]:
+    """The GEMMs of the layer `one` that `policy` sends to MXFP8."""
+    decision = policy.decide(one)
+    return {str(gemm) for gemm in Gemm if decision.choice(gemm).precision is Precision.MXFP8}

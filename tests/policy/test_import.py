@@ -1,0 +1,141 @@
+"""What all importers share: formats told apart, errors, comments, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from imported import imported
+
+from mxcompile.cli import main
+from mxcompile.errors import PolicyError
+from mxcompile.policy import Policy
+from mxcompile.policy.importers import FORMATS, import_policy
+
+FILES: dict[str, dict[str, Any]] = {
+    "te": {
+        "s": {
+            "enabled": True,
+            "layers": {"layer_types": ["fc1"]},
+            "transformer_engine": {"DisableFP8Layer": {"enabled": True}, "LogTensorStats": {"enabled": True}},
+        }
+    },
+    "llm-compressor": {"q_stage": {"q_modifiers": {"QuantizationModifier": {"scheme": "MXFP8"}}}},
+    "torchao": {"head": None, "_default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+}
+
+
+def test_there_is_a_file_for_every_format():
+    assert [*FILES] == [*FORMATS]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_format_is_told_by_the_content(name: str, tmp_path: Path):
+    text = yaml.safe_dump(FILES[name])
+    assert imported(text, tmp_path).tool == FORMATS[name].TOOL
+    assert imported(text, tmp_path) == imported(text, tmp_path, name)
+    assert [key for key, module in FORMATS.items() if module.recognises(FILES[name])] == [name]
+
+
+@pytest.mark.parametrize("text", ["version: 1\nrules: []\n", "[]", "5", "", "{}", '{"a": {"b": 1}}'])
+def test_what_is_of_no_format_is_an_error(text: str, tmp_path: Path):
+    with pytest.raises(PolicyError, match="neither of te, llm-compressor, torchao"):
+        imported(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [
+        (
+            b"s: !!python/object/apply:os.mkdir [made]\n",
+            ":1: the tag !!python/object/apply:os.mkdir is not allowed",
+        ),
+        (b"s: &a [*a]\n", ":1: an alias points at something it is itself part of"),
+        (b"#" * 10_000_000, ": a policy has at most 262,144 bytes"),
+        (b'{"a": null, "a": null}', ": duplicate key 'a': remove one"),
+        (b'{"a": 1,\n "b"', ":2: not valid YAML"),
+        (b"[" * 100_000, "nested more than 20 deep"),
+        (b"\xff", ":1: not UTF-8 text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_clear_error(text: bytes, piece: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text)
+    with pytest.raises(PolicyError) as caught:
+        import_policy(path)
+    assert str(caught.value).startswith(f"{path}:")
+    assert piece in str(caught.value)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_missing_file_and_an_unknown_format_are_errors(tmp_path: Path):
+    with pytest.raises(PolicyError, match="cannot be read: No such file"):
+        import_policy(tmp_path / "none.yaml")
+    with pytest.raises(
+        PolicyError, match=r"unknown format 'llmcompressor' \(did you mean 'llm-compressor'\?\)"
+    ):
+        import_policy(tmp_path / "none.yaml", "llmcompressor")
+
+
+def test_comments_hold_whatever_the_file_says(tmp_path: Path):
+    section = {**FILES["te"]["s"], "Odd\nversion: 2\n": {"enabled": True}}
+    made = imported(yaml.safe_dump({"s\n# \u2028rules: 5": section}), tmp_path)
+    assert Policy.load(tmp_path / "written.yaml").to_dict()["version"] == 1
+    assert any("is a feature this importer does not know" in note for note in made.notes)
+
+
+def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
+    second = {**FILES["te"]["s"], "layers": {"layer_types": ["fc1_proj"]}}
+    made = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
+    assert len(made.policy.rules) == 1
+    assert any("t.layers: never reached: rule 1 of the policy takes all of it" in note for note in made.notes)
+
+
+def test_the_command_writes_the_policy_and_lists_what_it_lacks(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("debug.yaml").write_text(yaml.safe_dump(FILES["te"]))
+    assert main(["policy", "import", "debug.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert Policy.from_dict(yaml.safe_load(printed.out)) == import_policy("debug.yaml").policy
+    assert printed.err == (
+        "not in the policy: line 9: s.transformer_engine.LogTensorStats: only collects statistics:"
+        " see 'mxcompile audit'\n"
+    )
+    assert main(["policy", "import", "debug.yaml", "--format", "te", "-o", "p.yaml"]) == 0
+    assert Path("p.yaml").read_text() == printed.out
+    assert main(["policy", "import", "debug.yaml", "-o", "p.yaml"]) == 2
+    assert main(["policy", "import", "debug.yaml", "--format", "torchao"]) == 2
+    assert main(["policy", "check", "p.yaml"]) == 0
+
+
+WORDS = st.sampled_from(
+    [
+        "enabled", "layers", "layer_types", "layer_numbers", "layer_name_regex_pattern", "transformer_engine",
+        "FakeQuant", "DisableFP8GEMM", "gemms", "gemms_struct", "gemm", "tensors", "tensors_struct", "tensor",
+        "fprop", "activation", "MXFP8E4M3", "q_stage", "q_modifiers", "QuantizationModifier", "scheme",
+        "ignore", "config_groups", "targets", "weights", "input_activations", "num_bits", "type", "float",
+        "MXFP8",
+        "Linear", "re:a", "re:(", "_type", "_data", "FqnToConfig", "fqn_to_config", "_default",
+        "MXFPInferenceConfig",
+        "quantization_config", "modules_to_not_convert", "a.weight", "x",
+    ]
+)  # fmt: skip
+DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 64) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=DATA, name=st.sampled_from([*FORMATS]))
+def test_any_data_is_a_policy_or_one_error(data: Any, name: str, tmp_path_factory):
+    try:
+        imported(yaml.safe_dump(data), tmp_path_factory.getbasetemp(), name)
+    except PolicyError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017 - either is right

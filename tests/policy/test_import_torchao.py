@@ -1,0 +1,206 @@
+"""torchao's FqnToConfig, against torchao: its own files, and what its quantize_ does to a model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from imported import imported, in_mxfp8, layer
+from torch import nn
+
+from mxcompile.errors import PolicyError
+from mxcompile.formats import E4M3, E5M2, Rounding
+
+
+def mx(**settings: Any) -> Any:
+    """torchao's MX configuration."""
+    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+
+    return MXDynamicActivationMXWeightConfig(**settings)
+
+
+def written(configs: dict[str, Any]) -> str:
+    """What torchao writes for `configs`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.core.config import config_to_dict
+        from torchao.quantization import FqnToConfig
+
+        return json.dumps(config_to_dict(FqnToConfig(OrderedDict(configs))), indent=1)
+
+
+class Model(nn.Module):
+    """Linear layers two levels deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = ("q_proj", "k_proj", "up")
+        self.layers = nn.ModuleList(nn.ModuleDict({p: nn.Linear(32, 32) for p in parts}) for _ in range(3))
+        self.head, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+
+NAMES = [name for name, module in Model().named_modules() if isinstance(module, nn.Linear)]
+
+
+def quantized(configs: dict[str, bool]) -> set[str]:
+    """The layers of `Model` that torchao quantizes; `configs` are FP8 or, if False, null."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
+
+        ours = OrderedDict((name, Float8WeightOnlyConfig() if on else None) for name, on in configs.items())
+        model = Model().to(torch.bfloat16)
+        quantize_(model, FqnToConfig(ours), filter_fn=None)
+    return {
+        n for n, module in model.named_modules() if n in NAMES and type(module.weight) is not nn.Parameter
+    }
+
+
+MAPS: list[dict[str, bool]] = [
+    {"head": True},
+    {"layers.0.q_proj": True, "layers.1.up": True},
+    {"re:.*q_proj": True},
+    {"re:q_proj": True},
+    {"re:(layers.*_proj|head).*": True, "head": False},
+    {"re:(layers.*_proj|head)": True, "head": False},
+    {"head.weight": True, "head": False},
+    {"re:layers\\..+\\.(q|k)_proj\\.weight": True},
+    {"re:.*up.weight": True},
+    {"re:layers\\.1\\..*": True},
+    {"re:.*\\.q_proj\\..+": True},
+    {"re:.*k_proj\\.[^.]+": True},
+    {"re:layers\\.[02]\\..*": True, "re:layers\\.2.*_proj": False},
+    {"re:layers\\.2.*_proj": False, "re:layers\\.[02]\\..*": True},
+    {"re:.*q_proj": False, "_default": True},
+    {"re:layers\\.\\d\\.up": False, "layers.1.up": True, "_default": True},
+    {"re:head|.*up": True},
+    {"re:[|].*": True},
+    {"_default": True},
+]
+
+
+@pytest.mark.parametrize("configs", MAPS, ids=str)
+def test_the_layers_are_those_that_torchao_quantizes(configs: dict[str, bool], tmp_path: Path):
+    text = written({name: mx() if on else None for name, on in configs.items()})
+    made = imported(text, tmp_path, name="config.json")
+    assert {name for name in NAMES if in_mxfp8(made.policy, layer(name)) == {"fprop"}} == quantized(configs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "elem", "rounding"),
+    [
+        ({}, E4M3, Rounding.RCEIL),
+        ({"activation_dtype": torch.float8_e5m2, "weight_dtype": torch.float8_e5m2}, E5M2, Rounding.RCEIL),
+        *(({"mode": mode}, E4M3, Rounding(mode.lower())) for mode in ("FLOOR", "RCEIL", "CEIL", "EVEN")),
+    ],
+    ids=str,
+)
+def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], elem, rounding, tmp_path: Path):
+    if "mode" in settings:
+        from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode
+
+        settings = {"scaling_mode": ScaleCalculationMode[settings["mode"]]}
+    made = imported(written({"head": mx(**settings)}), tmp_path, name="config.json")
+    decision = made.policy.decide(layer("head"))
+    assert (decision.x.elem, decision.w.elem) == (elem, elem)
+    assert decision.x.rounding is decision.w.rounding is rounding
+    assert made.notes == ()
+
+
+def test_what_is_no_mxfp8_is_said(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            Float8WeightOnlyConfig,
+            Int8WeightOnlyConfig,
+        )
+
+        configs = {
+            "a": Float8DynamicActivationFloat8WeightConfig(),
+            "b": Float8WeightOnlyConfig(),
+            "c": Int8WeightOnlyConfig(),
+            "d": mx(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2),
+            "e.bias": mx(),
+        }
+    made = imported(written(configs), tmp_path, name="config.json")
+    assert {name for name in "abcde" if in_mxfp8(made.policy, layer(name))} == {"a", "b"}
+    place = "_data.fqn_to_config"
+    assert list(made.notes) == [
+        f"{place}['e.bias']: a bias is not quantized",
+        f"{place}.a: Float8DynamicActivationFloat8WeightConfig has other scales: here one per 32 elements",
+        f"{place}.b: Float8WeightOnlyConfig has other scales: here one per 32 elements; the activations are"
+        " quantized too",
+        f"{place}.c: Int8WeightOnlyConfig is no 8-bit float: the layer stays in BF16",
+        f"{place}.d: MXDynamicActivationMXWeightConfig with other elements than FP8, or blocks of 32:"
+        " the layer stays in BF16",
+    ]
+
+
+def test_the_config_of_a_model_that_transformers_wrote(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import FqnToConfig
+        from transformers import TorchAoConfig
+
+        config = TorchAoConfig(
+            FqnToConfig(OrderedDict({"re:.*": mx()})), modules_to_not_convert=["layers.1", "head"]
+        )
+        data = json.loads(config.to_json_string(use_diff=False))
+    made = imported(
+        json.dumps({"model_type": "x", "quantization_config": data}), tmp_path, name="config.json"
+    )
+    sent = {name for name in [*NAMES, "layers.11.up", "lm_head"] if in_mxfp8(made.policy, layer(name))}
+    kept = {"layers.1.q_proj", "layers.1.k_proj", "layers.1.up", "head", "lm_head"}
+    assert sent == {*NAMES, "layers.11.up"} - kept
+
+
+def test_one_configuration_for_all_linear_layers(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.core.config import config_to_dict
+    made = imported(json.dumps(config_to_dict(mx())), tmp_path, "torchao", name="config.json")
+    assert in_mxfp8(made.policy, layer("anything")) == {"fprop"}
+    assert in_mxfp8(made.policy, layer("anything", "Conv1D")) == set()
+
+
+def test_a_map_in_yaml(tmp_path: Path):
+    data = {"head": None, "_default": {"_type": "MXFPInferenceConfig", "_data": {"block_size": 32}}}
+    made = imported(yaml.safe_dump(data), tmp_path)
+    assert in_mxfp8(made.policy, layer("head")) == set()
+    assert in_mxfp8(made.policy, layer("up")) == {"fprop"}
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "a word for a configuration": (
+        {"_type": "FqnToConfig", "_data": {"fqn_to_config": {"a": "mx"}}},
+        "a mapping of",
+    ),
+    "a configuration of no type": (
+        {"a": {"x": 1}},
+        "a: expected null or a configuration with '_type', found {'x': 1}",
+    ),
+    "a broken expression": (
+        {"re:(": {"_type": "Int8WeightOnlyConfig"}},
+        "'re:(' is not a regular expression",
+    ),
+    "a list": ([1], "expected a mapping of names"),
+    "words to leave out": (
+        {"quant_method": "torchao", "modules_to_not_convert": "head"},
+        "modules_to_not_convert: expected a list of names, found 'head'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_map_is_an_error_with_its_place(name: str, tmp_path: Path):
+    data, piece = BROKEN[name]
+    with pytest.raises(PolicyError) as caught:
+        imported(yaml.safe_dump(data), tmp_path, "torchao")
+    assert piece in str(caught.value)
