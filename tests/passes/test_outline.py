@@ -1,0 +1,181 @@
+"""The picture of a model: every matmul and cast is in it, and it says how they hang together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
+from eager_backend import EagerBackend
+from torch import Tensor, fx, nn
+
+import mxcompile
+from mxcompile import store
+from mxcompile.passes.outline import outline
+from mxcompile.report import Outline, OutlineNode, Part, Report
+
+
+def picture(model: nn.Module, *args: Tensor, training: bool = True, **options: Any) -> tuple[Outline, Report]:
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    with torch.set_grad_enabled(training):
+        result = torch.compile(model, backend=EagerBackend(**options))(*args)
+        if training:
+            result.float().mean().backward()
+    (report,) = mxcompile.reports()
+    (found,) = report.graph
+    return found, report
+
+
+def of_kind(found: Outline, kind: str, phase: str = "forward") -> list[OutlineNode]:
+    return [node for node in found.nodes if node.kind == kind and node.phase == phase]
+
+
+def readers(found: Outline, node: OutlineNode) -> Iterator[OutlineNode]:
+    index = found.nodes.index(node)
+    return (found.nodes[b] for a, b in found.edges if a == index)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (block, features(2, 9, WIDTH)),
+        (Explicit, features(2, 9, WIDTH)),
+        (Experts, features(16, WIDTH)),
+        (lambda: Language(tied=False), torch.arange(18).reshape(2, 9)),
+    ],
+    ids=["block", "explicit", "experts", "language"],
+)
+def test_the_matmuls_are_those_of_the_report(make: Any, x: Tensor):
+    found, report = picture(make(), x)
+    drawn = {
+        (name, node.role, node.gemm, node.precision)
+        for node in found.nodes
+        if node.kind == "gemm"
+        for name in node.names
+    }
+    attended = {name for node in found.nodes if node.kind == "attention" for name in node.names}
+    recorded = {(g.name, g.role, g.gemm, g.precision) for g in report.gemms}
+    assert drawn <= recorded
+    assert {gemm[0] for gemm in recorded - drawn} <= attended
+    assert all(role.startswith("attn_") for _, role, _, _ in recorded - drawn)
+
+
+def test_q_k_and_v_read_one_cast_and_backward_another():
+    found, _ = picture(block(), features(2, 9, WIDTH))
+    shared = [[r.names for r in readers(found, cast)] for cast in of_kind(found, "cast")]
+    assert [("0.b.a",), ("0.b.b",), ("0.b.c",)] in shared
+    first, second = of_kind(found, "cast")[:2]
+    assert (first.label, second.label) == ("e4m3 rowwise", "e4m3 columnwise")
+    assert not found.only_backward(found.nodes.index(first))
+    assert found.only_backward(found.nodes.index(second))
+    assert first.detail == "e4m3 1x32 rceil, rowwise"
+    assert first.shape == "18×64"
+
+
+def test_the_flow_of_a_block():
+    found, _ = picture(block(), features(2, 9, WIDTH))
+    forward = [i for i, node in enumerate(found.nodes) if node.phase == "forward"]
+    flow = nx.DiGraph([(a, b) for a, b in found.edges if a in forward and b in forward])
+    assert nx.is_directed_acyclic_graph(flow)
+    at = {node.names[0]: i for i, node in enumerate(found.nodes) if node.kind == "gemm" and i in forward}
+    assert nx.has_path(flow, at["0.b.a"], at["0.b.d"])
+    assert nx.has_path(flow, at["0.b.d"], at["1.b.a"])
+    assert nx.has_path(flow, at["1.b.b"], at["1.b.c"])
+    assert not nx.has_path(flow, at["1.b.a"], at["1.b.b"])
+    assert not nx.has_path(flow, at["1.b.c"], at["0.b.a"])
+    labels = [node.label for node in of_kind(found, "glue")]
+    assert labels.count("add") == 2
+    assert "LayerNorm" in labels
+
+
+def test_equal_layers_are_drawn_once_and_one_that_differs_by_itself():
+    model, x = nn.Sequential(*(block() for _ in range(5))), features(2, 9, WIDTH)
+    found, _ = picture(model, x)
+    ups = [node.names for node in of_kind(found, "gemm") if node.names[0].endswith("1.b.a")]
+    assert ups == [tuple(f"{i}.1.b.a" for i in range(5))]
+    assert any(b < a for a, b in found.edges)
+
+    policy = {"version": 1, "rules": [{"match": {"name": "2.1.b.a"}, "use": "bf16"}]}
+    found, _ = picture(model, x, policy=policy)
+    ups = [(node.names, node.precision) for node in of_kind(found, "gemm") if node.names[0].endswith("1.b.a")]
+    assert ups == [(("0.1.b.a", "1.1.b.a", "3.1.b.a", "4.1.b.a"), "mxfp8"), (("2.1.b.a",), "bf16")]
+
+
+def test_masks_and_positions_are_left_out():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[0], device=x.device).float().cos() + self.scale.sum()
+            return self.b(self.a(x) * positions[:, None])
+
+    found, _ = picture(Masked(), features(9, WIDTH))
+    assert [node.detail for node in of_kind(found, "glue")] == ["mul"]
+
+
+def test_inference_has_no_backward():
+    found, _ = picture(block(), features(2, 9, WIDTH), training=False)
+    assert {node.phase for node in found.nodes} == {"forward"}
+    assert {node.label for node in of_kind(found, "cast")} == {"e4m3 rowwise"}
+
+
+def test_a_graph_break_makes_two_pictures():
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = SwiGLU(), SwiGLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    torch.compile(Broken(), backend=EagerBackend())(features(9, WIDTH)).mean().backward()
+    drawn = [outline for report in mxcompile.reports() for outline in report.graph if outline.nodes]
+    assert [{n.names[0].partition(".")[0] for n in o.nodes if n.kind == "gemm"} for o in drawn] == [
+        {"a"},
+        {"b"},
+    ]
+
+
+def test_the_picture_is_kept_with_the_cache():
+    found, report = picture(block(), features(2, 9, WIDTH))
+    part = Part(gemms=report.gemms, outline=found)
+    store.save("picture", part)
+    assert store.load("picture") == part
+    assert Report.from_json(report.to_json()).graph == (found,)
+
+
+def work(graph: fx.Graph) -> int:
+    """How many calls drawing `graph` takes."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        outline(graph)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_work_is_linear_in_the_graph():
+    calls = []
+    for depth in (4, 24):
+        backend = EagerBackend(policy="bf16")
+        model = nn.Sequential(*(SwiGLU() for _ in range(depth)))
+        torch.compile(model, backend=backend)(features(9, WIDTH)).mean().backward()
+        calls.append(work(backend.graphs[0].graph))
+        torch._dynamo.reset()
+    assert calls[1] < 6.5 * calls[0]
