@@ -309,3 +309,11 @@ def lower_quantize_both(
     rowwise = lower_quantize(x, -1, elem_dtype, rounding)
     columnwise = lower_quantize(x, -2, elem_dtype, rounding)
     return *rowwise, *columnwise
+
+
+@register_lowering(ops.flatten, type_promotion_kind=None)
+def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
+    """A view: the elements are where they were. Of stored elements, or Inductor compares sizes to find it."""
+    x.realize()
+    whole: ir.TensorBox = _VIEW(x, [sympy.prod(x.get_size())])
+    return whole

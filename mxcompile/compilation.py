@@ -22,6 +22,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.options import Options
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import saved_bytes, weight_bytes
+from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
@@ -126,6 +127,9 @@ class Compilation:
             saved_bytes=(self._part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self._part.saved_bytes_bf16 or 0) + without,
         )
+        if Flatten(num_outputs=num_forward_outputs).apply(graphs[0].graph, graphs[1].graph):
+            for module in graphs:
+                module.recompile()
 
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""

@@ -63,9 +63,10 @@ def _encoder_layer(
 ) -> Any:
     """``aten._transformer_encoder_layer_fwd`` for dense input [B, T, C], as its layers.
 
-    mask: True where attention is not allowed; [B, H, T, T], [B, T] for mask_type 1.
+    mask: not 0 (True, −inf) where attention is not allowed; for mask_type 0, 1, 2 it is [T, T], [B, T],
+    [B, H, T, T].
     """
-    if mask is not None and (mask.dtype is not torch.bool or mask_type not in (1, 2)):
+    if mask is not None and mask_type not in (0, 1, 2):
         return NotImplemented
 
     def attention(x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def _encoder_layer(
         allowed = None
         if mask is not None:
             blocked = mask.view(batch, 1, 1, length) if mask_type == 1 else mask
-            allowed = blocked.logical_not()
+            allowed = blocked == 0  # whatever its dtype, as the fused operator reads it
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
         return F.linear(out.transpose(1, 2).reshape(batch, length, embed_dim), proj_weight, proj_bias)
 

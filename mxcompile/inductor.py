@@ -21,11 +21,18 @@ GraphFunction = Callable[[fx.Graph], None]
 GraphModules = tuple[fx.GraphModule, fx.GraphModule]
 
 
+def sources() -> list[Path]:
+    """mxcompile's own modules. In a checkout two of its folders are links, which a glob does not follow."""
+    root = Path(__file__).parent
+    trees = (root, root / "passes", root / "lowering")
+    return sorted({path.resolve() for tree in trees for path in tree.rglob("*.py")})
+
+
 @functools.cache
 def sources_hash() -> str:
     """Hash of mxcompile's own code: what a pass does is part of what it is."""
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -9,10 +9,12 @@ here are the reference; a compiled graph runs what `lowering` makes of the opera
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+    flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,6 +169,14 @@ def _spec_scaled_grouped_mm(
     return [(shape, out_dtype)]
 
 
+def _flatten(x: Tensor) -> Tensor:
+    return x.flatten().clone()
+
+
+def _spec_flatten(x: Tensor) -> list[Spec]:
+    return [([math.prod(x.shape)], x.dtype)]
+
+
 quantize = _define(
     "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False)"
     " -> (Tensor qdata, Tensor scale)",
@@ -202,6 +212,7 @@ scaled_grouped_mm = _define(
     _scaled_grouped_mm,
     _spec_scaled_grouped_mm,
 )
+flatten = _define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)
 
 CASTS = frozenset(op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize))
 """The operators that change the format of one tensor."""
