@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from mxcompile import __version__
-from mxcompile.cli import codegen, demo, env, explain, policy
+from mxcompile.cli import codegen, demo, diff, env, explain, policy
 from mxcompile.errors import MXCompileError
 
-COMMANDS = (env, explain, codegen, policy, demo)
+COMMANDS = (env, explain, diff, codegen, policy, demo)
 
 
 def parser() -> argparse.ArgumentParser:

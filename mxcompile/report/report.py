@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.report import schema
 from mxcompile.report.outline import Outline
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
+
+if TYPE_CHECKING:
+    from mxcompile.report.diff import Difference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,12 @@ class Report:
             raise OptionError(f"report {str(path)!r} is not UTF-8 text: byte {error.start}") from None
         except OptionError as error:
             raise OptionError(f"report {str(path)!r}: {error}") from None
+
+    def since(self, old: Report) -> Difference:
+        """What changed from the report `old` to this one."""
+        from mxcompile.report.diff import compare
+
+        return compare(old, self)
 
     def save(self, path: str | Path) -> None:
         """Write the report to `path` in the form of its suffix: see `FORMS`."""

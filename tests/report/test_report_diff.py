@@ -1,0 +1,156 @@
+"""`mxcompile diff`: what changed, and the exit status continuous integration looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_reports import W, X, kept, record, report, training
+
+from mxcompile.cli.main import main
+from mxcompile.report import GemmRecord, Report
+from mxcompile.report.diff import compare
+
+LAYERS = [gemm for i in range(8) for gemm in training(f"layers.{i}.up", kernel="a")]
+OLD = report(*LAYERS, kept(), saved_bytes=1024, saved_bytes_bf16=2048)
+
+
+def to_bf16(gemm: GemmRecord, reason: str = "policy: rule 2") -> GemmRecord:
+    return replace(gemm, precision="bf16", formats=(), reason=reason)
+
+
+def changed(old: Report, new: Report) -> list[tuple[str, tuple[str, ...], tuple[str, ...], str, str, str]]:
+    return [(c.kind, c.names, c.gemms, c.what, c.before, c.after) for c in compare(old, new).changes]
+
+
+def test_nothing_changed():
+    found = compare(OLD, OLD)
+    assert found.changes == ()
+    assert found.fell_back == ()
+    assert str(found) == "the same for every layer"
+
+
+def test_layers_that_fell_back_alike_are_one_change():
+    new = report(*(to_bf16(g) if g.name in ("layers.2.up", "layers.3.up") else g for g in LAYERS), kept())
+    assert changed(OLD, new) == [
+        (
+            "fell back",
+            ("layers.2.up", "layers.3.up"),
+            ("fprop", "dgrad", "wgrad"),
+            "precision",
+            "mxfp8",
+            "bf16",
+        )
+    ]
+    text = str(new.since(OLD))
+    assert text.splitlines()[0] == "2 layers fell back from MXFP8"
+    assert "matmul FLOPs in MXFP8: 96.0% → 72.0%" in text
+    assert "saved for backward: 1.0 KiB → nothing" in text
+    assert "fell back  layers.2-3.up  ×2  ffn_in  all" in text
+    assert text.rstrip().endswith("mxfp8 → bf16  policy: rule 2")
+    assert new.since(OLD).fell_back == ("layers.2.up", "layers.3.up")
+    assert OLD.since(new).fell_back == ()
+    assert [change.kind for change in OLD.since(new).changes] == ["gained"]
+
+
+def test_one_gemm_of_a_layer_is_enough_to_fall_back():
+    new = report(*LAYERS[:2], to_bf16(LAYERS[2]), *LAYERS[3:], kept())
+    assert changed(OLD, new) == [("fell back", ("layers.0.up",), ("wgrad",), "precision", "mxfp8", "bf16")]
+
+
+def test_a_layer_whose_role_changed_with_its_precision_fell_back():
+    old, new = report(record("a", role="qkv")), report(kept("a", role="other"))
+    assert new.since(old).fell_back == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "before", "after"),
+    [
+        ({"kernel": "b"}, "kernel", "a", "b"),
+        ({"m": 65}, "size", "64×96×32", "65×96×32"),
+        ({"role": "ffn_out"}, "role", "ffn_in", "ffn_out"),
+        ({"reason": "policy: rule 9"}, "reason", "policy: rule 1", "policy: rule 9"),
+        (
+            {"formats": (replace(X, elem="e5m2"), W)},
+            "formats",
+            "x, w: e4m3 1x32 rceil",
+            "x: e5m2 1x32 rceil; w: e4m3 1x32 rceil",
+        ),
+    ],
+)
+def test_what_else_changes(change: dict[str, object], what: str, before: str, after: str):
+    old = record("a", kernel="a")
+    found = changed(report(old), report(replace(old, **change)))
+    assert found == [("changed", ("a",), ("fprop",), what, before, after)]
+
+
+def test_new_and_removed_layers_did_not_fall_back():
+    old, new = report(record("a"), record("b")), report(record("a"), kept("c"))
+    assert changed(old, new) == [
+        ("new", ("c",), ("fprop",), "", "", "bf16"),
+        ("removed", ("b",), ("fprop",), "", "mxfp8", ""),
+    ]
+    assert new.since(old).fell_back == ()
+
+
+def test_the_products_of_an_attention_are_told_apart():
+    scores, values = kept("a", role="attn_scores"), kept("a", role="attn_values", kernel="k")
+    assert changed(report(scores, values), report(values, scores)) == []
+
+
+def test_a_layer_that_runs_twice_is_compared_run_by_run():
+    old = report(record("a"), record("a", m=1))
+    new = report(record("a"), to_bf16(record("a", m=1)))
+    assert new.since(old).fell_back == ("a",)
+
+
+def test_warnings_and_settings():
+    new = replace(OLD, summary=replace(OLD.summary, policy="b.yaml", graph_breaks=2, warnings=("w",)))
+    text = str(new.since(OLD))
+    assert "policy: preset nvidia → b.yaml" in text
+    assert "graph breaks: 0 → 2" in text
+    assert "new warning: w" in text
+    assert "no longer warned: w" in str(OLD.since(new))
+
+
+def test_text_is_at_most_120_columns_wide():
+    name = "model." + "transformer." * 20 + "up"
+    old, new = report(record(name, kernel="k" * 90)), report(record(name, kernel="l" * 90, reason="r" * 90))
+    assert max(map(len, str(new.since(old)).splitlines())) <= 120
+
+
+def files(folder: Path, old: Report, new: Report) -> list[str]:
+    old.save(folder / "old.json")
+    new.save(folder / "new.json")
+    return [str(folder / "old.json"), str(folder / "new.json")]
+
+
+def test_the_exit_status_says_whether_a_layer_fell_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lost = report(*LAYERS[:-1], to_bf16(LAYERS[-1]), kept())
+    paths = files(tmp_path, OLD, lost)
+    assert main(["diff", *paths]) == 1
+    assert capsys.readouterr().out.startswith("1 layer fell back from MXFP8\n")
+    assert main(["diff", *reversed(paths)]) == 0
+    assert main(["diff", paths[0], paths[0]]) == 0
+
+
+def test_markdown_for_a_pull_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lost = report(*LAYERS[:-1], to_bf16(LAYERS[-1], "a | b"), kept())
+    assert main(["diff", *files(tmp_path, OLD, lost), "--format", "markdown"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "### 1 layer fell back from MXFP8"
+    assert "- matmul FLOPs in MXFP8: 96.0% → 92.0%" in lines
+    assert r"a \| b" in "\n".join(lines)
+    assert sum(line.startswith("|") for line in lines) == 3
+
+
+def test_a_file_that_is_no_report_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    OLD.save(tmp_path / "old.json")
+    (tmp_path / "broken.json").write_text("{}")
+    assert main(["diff", str(tmp_path / "old.json"), str(tmp_path / "broken.json")]) == 2
+    assert "broken.json': $: not an mxcompile report" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path / "old.json"), str(tmp_path / "none.json")]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", str(tmp_path / "old.json")])
+    assert caught.value.code == 2
