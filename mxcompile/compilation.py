@@ -15,6 +15,7 @@ from torch._inductor import config, list_mode_options
 
 from mxcompile import store
 from mxcompile.capture import Capture
+from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
 from mxcompile.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.lowering import pipeline as lowering
@@ -25,8 +26,9 @@ from mxcompile.passes.account import saved_bytes, weight_bytes
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
+from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
-from mxcompile.rules import check_rules, shared_code
+from mxcompile.rules import check_rules, layers_of, shared_code, with_complaints
 from mxcompile.trace import trace
 
 log = logging.getLogger(__name__)
@@ -108,7 +110,10 @@ class Compilation:
             prefix=self.found.prefix,
             first_index=len(self._part.gemms),
         )
-        elapsed_us = passes.run(steps, graph)
+        try:
+            elapsed_us = passes.run(steps, graph)
+        except UnsupportedError as error:
+            raise self._with_rules(error, graph) from None
         held, in_bf16 = weight_bytes(graph, self._count)
         self._traced = True
         self._update(
@@ -119,6 +124,14 @@ class Compilation:
             weight_bytes_bf16=self._part.weight_bytes_bf16 + in_bf16,
             cache=_cache_state(),
         )
+
+    def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
+        """`error` and what strict mode has against the rules, if `graph` completes the model."""
+        if self._broken or self.found.prefix:
+            return error
+        known = layers_of((*REGISTRY.layers(self._ledger.group), *self._part.gemms))
+        tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
+        return with_complaints(error, self.options.policy, (*known, *(tag.as_layer() for tag in tags)))
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Forward and backward, just partitioned."""

@@ -29,7 +29,7 @@ from mxcompile.policy import Policy
 from mxcompile.repeats import Repeats, fold
 from mxcompile.report import GemmRecord, Part, Report
 from mxcompile.roofline import estimate
-from mxcompile.rules import check_rules
+from mxcompile.rules import check_mistakes
 from mxcompile.trace import trace
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def explain(
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
     parts = _parts(model, options, training, args, kwargs)
     report = Report.of(parts, target=options.target, policy=options.policy.label)
-    check_rules(options, report.gemms)
+    check_mistakes(options, report.gemms)
     return estimate(report)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from mxcompile.errors import PolicyError
+from mxcompile.errors import PolicyError, UnsupportedError
 from mxcompile.options import Options
 from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Match, Policy
 from mxcompile.report import GemmRecord
@@ -25,11 +25,11 @@ def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
     return [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
 
 
-def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
-    """One sentence for everything in `policy` that does nothing, or nearly did something, for `layers`.
+def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
+    """One sentence for everything in `policy` that does nothing for `layers`.
 
     Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that are one
-    edit from a layer's; layers within 10 % of a rule's size limit for which nothing else was said.
+    edit from a layer's.
     """
     sentences: list[str] = []
     for fit in fits(policy, layers):
@@ -39,14 +39,44 @@ def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
         if not fit.decides:
             sentences.append(_overtaken(policy, fit))
         sentences += _typos(policy, fit, layers)
-        sentences += _near(policy, fit)
     return sentences
+
+
+def near_misses(policy: Policy, layers: Sequence[Layer]) -> list[str]:
+    """One sentence per rule and size for layers within 10 % of its limit that the preset treats otherwise."""
+    return [
+        f"{policy.label}: rule {fit.number}: {missed}, just under, and no other rule decides;"
+        " lower the limit or add a rule"
+        for fit in fits(policy, layers)
+        if not fit.unused
+        for missed in _missed(fit, fit.near)
+    ]
+
+
+def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
+    """`mistakes` and `near_misses`: all that strict mode raises about rules."""
+    return mistakes(policy, layers) + near_misses(policy, layers)
 
 
 def check_rules(options: Options, gemms: Iterable[GemmRecord]) -> None:
     """Warn about everything in `complaints`; in strict mode raise one `PolicyError` with all of it."""
-    sentences = complaints(options.policy, layers_of(gemms))
-    if sentences and options.strict:
+    _say(complaints(options.policy, layers_of(gemms)), options.strict)
+
+
+def check_mistakes(options: Options, gemms: Iterable[GemmRecord]) -> None:
+    """The same, but near misses are only warned about: for a look at a model, which they do not spoil."""
+    layers = layers_of(gemms)
+    _say(near_misses(options.policy, layers), strict=False)
+    _say(mistakes(options.policy, layers), options.strict)
+
+
+def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:
+    """`error`, about layers that cannot go to MXFP8, and what else strict mode would raise about `layers`."""
+    return UnsupportedError("\n".join([str(error), *complaints(policy, layers)]))
+
+
+def _say(sentences: list[str], strict: bool) -> None:
+    if sentences and strict:
         raise PolicyError("\n".join(sentences))
     for sentence in sentences:
         log.warning("%s", sentence)
@@ -87,14 +117,6 @@ def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
         f"{policy.label}: rule {fit.number}: {pattern!r} matched no layer (did you mean {guess!r}?)"
         for pattern, guess in guesses
         if guess is not None
-    ]
-
-
-def _near(policy: Policy, fit: RuleFit) -> list[str]:
-    return [
-        f"{policy.label}: rule {fit.number}: {missed}, just under, and no other rule decides;"
-        " lower the limit or add a rule"
-        for missed in _missed(fit, fit.near)
     ]
 
 

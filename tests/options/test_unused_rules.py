@@ -243,6 +243,19 @@ def test_in_strict_mode_every_refused_gemm_is_named_at_once():
     ]
 
 
+def test_in_strict_mode_rules_and_refused_layers_are_raised_together():
+    rules = [rule("bf16", name=["0.*", "1.bb"]), rule(role="router"), rule({"fprop": "mxfp8"}, name="1.c")]
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(*rules, dtype=torch.float64, strict=True)
+    assert type(caught.value.inner_exception) is UnsupportedError
+    assert str(caught.value.inner_exception).splitlines() == [
+        "strict: the policy sends these to MXFP8, but they cannot go there:",
+        "  1.c fprop: unsupported dtype float64",
+        "policy: rule 1: '1.bb' matched no layer (did you mean '1.b'?)",
+        "policy: rule 2 matched no layer",
+    ]
+
+
 def test_strict_mode_lets_pass_what_the_policy_keeps():
     run(rule("bf16", name="*"), dtype=torch.float64, strict=True)
     assert {gemm.precision for gemm in gemms()} == {"bf16"}
