@@ -7,6 +7,7 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     BF16 arithmetic        in FP32, rounded once
     tl.dot                 operands widened to FP32
     tl.dot_scaled          dequantized in FP32 and multiplied there
+    loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
 """
@@ -39,6 +40,7 @@ _triton_binary = _Builder.binary_op
 _triton_unary = _Builder.unary_op
 _triton_dot = _Builder.create_dot
 _triton_dot_scaled = TritonSemantic.dot_scaled
+_triton_patch_tensor = interpreter._patch_lang_tensor
 
 
 def pytest_configure() -> None:
@@ -47,6 +49,7 @@ def pytest_configure() -> None:
         raise RuntimeError("set TRITON_INTERPRET=1 before Triton is imported")
     np.seterr(all="ignore")  # overflow and NaN are results here, not accidents
     interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = _patch_tensor
     _Builder.binary_op = _binary
     _Builder.unary_op = _unary
     _Builder.create_dot = _dot
@@ -67,6 +70,11 @@ def convert(x, source, target, rounding_mode):
         largest = _LARGEST[target]
         value = np.where(np.isnan(value), value, np.clip(value, -largest, largest))
     return value.astype(NUMPY[target]).view(f"uint{target.primitive_bitwidth}").reshape(x.shape)
+
+
+def _patch_tensor(tensor, scope) -> None:
+    _triton_patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def _is_bf16(handle) -> bool:
