@@ -97,6 +97,7 @@ class Compilation:
             ),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
+            **lowering.config_patches(self.target, base),
         }
 
     # -- hooks -----------------------------------------------------------------------------------

@@ -61,17 +61,17 @@ def codegen(
     driver = Driver(model, options, chip)
     driver.run(args, kwargs, training)
     launches: list[Launch] = []
-    sources: dict[str, str] = {}
+    sources: list[tuple[str, str, str]] = []
     wrappers: dict[str, str] = {}
     for phase, generated in _named(driver.generated):
         module = read(generated.source, generated.input_bytes)
-        sources |= module.kernels
+        sources += [(phase, name, source) for name, source in module.kernels.items()]
         wrappers[phase] = generated.source
         launches += _launches(phase, module.calls, generated)
     with stand_in(chip):
         kernels = tuple(
-            Kernel(name=name, source=source, binary=cross_compile(name, source, chip))
-            for name, source in sources.items()
+            Kernel(phase=phase, name=name, source=source, binary=cross_compile(name, source, chip))
+            for phase, name, source in sources
         )
     report = Report.of(driver.parts, target=target, policy=options.policy.label)
     result = CodegenResult(

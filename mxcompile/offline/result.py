@@ -38,8 +38,9 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A generated kernel: its Triton module as Inductor wrote it, and what that compiles to."""
+    """A generated kernel of a phase: its Triton module as Inductor wrote it, and what that compiles to."""
 
+    phase: str
     name: str
     source: str
     binary: Binary
@@ -49,8 +50,8 @@ class Kernel:
 class CodegenResult:
     """The code that would run on `target`.
 
-    launches: of one step, in order. kernels: each generated kernel once. wrappers: by phase, the module that
-    launches them. report: as of a compile, with roofline estimates per GEMM and for the step.
+    launches: of one step, in order. kernels: each generated kernel of a phase once. wrappers: by phase, the
+    module that launches them. report: as of a compile, with roofline estimates per GEMM and for the step.
     """
 
     target: str
@@ -59,12 +60,12 @@ class CodegenResult:
     wrappers: Mapping[str, str]
     report: Report
 
-    def kernel(self, name: str) -> Kernel:
-        """The generated kernel called `name`. Raises KeyError."""
+    def kernel(self, launch: Launch) -> Kernel:
+        """The generated kernel that `launch` runs. Raises KeyError if it is a library's."""
         for kernel in self.kernels:
-            if kernel.name == name:
+            if (kernel.phase, kernel.name) == (launch.phase, launch.kernel):
                 return kernel
-        raise KeyError(f"no generated kernel is called {name!r}")
+        raise KeyError(f"{launch.kernel} is not a generated kernel")
 
     def phase(self, name: str) -> tuple[Launch, ...]:
         """The launches of the phase `name`."""
@@ -73,7 +74,7 @@ class CodegenResult:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why kernels could not run on the target; none, one hopes."""
-        return tuple(f"{k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
+        return tuple(f"{k.phase} {k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -85,14 +86,15 @@ class CodegenResult:
         report.
         """
         folder = Path(folder)
-        (folder / "kernels").mkdir(parents=True, exist_ok=True)
+        for phase in self.wrappers:
+            (folder / phase).mkdir(parents=True, exist_ok=True)
         (folder / "summary.txt").write_text(f"{self}\n", encoding="utf-8")
         (folder / "summary.json").write_text(json.dumps(_as_data(self), indent=1), encoding="utf-8")
         self.report.save(folder / "report.json")
         for phase, source in self.wrappers.items():
             (folder / f"{phase}.py").write_text(source, encoding="utf-8")
         for kernel in self.kernels:
-            path = folder / "kernels" / kernel.name
+            path = folder / kernel.phase / kernel.name
             path.with_suffix(".py").write_text(kernel.source, encoding="utf-8")
             for suffix, text in kernel.binary.text.items():
                 path.with_suffix(f".{suffix}").write_text(text, encoding="utf-8")
@@ -110,6 +112,7 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
         ],
         "kernels": [
             {
+                "phase": kernel.phase,
                 "name": kernel.name,
                 "config": kernel.binary.config,
                 "configs": kernel.binary.num_configs,
@@ -155,7 +158,8 @@ _ORIGINS = {
 
 def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
     """A row per kernel, in the order of first launch."""
-    binaries = {kernel.name: kernel.binary for kernel in result.kernels}
+    phases = {launch.phase for launch in launches}
+    binaries = {kernel.name: kernel.binary for kernel in result.kernels if kernel.phase in phases}
     rows = []
     for kernel in dict.fromkeys(launch.kernel for launch in launches):
         same = [launch for launch in launches if launch.kernel == kernel]

@@ -60,4 +60,4 @@ def test_files(generated, tmp_path):
     assert (tmp_path / "out" / "inference.py").read_text() == result.wrappers["inference"]
     for kernel in result.kernels:
         for suffix in ("py", "ttgir", "ptx", "cubin"):
-            assert (tmp_path / "out" / "kernels" / f"{kernel.name}.{suffix}").stat().st_size > 0
+            assert (tmp_path / "out" / kernel.phase / f"{kernel.name}.{suffix}").stat().st_size > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+BOTH = "mx.quantize_both.default"
+
 MMA = {
     "sm_100": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
     "sm_103": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
@@ -25,7 +27,7 @@ def test_every_chosen_gemm_is_on_the_native_instruction(generated, target, train
     assert sorted(gemm for launch in launches for gemm in launch.gemms) == sorted(chosen)
     for launch in launches:
         assert launch.generated
-        instructions = result.kernel(launch.kernel).binary.mma
+        instructions = result.kernel(launch).binary.mma
         assert instructions, launch.kernel
         assert all(name.startswith(MMA[target]) for name in instructions), (launch.kernel, instructions)
 
@@ -36,6 +38,63 @@ def test_nothing_spills_and_everything_fits(generated, target, training):
     assert result.problems == ()
     spilling = {k.name: k.binary.spill_bytes for k in result.kernels if k.binary.mma and k.binary.spill_bytes}
     assert spilling == {}
+
+
+def test_casts_of_the_forward_are_in_their_producers(generated):
+    """On their own are those of weights, and of what the attention of a library makes."""
+    forward = generated("sm_100", True).phase("forward")
+    alone = [launch.cast for launch in forward if launch.cast]
+    assert sorted(alone) == ["input"] * 7 + ["library"]
+    fused = [launch for launch in forward if BOTH in launch.operators and not launch.cast]
+    norms = [launch for launch in fused if "aten.mul.Tensor" in launch.operators and not _gates(launch)]
+    assert (len(norms), len(fused)) == (2, 3), "two norms and SwiGLU"
+
+
+def test_launches_of_the_forward(generated):
+    """Nothing is launched beside what a block needs: no transposition, no swizzle of scales, no BF16 copy."""
+    forward = generated("sm_100", True).phase("forward")
+    kinds = {
+        "gemm": [launch for launch in forward if launch.gemms and launch.generated],
+        "attention": [launch for launch in forward if "flash_attention" in launch.kernel],
+        "cast alone": [launch for launch in forward if launch.cast],
+        "cast": [launch for launch in forward if BOTH in launch.operators and not launch.cast],
+        "statistic": [launch for launch in forward if "aten.mean.dim" in launch.operators],
+        "heads repeated": [launch for launch in forward if not launch.operators and launch.generated],
+    }
+    counts = {kind: len(launches) for kind, launches in kinds.items()}
+    assert counts == {
+        "gemm": 7, "attention": 1, "cast alone": 8, "cast": 3, "statistic": 2, "heads repeated": 2,
+    }  # fmt: skip
+    assert sum(counts.values()) == len(forward)
+
+
+def test_a_norm_is_cast_without_being_stored(generated):
+    """The cast reads the block's input, its statistic and the norm's weight, and writes MX copies."""
+    forward = generated("sm_100", True).phase("forward")
+    first = next(launch for launch in forward if BOTH in launch.operators)
+    tokens, width = 1024, 512
+    read = 2 * tokens * width + 4 * tokens + 2 * width
+    written = 2 * (tokens * width + tokens * width // 32)
+    assert first.num_bytes == read + written
+
+
+def test_residuals_are_added_by_the_gemm(generated):
+    forward = generated("sm_100", True).phase("forward")
+    (down,) = (launch for launch in forward if launch.gemms == ("ffn.down fprop",))
+    assert "aten.add.Tensor" in down.operators
+
+
+def test_gradients_are_read_once_for_both_layouts(generated):
+    """Every activation gradient has two casts, along both its dimensions, in one kernel."""
+    backward = generated("sm_100", True).phase("backward")
+    both = [launch for launch in backward if BOTH in launch.operators]
+    assert len(both) == 7
+
+
+def _gates(launch):
+    return "prims.convert_element_type.default" in launch.operators and any(
+        name.startswith(("aten.exp", "aten.sigmoid", "aten.neg")) for name in launch.operators
+    )
 
 
 def test_a_product_that_cannot_is_dequantized_and_says_so(generated):

@@ -1,0 +1,64 @@
+"""pair: one operator where a rowwise and a columnwise cast of one tensor are made in the same graph.
+
+    quantize(x, −1), quantize(x, −2)  →  quantize_both(x)                one read of x
+
+For targets whose casts are kernels of their own; where a cast is a loop that fuses with its neighbours two
+are as good (see `casts`). Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.tags import tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """No options."""
+
+    name: ClassVar[str] = "pair"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Merge the pairs of `graph`, each where its first cast was."""
+        build = Builder(graph, Pair.name)
+        waiting: dict[Any, fx.Node] = {}
+        for node in list(graph.nodes):
+            key = _key(node)
+            if key is None:
+                continue
+            source, layout, *fmt = key
+            other = waiting.pop((source, -3 - layout, *fmt), None)
+            if other is None:
+                waiting[key] = node
+            else:
+                _merge(build, first=other, second=node)
+
+
+def _key(node: fx.Node) -> tuple[Any, ...] | None:
+    """Source, layout and format of a cast of a matrix in rows or columns; None for any other node."""
+    if node.op != "call_function" or node.target is not ops.quantize:
+        return None
+    source, dim, elem_dtype, rounding, *square = node.args
+    value = tensor(source)
+    if value is None or value.ndim != 2 or any(square):
+        return None
+    return source, int(dim) if dim < 0 else int(dim) - 2, elem_dtype, rounding  # type: ignore[operator, arg-type]
+
+
+def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
+    rowwise, columnwise = (first, second) if _key(first)[1] == -1 else (second, first)  # type: ignore[index]
+    source, _, elem_dtype, rounding, *_ = first.args
+    with build.graph.inserting_before(first):
+        both = build.call(ops.quantize_both, source, elem_dtype, rounding, like=first)
+        results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
+    for cast, made in ((rowwise, results[:2]), (columnwise, results[2:])):
+        for user in list(cast.users):
+            build.replace(user, made[user.args[1]])  # type: ignore[index]
+        build.graph.erase_node(cast)

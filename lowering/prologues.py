@@ -1,0 +1,109 @@
+"""prologues: compute what a cast reads where the cast would load it.
+
+    producer ─▶ x ─▶ cast     becomes     cast(producer)        x is never stored
+
+The producer is a pointwise kernel-to-be whose result only the cast reads: a norm's second half, SwiGLU's
+product, the transposition behind an attention. Left to itself Inductor's scheduler gives it to what comes
+before it (a norm's row statistic, the GEMM that makes one of SwiGLU's factors) and stores x. So this runs
+before the scheduler fuses anything. A producer that reads more than two tensors of x's size is left alone:
+it is cheaper to store what it makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor import ir
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+from torch._inductor.virtualized import V
+
+from mxcompile import ops
+from mxcompile.graph.opsets import packet
+
+_MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them
+
+Nodes = list[BaseSchedulerNode]
+
+
+class Prologues(CustomSchedulerPass):
+    """Fuses producers into casts. uuid: of mxcompile's own code. user: a pass configured before."""
+
+    def __init__(self, uuid: str, user: Any = None) -> None:
+        self._uuid = uuid
+        self._user = user
+
+    def __call__(self, nodes: Nodes) -> Nodes:
+        """`nodes`, in an order that respects their dependencies, with pairs fused."""
+        if self._user is not None:
+            nodes = self._user(nodes)
+        producers = {node.get_name(): node for node in nodes if _is_pointwise(node)}
+        fused: dict[str, BaseSchedulerNode] = {}
+        result: Nodes = []
+        for node in nodes:
+            producer = _producer(node, producers) if _is_cast(node) else None
+            if producer is None:
+                result.append(node)
+                continue
+            result.remove(producer)
+            result.append(_fuse(producer, node))
+            fused[producer.get_name()] = result[-1]
+        return result
+
+    def uuid(self) -> Any:
+        """Identity for Inductor's caches; None, which turns them off, if the user's pass has none."""
+        if self._user is None:
+            return self._uuid
+        theirs = self._user.uuid() if isinstance(self._user, CustomSchedulerPass) else None
+        return None if theirs is None else (self._uuid, theirs)
+
+
+def _is_pointwise(node: BaseSchedulerNode) -> bool:
+    return (
+        isinstance(node, SchedulerNode)
+        and isinstance(node.node, ir.ComputedBuffer)
+        and isinstance(node.node.data, ir.Pointwise)
+        and not node.has_aliasing_or_mutation()
+    )
+
+
+def _is_cast(node: BaseSchedulerNode) -> bool:
+    buffer = node.node
+    return isinstance(buffer, ir.TritonTemplateBuffer) and any(
+        packet(origin) in ops.CASTS for origin in buffer.origins
+    )
+
+
+def _producer(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> BaseSchedulerNode | None:
+    """What makes the tensor that `cast` reads, if nothing else reads it and it reads little itself."""
+    assert isinstance(cast.node, ir.TritonTemplateBuffer)
+    for name in cast.node.get_allowed_prologue_inps():
+        buffer = cast.scheduler.name_to_buf.get(name)
+        producer = None if buffer is None else producers.get(buffer.defining_op_name())
+        if producer is None:
+            continue
+        (output,) = producer.get_outputs()
+        readers = [user.node for user in output.users]
+        if readers == [cast] and _reads(producer) <= _MOST_READS * _size(output.node):
+            return producer
+    return None
+
+
+def _reads(node: BaseSchedulerNode) -> float:
+    """Elements that `node` reads."""
+    total = 0.0
+    for dependency in node.read_writes.reads:
+        total += float(V.graph.sizevars.optimization_hint(dependency.get_numel(), fallback=0))
+    return total
+
+
+def _size(buffer: Any) -> float:
+    return float(V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0))
+
+
+def _fuse(producer: BaseSchedulerNode, cast: BaseSchedulerNode) -> BaseSchedulerNode:
+    scheduler = cast.scheduler
+    backend = scheduler.get_backend(cast.get_device())
+    both: BaseSchedulerNode = backend.fuse(producer, cast)
+    scheduler.name_to_fused_node.update({node.get_name(): both for node in both.get_nodes()})
+    return both

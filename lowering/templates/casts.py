@@ -1,0 +1,160 @@
+"""Inductor template of the casts: one read of a matrix, its MX copy in rows, in columns or in both.
+
+    x[m, n]  →  codes and scale bytes                     the cast itself is ``lowering.kernels.tiles``
+    x        ←  prologue                                  the producer, computed where x would be loaded
+
+A template has one output; the other results are buffers it writes to. The tile always holds whole blocks of
+32, masked past the ends of the matrix, so that no two programs share a block.
+
+For matrices on chips with an MX GEMM. Every other cast is lowered by `lowering.casts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided, register_lowering
+from torch._inductor.select_algorithm import (
+    SymbolicGridFn,
+    TritonTemplate,
+    autotune_select_algorithm,
+    realize_inputs,
+)
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, elem_type
+from mxcompile.lowering import casts
+from mxcompile.lowering.kernels.configs import QUANTIZE, Absent, chosen
+from mxcompile.lowering.targets import Target, of_device
+
+_SOURCE = r"""
+from mxcompile.lowering.kernels import tiles
+
+{% if ROWWISE and COLUMNWISE %}
+{{def_kernel("X", "ROW_SCALE", "COLUMN", "COLUMN_SCALE")}}
+{% else %}
+{{def_kernel("X", "SCALE")}}
+{% endif %}
+    M = {{size("X", 0)}}
+    N = {{size("X", 1)}}
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    idx_m = rm[:, None]
+    idx_n = rn[None, :]
+    mask = (idx_m < M) & (idx_n < N)
+    {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
+                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
+    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+    num_blocks_m = (M + 31) // 32
+    num_blocks_n = (N + 31) // 32
+    row_offsets = rm[:, None].to(INDEX) * num_blocks_n + blocks_n[None, :]
+    row_mask = (rm[:, None] < M) & (blocks_n[None, :] < num_blocks_n)
+    column_offsets = blocks_m[:, None].to(INDEX) * N + rn[None, :]
+    column_mask = (blocks_m[:, None] < num_blocks_m) & (rn[None, :] < N)
+{% if ROWWISE and COLUMNWISE %}
+    column_codes, column_byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
+    tl.store(COLUMN + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(column_codes, ELEM), mask=mask)
+    tl.store(COLUMN_SCALE + column_offsets, column_byte, mask=column_mask)
+    codes, row_byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
+    tl.store(ROW_SCALE + row_offsets, row_byte, mask=row_mask)
+{% elif ROWWISE %}
+    codes, byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
+    tl.store(SCALE + row_offsets, byte, mask=row_mask)
+{% else %}
+    codes, byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
+    tl.store(SCALE + column_offsets, byte, mask=column_mask)
+{% endif %}
+    qdata = tiles.as_elem(codes, ELEM)
+    {{store_output(("idx_m", "idx_n"), "qdata", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+"""
+
+
+@SymbolicGridFn
+def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+
+
+TEMPLATE = TritonTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
+
+Results = tuple[ir.TensorBox, ...]
+
+
+@register_lowering(ops.quantize, type_promotion_kind=None)
+def lower_quantize(
+    x: ir.TensorBox, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+) -> Results:
+    """Qdata and scale bytes."""
+    target = _target(x)
+    if square or target is None:
+        return casts.lower_quantize(x, block_dim, elem_dtype, rounding, square)
+    layout = "rowwise" if block_dim % 2 == 1 else "columnwise"
+    return _cast(x, layout, elem_dtype, rounding, target)
+
+
+@register_lowering(ops.quantize_both, type_promotion_kind=None)
+def lower_quantize_both(x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str) -> Results:
+    """Qdata and scale bytes in rows, then in columns."""
+    target = _target(x)
+    if target is None:
+        return casts.lower_quantize_both(x, elem_dtype, rounding)
+    return _cast(x, "both", elem_dtype, rounding, target)
+
+
+def _target(x: ir.TensorBox) -> Target | None:
+    """The chip whose row gives the tile, or None if the template is not for this cast."""
+    if len(x.get_size()) != 2 or x.get_device_or_error().type != "cuda":
+        return None
+    target = of_device(x.get_device_or_error())
+    if not target.native or isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
+        return None
+    empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size())
+    return None if empty else target
+
+
+def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, target: Target) -> Results:
+    x = realize_inputs(x)
+    device, (m, n) = x.get_device_or_error(), x.get_size()
+    rows, columns = ([m, _blocks(n)], torch.uint8), ([_blocks(m), n], torch.uint8)
+    extra = {
+        "both": [rows, ([m, n], elem_dtype), columns],
+        "rowwise": [rows],
+        "columnwise": [columns],
+    }[layout]
+    others = [empty_strided(shape, None, dtype=dtype, device=device) for shape, dtype in extra]
+    for other in others:
+        other.realize()
+    inputs = [x, *(other.data for other in others)]
+    config = chosen(QUANTIZE, "quantize", target).of(layout, torch.float32.itemsize)  # prologues are FP32
+    choices: list[Any] = []
+    error = TEMPLATE.maybe_append_choice(
+        choices,
+        input_nodes=tuple(inputs),
+        layout=ir.FixedLayout(device, elem_dtype, [m, n]),
+        mutated_inputs=inputs[1:],
+        num_stages=1,
+        num_warps=config.num_warps,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        ROWWISE=layout != "columnwise",
+        COLUMNWISE=layout != "rowwise",
+        ELEM=repr(elem_type(elem_dtype).name),
+        ROUNDING=repr(rounding),
+        NATIVE=target.encodes_fp8,
+        INDEX="tl.int64",
+    )
+    if error is not None:
+        raise error
+    made: Any = autotune_select_algorithm("mx_cast", choices, inputs, choices[0].layout)
+    qdata: ir.TensorBox = made[0] if isinstance(made, tuple) else made
+    return (qdata, *others)
+
+
+def _blocks(length: Any) -> Any:
+    return FloorDiv(length + (BLOCK - 1), BLOCK)

@@ -1,0 +1,74 @@
+"""Pairing a rowwise and a columnwise cast of one tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.lowering.pair import Pair
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def _graph(function, *inputs) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def _casts(module: fx.GraphModule) -> list[str]:
+    return [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]
+
+
+@pytest.mark.parametrize("dims", [(-1, -2), (-2, -1), (1, 0)])
+def test_a_pair_is_merged_and_means_the_same(dims):
+    def both(x):
+        first = ops.quantize(x, dims[0], E4M3, "rceil")
+        y = x + 1
+        second = ops.quantize(x, dims[1], E4M3, "rceil")
+        return (*first, y, *second)
+
+    x = torch.randn(70, 96)
+    module = _graph(both, x)
+    expected = module(x)
+    Pair().apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert _casts(module) == ["quantize_both.default"]
+    for got, wanted in zip(module(x), expected, strict=True):
+        assert got.dtype is wanted.dtype
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((-1, E4M3, "rceil"), (-1, E4M3, "floor")),
+        ((-1, E4M3, "rceil"), (-2, E5M2, "rceil")),
+        ((-1, E4M3, "rceil"), (-2, E4M3, "floor")),
+        ((-1, E4M3, "rceil", True), (-2, E4M3, "rceil", True)),
+    ],
+)
+def test_casts_that_differ_stay(first, second):
+    module = _graph(lambda x: (*ops.quantize(x, *first), *ops.quantize(x, *second)), torch.randn(64, 64))
+    Pair().apply(module.graph)
+    assert _casts(module) == ["quantize.default"] * 2
+
+
+def test_casts_of_different_tensors_stay():
+    def both(x):
+        return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x + 1, -2, E4M3, "rceil"))
+
+    module = _graph(both, torch.randn(64, 64))
+    Pair().apply(module.graph)
+    assert _casts(module) == ["quantize.default"] * 2
+
+
+def test_batches_stay():
+    def both(x):
+        return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x, -2, E4M3, "rceil"))
+
+    module = _graph(both, torch.randn(2, 64, 64))
+    Pair().apply(module.graph)
+    assert _casts(module) == ["quantize.default"] * 2
