@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mxcompile.report import reports as reports
     from mxcompile.tensor import MXTensor as MXTensor
     from mxcompile.tensor import quantize as quantize
+    from mxcompile.tune import tune as tune
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _HOME = {
     "explain": "mxcompile.explainer",
     "quantize": "mxcompile.tensor",
     "reports": "mxcompile.report",
+    "tune": "mxcompile.tune",
 }
 
 __all__ = ["__version__", *_HOME]

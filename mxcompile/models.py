@@ -136,29 +136,30 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
 
 
 def _inputs(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, Any]:
-    """Inputs for what the model's forward takes, with labels if it takes them."""
+    """Random inputs for what the model's forward takes, with labels if it takes them."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     inputs: dict[str, Any] = {}
     if main == "pixel_values":
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        inputs[main] = torch.zeros(batch, config.num_channels, height, width, dtype=_floats(model))
+        inputs[main] = torch.randn(batch, config.num_channels, height, width, dtype=_floats(model))
         if "labels" in parameters and hasattr(config, "num_labels"):
-            inputs["labels"] = torch.zeros(batch, dtype=torch.int64)
+            inputs["labels"] = torch.randint(config.num_labels, (batch,))
         return inputs
+    vocabulary = config.get_text_config().vocab_size
     if main == "input_features":
         frames = 2 * config.max_source_positions
-        inputs[main] = torch.zeros(batch, config.num_mel_bins, frames, dtype=_floats(model))
+        inputs[main] = torch.randn(batch, config.num_mel_bins, frames, dtype=_floats(model))
         length = min(length, config.max_target_positions)
         target = "labels" if "labels" in parameters else "decoder_input_ids"
-        inputs[target] = torch.zeros(batch, length, dtype=torch.int64)
+        inputs[target] = torch.randint(vocabulary, (batch, length))
         return inputs
-    inputs["input_ids"] = torch.zeros(batch, length, dtype=torch.int64)
+    inputs["input_ids"] = torch.randint(vocabulary, (batch, length))
     if "labels" in parameters:
-        inputs["labels"] = torch.zeros(batch, length, dtype=torch.int64)
+        inputs["labels"] = torch.randint(vocabulary, (batch, length))
     elif "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = torch.zeros(batch, length, dtype=torch.int64)
+        inputs["decoder_input_ids"] = torch.randint(vocabulary, (batch, length))
     return inputs
 
 

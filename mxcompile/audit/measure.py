@@ -21,6 +21,11 @@ from mxcompile.policy import Policy
 from mxcompile.report import GemmNumerics, Numerics, Report, TensorNumerics
 from mxcompile.rules import unused_rules
 
+SCHEMA = 1
+"""Version of the JSON form."""
+
+_KEYS = ("schema", "report", "numerics")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
@@ -39,17 +44,30 @@ class Audit:
         return to_text(self.numerics, rows=20)
 
     def to_json(self) -> str:
-        """The report's JSON with the measured numbers under ``"numerics"``."""
-        data = {**json.loads(self.report.to_json()), "numerics": self.numerics.to_dict()}
-        return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        """The report and the numbers as JSON with ``"schema": 1``; `from_json` reads it back."""
+        report = json.loads(self.report.to_json())
+        data = {"schema": SCHEMA, "report": report, "numerics": self.numerics.to_dict()}
+        return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Audit:
+        """The audit `to_json` wrote. Raises `OptionError` for anything else."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"not an mxcompile audit: {error}") from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA or {*data} != {*_KEYS}:
+            raise OptionError(
+                f"not an mxcompile audit of schema {SCHEMA}: expected the keys {', '.join(_KEYS)}"
+            )
+        report = Report.from_json(json.dumps(data["report"]))
+        return cls(report=report, numerics=Numerics.from_dict(data["numerics"]))
 
     def save(self, path: str | Path) -> None:
         """Write the audit to `path`: ``.txt``, ``.md``, ``.json`` or ``.html``. Raises `OptionError`."""
-        path = Path(path)
-        if path.suffix not in FORMS:
-            raise OptionError(f"audit {str(path)!r}: {not_allowed('suffix', path.suffix, FORMS)}")
+        path, form = Path(path), form_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(FORMS[path.suffix](self), encoding="utf-8")
+        path.write_text(form(self), encoding="utf-8")
 
     def plot(self, folder: str | Path) -> list[Path]:
         """Draw gemms.png, tensors.png and scales.png into `folder`; returns what was written.
@@ -73,8 +91,27 @@ def _markdown(audit: Audit) -> str:
     return to_markdown(audit.numerics)
 
 
-FORMS: dict[str, Callable[[Audit], str]] = {".txt": _text, ".md": _markdown, ".json": Audit.to_json}
+def _html(audit: Audit) -> str:
+    from mxcompile.report.html import to_html
+
+    return to_html(audit.report, audit.numerics)
+
+
+FORMS: dict[str, Callable[[Audit], str]] = {
+    ".txt": _text,
+    ".md": _markdown,
+    ".json": Audit.to_json,
+    ".html": _html,
+}
 """How an audit is written, by file suffix."""
+
+
+def form_of(path: str | Path) -> Callable[[Audit], str]:
+    """The writer for `path`. Raises `OptionError` for a suffix without one."""
+    suffix = Path(path).suffix
+    if suffix not in FORMS:
+        raise OptionError(f"audit {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
+    return FORMS[suffix]
 
 
 def audit(

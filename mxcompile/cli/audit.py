@@ -1,0 +1,86 @@
+"""``mxcompile audit``: what MXFP8 does to the numbers of a model, measured on a batch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxcompile.cli.explain import add_model
+
+if TYPE_CHECKING:
+    from mxcompile.models import LoadedModel
+
+
+def add_measured(command: argparse.ArgumentParser) -> None:
+    """The arguments of commands that run a model to measure it."""
+    add_model(command)
+    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
+    command.add_argument("--device", default="cpu", help="where to run, such as cuda (default cpu)")
+    command.add_argument(
+        "--seed", type=int, default=0, help="of the weights a model is made with (default 0)"
+    )
+
+
+@contextmanager
+def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
+    """The model of `add_measured`, ready to be run in here."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from mxcompile.models import load_model
+
+    torch.manual_seed(options.seed)
+    loaded = load_model(options.model, batch=options.batch, length=options.length)
+    args, kwargs = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(options.device), (loaded.args, loaded.kwargs)
+    )
+    loaded = dataclasses.replace(loaded, model=loaded.model.to(options.device), args=args, kwargs=kwargs)
+    if options.inference:
+        loaded.model.eval()
+    with torch.set_grad_enabled(not options.inference):
+        yield loaded
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "audit",
+        help="measure what MXFP8 does to a model's numbers on a batch",
+        description="Run a model with and without MXFP8, forward and backward, and print the error of every"
+        " GEMM and every cast, the worst first. Nothing of the model is changed.",
+    )
+    add_measured(command)
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write everything measured; .txt .md .json .html chooses the form",
+    )
+    command.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from mxcompile.audit import audit, form_of
+    from mxcompile.cli.quiet import quiet
+
+    if options.output is not None:
+        form_of(options.output)
+    with quiet(), measured(options) as loaded:
+        result = audit(loaded.model, *loaded.args, policy=options.policy, **loaded.kwargs)
+    print(result)
+    if options.output is not None:
+        result.save(options.output)
+        print(f"\nwritten to {options.output}")
+    if options.plots is not None:
+        print(f"drawn: {', '.join(map(str, result.plot(options.plots)))}")
+    return 0

@@ -1,0 +1,64 @@
+"""``mxcompile tune``: the policy that keeps most of a model in MXFP8 within a bound on its error."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mxcompile.cli.audit import add_measured, measured
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "tune",
+        help="find the policy that keeps most in MXFP8 within a bound",
+        description="Run a model with one layer at a time in MXFP8, find what must stay in BF16 for the bound"
+        " to hold, and write the policy with the reasons. Exit status 1, and no file, if no policy meets it.",
+    )
+    add_measured(command)
+    command.add_argument("--min-sqnr", type=float, metavar="DB", help="least SQNR of every MXFP8 GEMM, in dB")
+    command.add_argument(
+        "--max-loss-gap", type=share, metavar="SHARE", help="largest gap of the loss to BF16: 0.002 or 0.2%%"
+    )
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the policy (default: print it)"
+    )
+    command.set_defaults(run=run)
+
+
+def share(text: str) -> float:
+    """``0.2%`` or ``0.002`` as a number."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a share like 0.002 nor one like 0.2%"
+        ) from None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; exit status 1 if the bound cannot be met."""
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.tune import Bounds, tune
+
+    bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)
+    with quiet(), measured(options) as loaded:
+        result = tune(
+            loaded.model,
+            *loaded.args,
+            min_sqnr=bounds.min_sqnr,
+            max_loss_gap=bounds.max_loss_gap,
+            policy=options.policy,
+            **loaded.kwargs,
+        )
+    print(result)
+    if not result.met:
+        return 1
+    if options.output is None:
+        print(f"\n{result.to_yaml()}", end="")
+    else:
+        result.dump(options.output)
+        print(f"\nwritten to {options.output}")
+    return 0

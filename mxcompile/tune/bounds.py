@@ -1,0 +1,52 @@
+"""How much error a user accepts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mxcompile.errors import OptionError
+from mxcompile.report import Numerics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """At least one of: min_sqnr, in dB, of every MXFP8 GEMM; max_loss_gap, a share, of the loss against BF16.
+
+    Raises `OptionError` for values that bound nothing.
+    """
+
+    min_sqnr: float | None = None
+    max_loss_gap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_sqnr is None and self.max_loss_gap is None:
+            raise OptionError("tune needs a bound: min_sqnr (in dB), max_loss_gap (a share), or both")
+        if self.min_sqnr is not None and not math.isfinite(self.min_sqnr):
+            raise OptionError(f"min_sqnr is a finite number of dB, found {self.min_sqnr}")
+        if self.max_loss_gap is not None and not 0 < self.max_loss_gap < math.inf:
+            raise OptionError(
+                f"max_loss_gap is a positive share (0.002 for 0.2 %), found {self.max_loss_gap}"
+            )
+
+    def allows_sqnr(self, sqnr_db: float) -> bool:
+        """Whether a GEMM of this SQNR may stay in MXFP8; never one that is NaN."""
+        return self.min_sqnr is None or sqnr_db >= self.min_sqnr
+
+    def allows_gap(self, gap: float | None) -> bool:
+        """Whether the loss may be off by the share `gap`; never by NaN."""
+        return self.max_loss_gap is None or (gap is not None and abs(gap) <= self.max_loss_gap)
+
+    def allow(self, numerics: Numerics) -> bool:
+        """Whether all that was measured is within the bounds."""
+        return all(self.allows_sqnr(gemm.sqnr_db) for gemm in numerics.gemms) and self.allows_gap(
+            numerics.loss_gap
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.min_sqnr is not None:
+            parts.append(f"SQNR of every GEMM ≥ {self.min_sqnr:g} dB")
+        if self.max_loss_gap is not None:
+            parts.append(f"loss within {self.max_loss_gap:.3g} of BF16 ({self.max_loss_gap:.4%})")
+        return ", ".join(parts)

@@ -1,0 +1,194 @@
+"""`tune`: which GEMMs have to stay in BF16 for a bound to hold, found by measuring.
+
+    SQNR     every layer with a GEMM below the bound is run alone in MXFP8; GEMMs that fail there too are out
+    loss     every layer is run alone in MXFP8, forward only; by how far each moves the loss for its FLOPs,
+             layers go out until the loss of all the rest is within the bound, then come back, the most
+             expensive first, where the bound allows it
+
+The loss of one step depends on forward GEMMs only, so a bound on it exempts only these. What was found is
+audited once more as the policy that is handed out. Interactions are measured, not assumed: a set of layers is
+only accepted for what it gives together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from mxcompile.audit import Run, Session, audit, loss_gap
+from mxcompile.audit.interpreter import Key
+from mxcompile.audit.session import LossFunction
+from mxcompile.errors import ModelError
+from mxcompile.policy import Gemm, Policy
+from mxcompile.report import Report
+from mxcompile.tune.bounds import Bounds
+from mxcompile.tune.tuned import Exempt, Tuned, exempting
+
+
+def tune(
+    model: nn.Module,
+    *args: Any,
+    min_sqnr: float | None = None,
+    max_loss_gap: float | None = None,
+    policy: Policy | str | dict[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    **kwargs: Any,
+) -> Tuned:
+    """The policy that keeps most of `model` in MXFP8 with its error on ``model(*args, **kwargs)`` in bounds.
+
+    min_sqnr: least SQNR in dB of every MXFP8 GEMM's output against FP32. max_loss_gap: largest share by
+    which the loss may differ from the one in BF16. policy: what to start from, as the backend's option; only
+    what it puts in MXFP8 is considered. loss_fn: as for `audit`. The model is left as it is.
+
+    Returns a `Tuned`, whose ``met`` says whether a policy within the bounds was found. Raises `OptionError`
+    for bounds that are none, `ModelError` if the model cannot be captured or has no loss to bound.
+    """
+    bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
+    session = Session(model, args, kwargs, policy=policy, loss_fn=loss_fn)
+    with tqdm(desc="tune", unit="run", disable=None, leave=False) as bar:
+        search = _Search(session, bounds, bar.update)
+        search.run()
+    start = session.options.policy
+    tuned = exempting(start, session.report(), search.exempt)
+    final = audit(model, *args, policy=tuned, loss_fn=loss_fn, **kwargs)
+    return Tuned(
+        policy=tuned,
+        bounds=bounds,
+        exempt=search.exempt,
+        audit=final,
+        flop_share_before=session.report().summary.flop_share,
+        met=bounds.allow(final.numerics) and _quantizes(final.report, bounds),
+    )
+
+
+def _quantizes(report: Report, bounds: Bounds) -> bool:
+    """Whether anything is left for the bounds to be about."""
+    left = {gemm.gemm for gemm in report.gemms if gemm.precision == "mxfp8"}
+    return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
+
+
+class _Search:
+    """State of one search: what is out so far, and why."""
+
+    def __init__(self, session: Session, bounds: Bounds, on_run: Callable[[], object]) -> None:
+        self._session = session
+        self._bounds = bounds
+        self._on_run = on_run
+        self._reference: float | None = None
+        self._out: set[Key] = set()
+        self._reasons: dict[str, list[str]] = {}
+
+    def run(self) -> None:
+        """Find what has to be in BF16."""
+        self._reference = self._session.run(Run(quantized=lambda _: False)).loss
+        if self._bounds.max_loss_gap is not None and self._reference is None:
+            raise ModelError(
+                "max_loss_gap needs a loss: let the model return a scalar or an output with .loss,"
+                " or pass loss_fn"
+            )
+        if self._bounds.min_sqnr is not None:
+            self._meet_sqnr()
+        if self._bounds.max_loss_gap is not None:
+            self._meet_loss()
+
+    @property
+    def exempt(self) -> tuple[Exempt, ...]:
+        """What was found, in the order of the model."""
+        total = sum(gemm.flops for gemm in self._session.report().gemms) or 1
+        flops = self._flops()
+        found = []
+        for layer in dict.fromkeys(name for name, _ in self._keys()):
+            gemms = tuple(str(g) for g in Gemm if (layer, str(g)) in self._out)
+            if gemms:
+                share = sum(flops[layer, gemm] for gemm in gemms) / total
+                reason = "; ".join(self._reasons[layer])
+                found.append(Exempt(name=layer, gemms=gemms, reason=reason, flop_share=share))
+        return tuple(found)
+
+    # -- bound on SQNR -----------------------------------------------------------------------------
+
+    def _meet_sqnr(self) -> None:
+        failing = self._failing(self._sqnr(lambda key: True))
+        for layer in dict.fromkeys(name for name, _ in failing):
+            alone = self._sqnr(lambda key, layer=layer: key[0] == layer)  # type: ignore[misc]
+            self._exempt_for_sqnr({key: alone[key] for key in self._failing(alone) if key in failing})
+        while failing:
+            together = self._sqnr(lambda key: key not in self._out)
+            failing = self._failing(together)
+            # what follows a NaN is NaN: only the first of them is known to be the cause
+            finite = [key for key in failing if not math.isnan(together[key])]
+            self._exempt_for_sqnr({key: together[key] for key in finite or failing[:1]})
+
+    def _sqnr(self, quantized: Callable[[Key], bool]) -> dict[Key, float]:
+        """SQNR of the GEMMs in MXFP8, the worst of those of one name, in the order they ran."""
+        run = Run(quantized=quantized, observe=True)
+        self._session.run(run, backward=True)
+        self._on_run()
+        found: dict[Key, float] = {}
+        for index, stats in run.products.items():
+            key, value = self._session.sites.products[index].key, stats.sums.sqnr_db
+            before = found.get(key, math.inf)
+            found[key] = math.nan if math.isnan(value) or math.isnan(before) else min(value, before)
+        return found
+
+    def _failing(self, sqnr: dict[Key, float]) -> list[Key]:
+        return [key for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)]
+
+    def _exempt_for_sqnr(self, measured: dict[Key, float]) -> None:
+        for (layer, gemm), value in measured.items():
+            found = "NaN" if math.isnan(value) else f"{value:.2f} dB"
+            self._exempt((layer, gemm), f"{gemm} {found}, below {self._bounds.min_sqnr:g} dB")
+
+    # -- bound on the loss -------------------------------------------------------------------------
+
+    def _meet_loss(self) -> None:
+        if self._bounds.allows_gap(self._gap(self._out)):
+            return
+        candidates = [key for key in self._keys() if key[1] == Gemm.FPROP and key not in self._out]
+        moves = {key: self._gap(set(self._keys()) - {key}) for key in candidates}
+        flops = self._flops()
+
+        def worth(key: Key) -> float:
+            return math.inf if math.isnan(moves[key]) else abs(moves[key]) / max(flops[key], 1)
+
+        out: list[Key] = []
+        for key in sorted(candidates, key=worth, reverse=True):
+            out.append(key)
+            if self._bounds.allows_gap(self._gap(self._out.union(out))):
+                break
+        for key in sorted(out, key=flops.__getitem__, reverse=True):
+            fewer = [other for other in out if other != key]
+            if fewer and self._bounds.allows_gap(self._gap(self._out.union(fewer))):
+                out = fewer
+        for key in out:
+            self._exempt(key, f"{key[1]} alone moves the loss by {moves[key]:+.4%}")
+
+    def _gap(self, out: set[Key]) -> float:
+        """By what share the loss differs from BF16 with everything but `out` in MXFP8."""
+        loss = self._session.run(Run(quantized=lambda key: key not in out)).loss
+        self._on_run()
+        gap = loss_gap(loss, self._reference)
+        return math.nan if gap is None else gap
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _exempt(self, key: Key, reason: str) -> None:
+        if key not in self._out:
+            self._out.add(key)
+            self._reasons.setdefault(key[0], []).append(reason)
+
+    def _keys(self) -> Iterable[Key]:
+        """The GEMMs the policy puts in MXFP8, by layer and kind, in graph order."""
+        return dict.fromkeys(site.key for site in self._session.sites.products)
+
+    def _flops(self) -> dict[Key, int]:
+        """Operations of the GEMMs, those of one name together."""
+        flops: dict[Key, int] = {}
+        for gemm in self._session.report().gemms:
+            key = gemm.name, gemm.gemm
+            flops[key] = flops.get(key, 0) + gemm.flops
+        return flops

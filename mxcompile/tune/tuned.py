@@ -1,0 +1,164 @@
+"""What tuning gives: a policy with a measured reason for every exception, and its audit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tabulate import tabulate
+
+from mxcompile.audit import Audit
+from mxcompile.audit.text import decibels
+from mxcompile.policy import Gemm, Layer, Match, Policy, Precision, Role, Rule, Use
+from mxcompile.report import GemmRecord, Report
+from mxcompile.tune.bounds import Bounds
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exempt:
+    """A layer that has to stay in BF16, in part.
+
+    name: its path. gemms: those of "fprop", "dgrad" and "wgrad" that do. reason: what was measured.
+    flop_share: of these GEMMs, of all matmul FLOPs of the model, 0 to 1.
+    """
+
+    name: str
+    gemms: tuple[str, ...]
+    reason: str
+    flop_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """The result of `tune`.
+
+    policy: an ordinary one. bounds: what was asked for. exempt: the exceptions it makes from what tuning
+    started with, in the order of the model. audit: of the model under `policy`. flop_share_before: share of
+    the matmul FLOPs that was in MXFP8 at the start; ``audit.report.summary.flop_share`` is what was kept.
+    met: whether the audit is within the bounds and has anything in MXFP8.
+    """
+
+    policy: Policy
+    bounds: Bounds
+    exempt: tuple[Exempt, ...]
+    audit: Audit
+    flop_share_before: float
+    met: bool
+
+    def __str__(self) -> str:
+        lines = [_wrapped(fact) for fact in self._facts()]
+        if self.exempt:
+            rows = [
+                [_tail(e.name), ", ".join(e.gemms), f"{e.flop_share:.1%}", textwrap.fill(e.reason, 50)]
+                for e in self.exempt
+            ]
+            headers = ["kept in BF16", "GEMMs", "FLOPs", "measured"]
+            lines += ["", tabulate(rows, headers=headers, disable_numparse=True)]
+        return "\n".join(lines)
+
+    def _facts(self) -> list[str]:
+        kept = self.audit.report.summary.flop_share
+        worst = self.audit.numerics.worst_gemms()
+        reached = ["nothing is left in MXFP8"]
+        if worst:
+            reached = [f"lowest SQNR of a GEMM {decibels(worst[0].sqnr_db)} dB"]
+        if (gap := self.audit.numerics.loss_gap) is not None:
+            reached.append(f"loss gap {gap:+.4%}")
+        return [
+            f"bound: {self.bounds}: {'met' if self.met else 'CANNOT BE MET'}",
+            f"reached: {', '.join(reached)}",
+            f"kept in MXFP8: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
+        ]
+
+    def to_yaml(self) -> str:
+        """The policy as a file, with the reasons as comments; `Policy.load` reads it back."""
+        plain = self.policy.to_dict()
+        rules = plain.pop("rules")
+        written = [_comment(f"Tuned by measurement; {fact}") for fact in self._facts()[:1]]
+        written += [_comment(fact) for fact in self._facts()[1:]]
+        written.append(_dumped(plain))
+        if not rules:
+            return "".join(written)
+        reasons = {_pattern(e.name): f"{e.reason} ({e.flop_share:.2%} of matmul FLOPs)" for e in self.exempt}
+        written.append("rules:\n")
+        for index, rule in enumerate(rules):
+            lines = _dumped([rule])
+            if index < len(reasons):
+                lines = _comment(reasons[rule["match"]["name"]]) + lines
+            written.append(textwrap.indent(lines, "  "))
+        return "".join(written)
+
+    def dump(self, path: str | Path) -> None:
+        """Write `to_yaml` to `path`."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+
+def exempting(policy: Policy, report: Report, exempt: Sequence[Exempt]) -> Policy:
+    """`policy` with rules before its own that keep `exempt` in BF16; `report` is what it does without them.
+
+    Its rules that then decide for no layer of the model any more are left out.
+    """
+    layers = [_layer(gemm) for gemm in report.gemms if gemm.gemm == Gemm.FPROP]
+    names = {layer.name: layer for layer in layers}
+    rules = tuple(_rule(policy, names[e.name], _left(report, e)) for e in exempt)
+    excepted = {e.name for e in exempt}
+    others = [layer for layer in layers if layer.name not in excepted]
+    idle = _deciding(policy, layers) - _deciding(policy, others)
+    kept = tuple(rule for index, rule in enumerate(policy.rules) if index not in idle)
+    return dataclasses.replace(policy, rules=rules + kept, label="tuned policy")
+
+
+def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:
+    return {policy.rule_for(layer) for layer in layers}
+
+
+def _left(report: Report, exempt: Exempt) -> frozenset[str]:
+    """The GEMMs of the layer that stay in MXFP8, and which do not: everything if none stays."""
+    found = {g.gemm for g in report.gemms if g.name == exempt.name and g.precision == Precision.MXFP8}
+    return frozenset(exempt.gemms) if found - set(exempt.gemms) else frozenset(map(str, Gemm))
+
+
+def _rule(policy: Policy, layer: Layer, gemms: frozenset[str]) -> Rule:
+    """The rule that keeps `gemms` of `layer` in BF16, and the rest of it as `policy` has it."""
+    match = Match(name=(_pattern(layer.name),))
+    if len(gemms) == len(Gemm):
+        return Rule(match=match, use=Use(fprop=Precision.BF16, dgrad=Precision.BF16, wgrad=Precision.BF16))
+    index = policy.rule_for(layer)
+    use = Use() if index is None else policy.rules[index].use
+    left: dict[str, Any] = dict.fromkeys(gemms, Precision.BF16)
+    return Rule(match=match, use=dataclasses.replace(use, **left))
+
+
+def _pattern(name: str) -> str:
+    """The name pattern that matches `name` only."""
+    literal = not any(sign in name for sign in "*?[") and not name.startswith("re:")
+    return name if literal else f"re:{re.escape(name)}"
+
+
+def _layer(gemm: GemmRecord) -> Layer:
+    return Layer(name=gemm.name, role=Role(gemm.role), module=gemm.module, m=gemm.m, n=gemm.n, k=gemm.k)
+
+
+def _dumped(data: Any) -> str:
+    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=_WIDTH)
+    return text
+
+
+def _comment(text: str) -> str:
+    return "".join(f"# {line}\n" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _tail(name: str) -> str:
+    return name if len(name) <= 42 else f"…{name[-41:]}"

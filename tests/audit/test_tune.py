@@ -1,0 +1,205 @@
+"""Tuning finds what breaks a bound, that only, and writes why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxcompile.audit import audit
+from mxcompile.cli import main
+from mxcompile.errors import ModelError, OptionError
+from mxcompile.policy import Policy
+from mxcompile.report import GemmRecord, Report, Summary
+from mxcompile.tune import Exempt, tune
+from mxcompile.tune.tuned import exempting
+
+FLOOR: dict[str, Any] = {
+    "version": 1,
+    "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "rounding": "floor"}}],
+}
+
+
+def planted(path: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A small Llama in which a few input channels of one layer have weights a thousand times too large."""
+    torch.manual_seed(seed)
+    case = models.llama(1, hidden_size=96, intermediate_size=160)
+    with torch.no_grad():
+        case.model.get_submodule(path).weight[:, [3, 17, 40]] *= 1000
+    ids = torch.randint(0, 128, (4, 64))
+    return case.model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.v_proj"
+    model, kwargs = planted(name, seed=2)
+    before = audit(model, policy="ocp", **kwargs)
+    failing = [(g.name, g.gemm) for g in before.numerics.gemms if g.sqnr_db < 25]
+    assert {layer for layer, _ in failing} == {name}
+
+    found = tune(model, policy="ocp", min_sqnr=25, **kwargs)
+    assert found.met
+    assert [(e.name, gemm) for e in found.exempt for gemm in e.gemms] == failing
+    kept = {(g.name, g.gemm) for g in found.audit.report.gemms if g.precision == "mxfp8"}
+    start = {(g.name, g.gemm) for g in before.report.gemms if g.precision == "mxfp8"}
+    assert kept == start - set(failing)
+    assert min(g.sqnr_db for g in found.audit.numerics.gemms) >= 25
+
+    found.dump(tmp_path / "policy.yaml")
+    text = (tmp_path / "policy.yaml").read_text()
+    assert Policy.load(tmp_path / "policy.yaml") == found.policy
+    lines = text.splitlines()
+    (rule,) = (i for i, line in enumerate(lines) if line.endswith(f"name: {name}"))
+    comment = next(line for line in reversed(lines[:rule]) if line.strip().startswith("#"))
+    measured = re.fullmatch(
+        r"  # dgrad (\d+\.\d\d) dB, below 25 dB \((\d+\.\d\d)% of matmul FLOPs\)", comment
+    )
+    assert measured is not None
+    assert float(measured[1]) < 25
+    assert "kept in MXFP8: " in text
+
+
+class Sum(nn.Module):
+    """Layers side by side; the loss is the distance of their sum to what it is in FP32, and a constant."""
+
+    def __init__(self, outlier: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(64, 48, bias=False) for _ in range(4))
+        with torch.no_grad():
+            self.branches[outlier].weight[:, [5, 40]] *= 1000
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (sum(branch(x) for branch in self.branches) - target).square().mean() + 1  # type: ignore[no-any-return]
+
+
+def side_by_side(outlier: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model, x = Sum(outlier), torch.randn(100, 64)
+    with torch.no_grad():
+        return model, (x, sum(branch(x) for branch in model.branches))  # type: ignore[return-value]
+
+
+def test_a_bound_on_the_loss_exempts_the_layer_that_moves_it() -> None:
+    model, args = side_by_side(2)
+    alone = {}  # what each layer does to the loss, each under a policy of its own
+    for index in range(4):
+        policy = {**FLOOR, "rules": [{**FLOOR["rules"][0], "match": {"name": f"branches.{index}"}}]}
+        rest = {"match": {"name": "*"}, "use": "bf16"}
+        policy["rules"].append(rest)
+        alone[index] = audit(model, *args, policy=policy).numerics.loss_gap
+    assert alone[2] > 100 * max(alone[i] for i in (0, 1, 3))
+
+    found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
+    assert found.met
+    assert [(e.name, e.gemms) for e in found.exempt] == [("branches.2", ("fprop",))]
+    assert found.exempt[0].reason == f"fprop alone moves the loss by {alone[2]:+.4%}"
+    assert abs(found.audit.numerics.loss_gap or 1) <= 0.01
+    assert found.exempt[0].flop_share == pytest.approx(
+        1 / 8
+    )  # of four forward and four weight gradient GEMMs
+    assert found.flop_share_before == 1.0
+    assert found.audit.report.summary.flop_share == pytest.approx(7 / 8)
+    formats = {g.formats for g in found.audit.report.gemms if g.name == "branches.2" and g.gemm == "wgrad"}
+    assert {form.rounding for group in formats for form in group} == {"floor"}  # as the rule it stands before
+    assert "bound: loss within 0.01 of BF16 (1.0000%): met" in str(found)
+
+
+def test_no_exception_where_none_is_needed() -> None:
+    model, args = side_by_side(2)
+    found = tune(
+        model, *args, policy={**FLOOR, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}, min_sqnr=10
+    )
+    assert found.met
+    assert found.exempt == ()
+    assert len(found.policy.rules) == 1
+
+
+def test_a_bound_that_nothing_meets() -> None:
+    model, args = side_by_side(2)
+    found = tune(model, *args, policy=FLOOR, min_sqnr=200)
+    assert not found.met
+    assert "CANNOT BE MET" in str(found)
+    assert "nothing is left in MXFP8" in str(found)
+    assert [e.name for e in found.exempt] == [f"branches.{i}" for i in range(4)]
+    assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in found.policy.to_dict()["rules"])
+
+
+def test_rules_that_no_longer_decide_are_left_out() -> None:
+    model, args = side_by_side(2)
+    policy = {
+        **FLOOR,
+        "rules": [{"match": {"name": "branches.2"}, "use": {**FLOOR["rules"][0]["use"]}}, *FLOOR["rules"]],
+    }
+    found = tune(model, *args, policy=policy, max_loss_gap=0.01)
+    assert [rule.match.name for rule in found.policy.rules] == [("branches.2",), ("*",)]
+    assert Policy.from_dict(found.policy.to_dict()) == found.policy
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({}, "tune needs a bound"),
+        ({"min_sqnr": float("nan")}, "min_sqnr is a finite number of dB, found nan"),
+        ({"max_loss_gap": 0.0}, "max_loss_gap is a positive share"),
+    ],
+)
+def test_bounds_that_are_none(bounds: dict[str, float], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tune(nn.Linear(3, 3), torch.randn(2, 3), **bounds)  # type: ignore[arg-type]
+
+
+def test_a_loss_bound_needs_a_loss() -> None:
+    with pytest.raises(ModelError, match="max_loss_gap needs a loss"):
+        tune(nn.Linear(40, 40), torch.randn(2, 40), policy=FLOOR, max_loss_gap=0.01)
+
+
+def test_what_is_not_finite_is_within_no_bound() -> None:
+    model, args = side_by_side(2)
+    with torch.no_grad():
+        model.branches[1].weight[3, 3] = float("nan")  # type: ignore[index, union-attr]
+    found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
+    assert not found.met
+    found = tune(model, *args, policy=FLOOR, min_sqnr=10)
+    assert [e.name for e in found.exempt if "fprop" in e.gemms] == ["branches.1"]
+    assert "fprop NaN, below 10 dB" in found.exempt[1].reason
+
+
+def test_names_with_pattern_signs_match_themselves_only() -> None:
+    record = GemmRecord(
+        name="h[0].*", role="qkv", gemm="fprop", m=1, n=1, k=1, precision="mxfp8", reason=""
+    )  # fmt: skip
+    report = Report(gemms=(record,), summary=Summary())
+    exempt = Exempt(name="h[0].*", gemms=("fprop",), reason="", flop_share=1.0)
+    policy = exempting(Policy(), report, [exempt])
+    (rule,) = policy.rules
+    assert rule.match.name == (r"re:h\[0\]\.\*",)
+    assert [rule.match.names(name) for name in ("h[0].*", "h0.a", "h[0].a")] == [True, False, False]
+    assert Policy.from_dict(policy.to_dict()) == policy
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:
+    model, args = side_by_side(2)
+    return model, args, {}
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, start = tmp_path / "tuned.yaml", tmp_path / "start.yaml"
+    start.write_text("version: 1\nrules:\n- match: {name: '*'}\n  use: {precision: mxfp8, rounding: floor}\n")
+    command = ["tune", f"{__name__}:made", "--policy", str(start)]
+    assert main([*command, "--max-loss-gap", "1%", "-o", str(out)]) == 0
+    assert "branches.2" in capsys.readouterr().out
+    assert [rule.match.name for rule in Policy.load(out).rules] == [("branches.2",), ("*",)]
+    assert main(["policy", "check", str(out)]) == 0
+    capsys.readouterr()
+    assert main([*command, "--min-sqnr", "200", "-o", str(tmp_path / "none.yaml")]) == 1
+    assert "CANNOT BE MET" in capsys.readouterr().out
+    assert not (tmp_path / "none.yaml").exists()
+    assert main(command) == 2
+    assert "tune needs a bound" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--max-loss-gap", "much"])
+    assert "neither a share like 0.002" in capsys.readouterr().err
