@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mxcompile.graph.names import GraphInput, module_of, source_of, user_path
+from mxcompile.graph.names import PARALLEL, GraphInput, module_of, source_of, user_path
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 
@@ -35,7 +35,7 @@ class Capture:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
     """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
-    root = root if root is not None else _compiled_module()
+    root = _users_own(root if root is not None else _compiled_module())
     paths = _paths(root)
     inputs, prefixes = [], set()
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -106,6 +106,13 @@ def _compiled_module() -> nn.Module | None:
         if getattr(module, "_compiled_call_impl", None) is not None:
             return module
     return None
+
+
+def _users_own(root: nn.Module | None) -> nn.Module | None:
+    """The model inside wrappers that call it `module`."""
+    while root is not None and type(root).__name__ in PARALLEL:
+        root = root.get_submodule("module")
+    return root
 
 
 def _calling_modules() -> Iterator[nn.Module]:

@@ -18,7 +18,8 @@ _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|([A-Za-z_]\w*|\d+)")
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _CONTAINERS = frozenset({"_modules", "_parameters", "_buffers"})
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
+"""Classes that hold the user's model as `module`."""
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
 
@@ -53,7 +54,7 @@ def module_of(node: fx.Node) -> tuple[str, str]:
         path, owner = user_path(raw), _class_name(kind)
         if parallel and path.startswith(parallel):
             path = path.removeprefix(parallel).removeprefix(".")
-        if owner in _PARALLEL:
+        if owner in PARALLEL:
             parallel = f"{path}.module".removeprefix(".")
     return path, owner
 

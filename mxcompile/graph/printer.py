@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from mxcompile.graph.tags import GemmTag, tags_of
@@ -43,10 +44,9 @@ def _argument(value: Any) -> str:
 def _type(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ": (" + ", ".join(_type(item).removeprefix(": ") for item in value) + ")"
-    shape = getattr(value, "shape", None)
-    if shape is None:
+    if not isinstance(value, torch.Tensor):
         return ""
-    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    return f": {str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
 
 
 def _tag(tag: GemmTag) -> str:

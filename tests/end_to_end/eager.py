@@ -18,18 +18,20 @@ from torch import nn
 
 from mxcompile.report import GemmRecord, Report
 
+Formats = dict[str, tuple[str, str, bool]]
+"""Of both operands of a GEMM: element type, rounding, whether its blocks are square."""
+
 
 class Recipe:
-    """What the report says of one layer: formats per GEMM, None for BF16."""
+    """How one layer is computed: formats per GEMM, None for BF16."""
 
-    def __init__(self, records: list[GemmRecord]) -> None:
-        self.formats: dict[str, dict[str, tuple[str, str, bool]] | None] = {}
-        for record in records:
-            self.formats[record.gemm] = (
-                {f.operand: (f.elem, f.rounding, f.block == "32x32") for f in record.formats}
-                if record.precision == "mxfp8"
-                else None
-            )
+    def __init__(self, formats: dict[str, Formats | None]) -> None:
+        self.formats = formats
+
+    @classmethod
+    def of(cls, records: list[GemmRecord]) -> Recipe:
+        """What the report says of the layer."""
+        return cls({r.gemm: _formats(r) if r.precision == "mxfp8" else None for r in records})
 
     def product(self, gemm: str, a: Any, b: Any, out: torch.dtype) -> torch.Tensor:
         """a · b, named tensors, quantized along the contraction if this GEMM is in MXFP8."""
@@ -40,6 +42,19 @@ class Recipe:
         left = _cast(a_value, -1, formats[a_name])
         right = _cast(b_value, -2, formats[b_name])
         return (left @ right).to(out)
+
+
+def _formats(record: GemmRecord) -> Formats:
+    return {f.operand: (f.elem, f.rounding, f.block == "32x32") for f in record.formats}
+
+
+NVIDIA = Recipe(
+    {
+        gemm: dict.fromkeys(operands, ("e4m3", "rceil", False))
+        for gemm, operands in {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}.items()
+    }
+)
+"""The preset of that name."""
 
 
 def _cast(x: torch.Tensor, dim: int, fmt: tuple[str, str, bool]) -> torch.Tensor:
@@ -79,7 +94,7 @@ class Replaced:
         for record in report.gemms:
             if record.role not in ("attn_scores", "attn_values"):
                 records.setdefault(record.name, []).append(record)
-        self.recipes = {name: Recipe(group) for name, group in records.items()}
+        self.recipes = {name: Recipe.of(group) for name, group in records.items()}
         self.names: dict[int, list[str]] = {}
         for path, parameter in model.named_parameters(remove_duplicate=False):
             owner, _, attribute = path.rpartition(".")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager import Recipe, grouped_product, product
+from eager import NVIDIA, Recipe, grouped_product, product
 from eager_backend import EagerBackend
 from reference import sqnr_db
 from torch import Tensor, nn
@@ -20,32 +20,16 @@ from torch.nn import functional as F
 
 import mxcompile
 from mxcompile import Backend
-from mxcompile.report import GemmRecord, OperandFormat
 
 K, N = 45, 37  # a short last block along both
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
-def _records() -> list[GemmRecord]:
-    """What the preset's formats look like in a report."""
-    pairs = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
-    return [
-        GemmRecord(
-            name="", role="other", gemm=gemm, m=0, n=0, k=0, precision="mxfp8", reason="",
-            formats=tuple(
-                OperandFormat(operand=name, elem="e4m3", block="1x32", rounding="rceil") for name in pair
-            ),
-        )
-        for gemm, pair in pairs.items()
-    ]  # fmt: skip
-
-
-RECIPE = Recipe(_records())
-OUTER = Recipe(_records()[:2])
+OUTER = Recipe({**NVIDIA.formats, "wgrad": None})
 """For a single vector autograd writes the weight gradient as an outer product: elementwise, no GEMM."""
 
 
-def mm(x: Tensor, w: Tensor, recipe: Recipe = RECIPE) -> Tensor:
+def mm(x: Tensor, w: Tensor, recipe: Recipe = NVIDIA) -> Tensor:
     """x[…, k] · w[k, n] with the reference casts."""
     y = product(x.reshape(-1, x.shape[-1]), w, recipe, x.dtype)
     return y.reshape(*x.shape[:-1], w.shape[-1])
@@ -269,7 +253,7 @@ def test_grouped(ends: tuple[int, ...]):
     offs = torch.tensor(ends, dtype=torch.int32)
 
     def reference(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
-        return grouped_product(x, w, offs, RECIPE)
+        return grouped_product(x, w, offs, NVIDIA)
 
     compiled = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
     found = step([compiled(x, offs)], {"": x}, model)

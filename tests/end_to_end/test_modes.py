@@ -1,0 +1,250 @@
+"""The ways a model is run: dtypes, autocast, inference, checkpointing, accumulation, modes, attentions."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from blocks import WIDTH, block, features
+from eager import reference_linears
+from eager_backend import EagerBackend
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import mxcompile
+from mxcompile import Backend
+
+ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+LINEARS = 7  # of a block
+Grads = dict[str, Tensor]
+
+
+def train(run: Any, model: nn.Module, x: Tensor) -> tuple[Tensor, Grads]:
+    """Output and gradients of one step."""
+    model.zero_grad()
+    y = run(x)
+    y.float().square().mean().backward()
+    return y.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def linears(report: mxcompile.Report) -> list[mxcompile.GemmRecord]:
+    return [gemm for gemm in report.gemms if gemm.role not in ("attn_scores", "attn_values")]
+
+
+def worst(expected: Grads, found: Grads) -> tuple[float, str]:
+    assert found.keys() == expected.keys()
+    return min((sqnr_db(expected[name], found[name]), name) for name in expected)
+
+
+DTYPES = {
+    "fp32": (torch.float32, None, 100, 100),
+    "bf16": (torch.bfloat16, None, 30, 25),
+    "fp16": (torch.float16, None, 30, 25),
+    "autocast_bf16": (torch.float32, torch.bfloat16, 30, 25),
+    "autocast_fp16": (torch.float32, torch.float16, 30, 25),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch, of a norm in autocast
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(name: str):
+    """All linear layers in MXFP8 whatever the dtype; against the reference, to that dtype's rounding."""
+    stored, cast, output_db, gradient_db = DTYPES[name]
+    model = block().to(stored)
+    x, eager = features(3, 11, WIDTH).to(stored), copy.deepcopy(model)
+    context = torch.autocast("cpu", cast) if cast else nullcontext()
+    compiled = torch.compile(model, backend=EagerBackend(), fullgraph=True)
+    with context:
+        y, gradients = train(compiled, model, x)
+    (report,) = mxcompile.reports()
+    assert [gemm.precision for gemm in linears(report)] == ["mxfp8"] * (3 * LINEARS)
+    with reference_linears(eager, report), context:
+        expected, reference = train(eager, eager, x)
+    assert y.dtype is expected.dtype
+    assert {g.dtype for g in gradients.values()} == {stored}
+    assert sqnr_db(expected, y) > output_db
+    assert worst(reference, gradients)[0] > gradient_db
+
+
+def test_fp64_is_a_recorded_fallback():
+    model, x = block().double(), features(2, 9, WIDTH).double()
+    eager = copy.deepcopy(model)
+    y, gradients = train(torch.compile(model, backend=EagerBackend()), model, x)
+    expected, reference = train(eager, eager, x)
+    (report,) = mxcompile.reports()
+    assert {(g.precision, g.reason) for g in linears(report)} == {("bf16", "unsupported dtype float64")}
+    assert len(linears(report)) == 3 * LINEARS
+    assert sqnr_db(expected, y) > 250
+    assert worst(reference, gradients)[0] > 250
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode: Any):
+    model, x = block().eval(), features(2, 9, WIDTH)
+    with mode():
+        y = torch.compile(model, backend=EagerBackend(), fullgraph=True)(x)
+        (report,) = mxcompile.reports()
+        with reference_linears(model, report) as replaced:
+            expected = model(x)
+    assert [(g.gemm, g.precision) for g in linears(report)] == [("fprop", "mxfp8")] * LINEARS
+    assert len(replaced.used) == LINEARS
+    assert report.summary.saved_bytes is None
+    assert sqnr_db(expected, y) > 100
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, each recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = block(), block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in (self.first, self.second):
+            x = checkpoint(inner, x, use_reentrant=False)
+        return x
+
+
+def test_activation_checkpointing():
+    """The same numbers, less kept, and every GEMM recorded once."""
+    model, x = Checkpointed(), features(2, 9, WIDTH)
+    plain = nn.Sequential(copy.deepcopy(model.first), copy.deepcopy(model.second))
+    y, gradients = train(torch.compile(model, backend=EagerBackend(), fullgraph=True), model, x)
+    (report,) = mxcompile.reports()
+    mxcompile.clear_reports()
+    expected, reference = train(torch.compile(plain, backend=EagerBackend()), plain, x)
+    (without,) = mxcompile.reports()
+    assert torch.equal(y, expected)
+    assert worst(dict(zip(gradients, reference.values(), strict=True)), gradients)[0] > 100
+    assert report.summary.num_gemms == without.summary.num_gemms
+    assert {g.precision for g in linears(report)} == {"mxfp8"}
+    assert {g.name for g in linears(report)} == {
+        f"{part}.{rest}" for part in ("first", "second") for rest in _names(block())
+    }
+    assert report.summary.saved_bytes < without.summary.saved_bytes
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def test_gradient_accumulation():
+    """Two microbatches add up, and are compiled once."""
+    model, backend = block(), EagerBackend()
+    compiled = torch.compile(model, backend=backend)
+    batches = [features(2, 9, WIDTH), features(2, 9, WIDTH).flip(0)]
+    separate = [train(compiled, model, x)[1] for x in batches]
+    model.zero_grad()
+    for x in batches:
+        compiled(x).float().square().mean().backward()
+    accumulated = {name: p.grad for name, p in model.named_parameters()}
+    summed = {name: separate[0][name] + separate[1][name] for name in accumulated}
+    assert all(torch.equal(accumulated[name], summed[name]) for name in summed)
+    assert len(mxcompile.reports()) == 1
+    assert len(backend.graphs) == 2
+
+
+def test_max_autotune():
+    model, x = nn.Linear(WIDTH, 40), features(5, WIDTH)
+    backend = Backend(policy=ALL, mode="max-autotune-no-cudagraphs")
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend, fullgraph=True)(x)
+        named = torch.compile(
+            model, backend="mxfp8", mode="max-autotune-no-cudagraphs", options={"policy": ALL}, fullgraph=True
+        )(x)
+        with reference_linears(model, mxcompile.reports()[0]):
+            expected = model(x)
+    assert [g.precision for report in mxcompile.reports() for g in report.gemms] == ["mxfp8"] * 2
+    assert sqnr_db(expected, y) > 100
+    assert torch.equal(y, named)
+
+
+class Flex(nn.Module):
+    """Causal attention by flex_attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def causal(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.where(q >= k, score, -float("inf"))
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(flex_attention(q, k, v, score_mod=causal).transpose(1, 2).flatten(2))
+
+
+def test_flex_attention():
+    """In inference: on a CPU it has no backward."""
+    model, x = Flex(), features(2, 37, WIDTH)
+    with torch.no_grad():
+        y = torch.compile(model, backend="mxfp8", fullgraph=True)(x)
+        (report,) = mxcompile.reports()
+        with reference_linears(model, report):
+            q, k, v = torch.nn.functional.linear(x, model.qkv.weight, model.qkv.bias).unflatten(
+                -1, (3, 4, WIDTH // 4)
+            ).permute(2, 0, 3, 1, 4)  # fmt: skip
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            expected = x + model.out(attended.transpose(1, 2).flatten(2))
+    assert [(g.name, g.role, g.precision) for g in linears(report)] == [
+        ("qkv", "qkv", "mxfp8"),
+        ("out", "attn_out", "mxfp8"),
+    ]
+    assert {(g.role, g.precision) for g in report.gemms if g not in linears(report)} == {
+        ("attn_scores", "bf16"),
+        ("attn_values", "bf16"),
+    }
+    assert sqnr_db(expected, y) > 60
+
+
+ENCODER = {
+    "self_attn.in_proj": "qkv",
+    "self_attn.out_proj": "attn_out",
+    "linear1": "ffn_in",
+    "linear2": "ffn_out",
+}
+
+
+MASKS = {
+    "whole": {},
+    "padded": {"src_key_padding_mask": torch.arange(9) >= torch.tensor([[9], [6], [8]])},
+    "causal": {"mask": torch.ones(9, 9, dtype=torch.bool).triu(1)},
+    "added": {"mask": torch.full((9, 9), -torch.inf).triu(1)},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_in_inference(norm_first: bool, masks: str):
+    """nn.TransformerEncoder then runs one fused operator a layer, which is taken apart."""
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, 4, 96, dropout=0.0, batch_first=True, norm_first=norm_first, activation="gelu"
+    )
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), features(3, 9, WIDTH)
+    with torch.no_grad():
+        y = torch.compile(model, backend=EagerBackend(), fullgraph=True)(x, **MASKS[masks])
+        (report,) = mxcompile.reports()
+        with reference_linears(model, report) as replaced:
+            expected = model(x, **MASKS[masks])
+    assert {g.precision for g in linears(report)} == {"mxfp8"}
+    roles = {f"layers.{i}.{name}": role for i in range(2) for name, role in ENCODER.items()}
+    assert {g.name: g.role for g in linears(report)} == roles
+    assert replaced.used == set(roles)
+    assert sqnr_db(expected, y) > 100
+
+
+def test_multihead_attention_in_inference():
+    model, x = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval(), features(3, 9, WIDTH)
+    with torch.no_grad():
+        y, weights = torch.compile(model, backend=EagerBackend(), fullgraph=True)(x, x, x)
+        (report,) = mxcompile.reports()
+        with reference_linears(model, report):
+            expected, expected_weights = model(x, x, x)
+    assert {(g.name, g.precision) for g in linears(report)} == {("in_proj", "mxfp8"), ("out_proj", "mxfp8")}
+    assert sqnr_db(expected, y) > 100
+    assert sqnr_db(expected_weights, weights) > 100
