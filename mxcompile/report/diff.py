@@ -84,7 +84,8 @@ def compare(old: Report, new: Report) -> Difference:
         for (role, kind, what, a, b, reason), layers in found.items()
         for gemms, names in _by_gemms(layers)
     ]
-    changes.sort(key=lambda change: KINDS.index(change.kind))
+    first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
+    changes.sort(key=lambda change: (KINDS.index(change.kind), first[change.names[0]]))
     return Difference(changes=tuple(changes), old=old.summary, new=new.summary)
 
 

@@ -77,7 +77,7 @@ class Outline:
             self,
             nodes=tuple(
                 dataclasses.replace(
-                    node, names=(*node.names, *(copy for name in node.names for copy in copies(name)))
+                    node, names=tuple(one for name in node.names for one in (name, *copies(name)))
                 )
                 for node in self.nodes
             ),

@@ -145,9 +145,11 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
 
 def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
     """One format for each operand of `gemms`, or None if there are several."""
-    found = dict.fromkeys(form for gemm in gemms for form in gemm.formats)
-    operands = [form.operand for form in found]
-    return tuple(found) if len(set(operands)) == len(operands) else None
+    found = {form for gemm in gemms for form in gemm.formats}
+    by_operand = {form.operand: form for form in found}
+    if len(by_operand) < len(found):
+        return None
+    return tuple(by_operand[operand] for operand in ("x", "w", "dy") if operand in by_operand)
 
 
 def wrapped(paragraphs: Iterable[str]) -> list[str]:
