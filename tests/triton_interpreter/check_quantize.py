@@ -138,3 +138,17 @@ def test_bytes_beyond_the_matrix_are_not_written():
     launch.run()
     for name, buffer in guarded.items():
         assert (buffer[-64:] == 0xAB).all(), name
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_offsets_beyond_32_bits(dim):
+    """Rows, or columns, 2^30 elements apart: the third lies where a 32-bit offset would have wrapped."""
+    apart = (1 << 30) + 16
+    memory = torch.empty(2 * apart + 64, dtype=torch.uint8).view(
+        torch.float8_e5m2
+    )  # pages are made when touched
+    x = memory.as_strided((3, 64), (apart, 1)) if dim == 0 else memory.as_strided((64, 3), (1, apart))
+    values = spread(*x.shape).to(torch.float8_e5m2)
+    x.copy_(values)
+    (copy,) = quantize(x, Layout.ROWWISE, Format(), ScaleLayout.ROW_MAJOR, TARGETS["sm_90"])
+    assert_same((copy,), both(values, Format(), ScaleLayout.ROW_MAJOR)[:1])
