@@ -20,8 +20,8 @@ class Options:
     """Checked options.
 
     policy: what decides. report: file to keep the report in. target: "auto" or a name of
-    `lowering.targets.TARGETS`. strict: raise instead of falling back. mode: as for Inductor.
-    inductor: overrides of ``torch._inductor.config``.
+    `lowering.targets.TARGETS`. strict: raise instead of falling back, and for rules that do nothing. mode: as
+    for Inductor. inductor: overrides of ``torch._inductor.config``.
     """
 
     policy: Policy = field(default_factory=Policy)

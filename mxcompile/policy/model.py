@@ -107,10 +107,14 @@ class Match:
         """Whether the name patterns, if there are any, allow `name`."""
         return not self.name or any(_compiled(pattern).fullmatch(name) for pattern in self.name)
 
+    def limits(self, layer: Layer) -> tuple[tuple[str, int, int], ...]:
+        """Letter, limit and size of `layer` for every size limit there is."""
+        every = (("m", self.min_m, layer.m), ("n", self.min_n, layer.n), ("k", self.min_k, layer.k))
+        return tuple((key, limit, size) for key, limit, size in every if limit)
+
     def too_small(self, layer: Layer) -> str | None:
-        """The size limit `layer` misses, with the measured size, or None."""
-        for key in ("m", "n", "k"):
-            limit, size = getattr(self, f"min_{key}"), getattr(layer, key)
+        """The first size limit `layer` misses, with the measured size, or None."""
+        for key, limit, size in self.limits(layer):
             if size < limit:
                 return f"min_{key} {limit} ({key}={size})"
         return None
@@ -128,6 +132,16 @@ class Use:
     rounding: Rounding | None = None
     weight_block: Tile | None = None
     saved: Saved | None = None
+
+    def wants(self, gemm: Gemm) -> Precision | None:
+        """What is asked for `gemm`."""
+        match gemm:
+            case Gemm.FPROP:
+                return self.fprop
+            case Gemm.DGRAD:
+                return self.dgrad
+            case Gemm.WGRAD:
+                return self.wgrad
 
     @property
     def asks_mxfp8(self) -> bool:

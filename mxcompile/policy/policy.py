@@ -94,7 +94,7 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         rounding = use.rounding or self.base.rounding
         elem = use.elem_dtype or self.base.elem
-        choices = {gemm.value: self._choose(gemm, getattr(use, gemm), layer, index) for gemm in Gemm}
+        choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index) for gemm in Gemm}
         return Decision(
             **choices,
             x=Format(elem=elem, rounding=rounding),
@@ -113,7 +113,7 @@ class Policy:
     def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> str | None:
         """The size limit that kept a rule, tried before the deciding one, from MXFP8 for `gemm`."""
         for rule in self.rules[:decided]:
-            if getattr(rule.use, gemm) is Precision.MXFP8 and rule.match.fits(layer):
+            if rule.use.wants(gemm) is Precision.MXFP8 and rule.match.fits(layer):
                 return rule.match.too_small(layer)
         return None
 

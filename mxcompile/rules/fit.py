@@ -72,23 +72,11 @@ def _about(rule: Rule, layer: Layer) -> bool:
 
 def _just_under(policy: Policy, rule: Rule, layer: Layer) -> bool:
     """Whether `layer` nearly reaches the limits of `rule`, and without them would be decided otherwise."""
-    limits = {"min_m": layer.m, "min_n": layer.n, "min_k": layer.k}
-    lower = {key: min(size, limit) for key, size in limits.items() if (limit := _limit(rule, key))}
-    if any(lower[key] < NEAR * _limit(rule, key) for key in lower):
+    if any(size < NEAR * limit for _, limit, size in rule.match.limits(layer)):
         return False
     open_rule = dataclasses.replace(rule, match=dataclasses.replace(rule.match, min_m=0, min_n=0, min_k=0))
     with_rule = dataclasses.replace(policy, rules=(open_rule,)).decide(layer)
     return _outcome(with_rule) != _outcome(policy.decide(layer))
-
-
-def _limit(rule: Rule, key: str) -> int:
-    match key:
-        case "min_m":
-            return rule.match.min_m
-        case "min_n":
-            return rule.match.min_n
-        case _:
-            return rule.match.min_k
 
 
 def _outcome(decision: Decision) -> tuple[object, ...]:
