@@ -1,0 +1,108 @@
+"""What every benchmark does alike: models, alternating timing, result lines and tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads: int = 8) -> nn.Module:
+    """A Llama from a configuration, BF16 weights, seeded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Times of every run in ms, `repeats` each, taken in turns so that a noisy machine is noisy for all."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(warmup):
+            run()
+    for _ in tqdm(range(repeats), desc="repeats", leave=False):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], name: str, baseline: str) -> float:
+    """Median over the rounds of `name`'s time over `baseline`'s in the same round."""
+    return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions and commit: what a figure depends on."""
+    versions = {name: _version(name) for name in ("mxcompile", "torch", "triton", "torchao", "transformers")}
+    return {
+        "device": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **versions,
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def write(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append `rows` with the environment to ``results/{name}.jsonl``."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    surroundings = environment()
+    path = RESULTS / f"{name}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps({"benchmark": name, **row, **surroundings}) + "\n")
+    print(f"\nappended to {path.relative_to(ROOT)}")
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print `rows` as a table that pastes into Markdown."""
+    cells = [list(row.values()) for row in rows]
+    print(tabulate(cells, headers=list(rows[0]), tablefmt="github", disable_numparse=True))

@@ -1,0 +1,104 @@
+"""Time the passes take: as a share of a cold compile, and as the graph grows.
+
+Usage: python benchmarks/compile_time.py [--layers 2 8 32 128 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import common
+import torch
+from torch import nn
+
+import mxcompile
+from mxcompile.passes import pipeline
+
+WIDTH = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, nargs="*", default=[8, 32, 128, 512])
+    options = parser.parse_args()
+    shares = [share_of_compile("llama 2×512", layers=2, width=512, feed_forward=1408, vocabulary=4096)]
+    shares.append(share_of_compile("llama 8×256", layers=8, width=256, feed_forward=704, vocabulary=4096))
+    common.show(shares)
+    growth = [pass_time(layers) for layers in options.layers]
+    print()
+    common.show(growth)
+    common.write("compile_time", [*shares, *growth])
+
+
+def share_of_compile(name: str, **size: int) -> dict[str, Any]:
+    """The passes' part of a compile of forward and backward with empty caches."""
+    model = common.llama(**size)
+    tokens = torch.randint(size["vocabulary"], (2, 128))
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=cache):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        start = time.perf_counter()
+        torch.compile(model, backend="mxfp8")(input_ids=tokens, labels=tokens).loss.backward()
+        compile_s = time.perf_counter() - start
+    (report,) = mxcompile.reports()
+    pass_s = report.summary.pass_time_us / 1e6
+    return {
+        "measure": "share of cold compile",
+        "model": name,
+        "compile_s": round(compile_s, 2),
+        "pass_s": round(pass_s, 3),
+        "share": f"{pass_s / compile_s:.2%}",
+    }
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block; its number keeps it from standing for others."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [batch, length, WIDTH]."""
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def pass_time(layers: int) -> dict[str, Any]:
+    """The passes alone over the joint graph of a deep model: per node the time must not grow."""
+    nodes: list[int] = []
+
+    def counted(steps: Any, graph: torch.fx.Graph) -> float:
+        nodes.append(len(graph.nodes))
+        return run(steps, graph)
+
+    run = pipeline.run
+    model = nn.Sequential(*map(Block, range(layers)))
+    with mock.patch.object(pipeline, "run", counted):
+        start = time.perf_counter()
+        report = mxcompile.explain(model, torch.zeros(2, 16, WIDTH))
+        trace_s = time.perf_counter() - start
+    pass_ms = report.summary.pass_time_us / 1e3
+    return {
+        "measure": "growth",
+        "layers": layers,
+        "nodes": sum(nodes),
+        "trace_s": round(trace_s, 1),
+        "pass_ms": round(pass_ms, 1),
+        "us_per_node": round(1e3 * pass_ms / sum(nodes), 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
