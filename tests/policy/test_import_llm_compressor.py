@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer
 
 from mxcompile.errors import PolicyError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from imported import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer
 
 from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from imported import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer
 from torch import nn
 
 from mxcompile.errors import PolicyError

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given, settings
-from test_policy_corpus import CORPUS, VALID
+from policy_cases import CORPUS, VALID
 from test_policy_values import POLICIES
 
 from mxcompile.cli import main

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import imported
+from import_checks import imported
 
 from mxcompile.cli import main
 from mxcompile.errors import PolicyError

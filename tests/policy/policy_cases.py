@@ -1,0 +1,368 @@
+"""Broken and valid policy files, by what they try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mxcompile.policy import ATTENTION_PRODUCTS, Role
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A policy file, the line of its mistake (None: the file as a whole), and what the error says.
+
+    nearest: the word a typo was meant to be.
+    """
+
+    text: str | bytes
+    line: int | None
+    piece: str
+    nearest: str | None = None
+
+
+def rules(*lines: str) -> str:
+    """A policy with the rules `lines`; the first is in line 3 of the file."""
+    return "version: 1\nrules:\n" + "".join(f"  - {line}\n" for line in lines)
+
+
+def match(value: str) -> str:
+    """A policy whose only rule has `value`, in line 3, for its match."""
+    return rules(f"match: {value}\n    use: bf16")
+
+
+def use(value: str) -> str:
+    """A policy whose only rule has `value`, in line 3, for its use."""
+    return rules(f"use: {value}\n    match: {{role: qkv}}")
+
+
+def shadowed(*matches: str) -> str:
+    """A policy with a rule in BF16 for each of `matches`; the first is in line 3."""
+    return rules(*(f"{{match: {text}, use: bf16}}" for text in matches))
+
+
+def doubling(levels: int) -> str:
+    """A list whose last item stands for 2**`levels` others."""
+    steps = [f"&a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
+    return f"[&a0 [x, x], {', '.join(steps)}]"
+
+
+LINEAR_ROLES = ", ".join(role for role in Role if role not in ATTENTION_PRODUCTS)
+
+KEYS = {
+    "typo in a top-level key": Broken("version: 1\nprest: ocp\n", 2, "'prest'", "preset"),
+    "plural of a top-level key": Broken("version: 1\nrule: []\n", 2, "'rule'", "rules"),
+    "capital in a top-level key": Broken("Version: 1\n", 1, "'Version'", "version"),
+    "typo in a rule's key": Broken(rules("mach: {role: qkv}\n    use: bf16"), 3, "'mach'", "match"),
+    "typo in a later rule's key": Broken(
+        rules("{match: {role: qkv}, use: bf16}", "match: {role: head}\n    uses: bf16"),
+        5,
+        "rules[1].uses: unknown key 'uses'",
+        "use",
+    ),
+    "typo in a match key": Broken(match("{roles: qkv}"), 3, "'roles'", "role"),
+    "typo in a size key": Broken(match("{min_K: 256}"), 3, "'min_K'", "min_k"),
+    "typo in a use key": Broken(use("{precison: bf16}"), 3, "'precison'", "precision"),
+    "typo in a GEMM": Broken(use("{fprop: bf16,\n      wgard: bf16}"), 4, "'wgard'", "wgrad"),
+    "key of another level": Broken(match("{precision: bf16}"), 3, "unknown key 'precision'"),
+    "match key at the top": Broken("version: 1\nname: x\n", 2, "unknown key 'name'"),
+    "duplicate top-level key": Broken(
+        "version: 1\npreset: ocp\npreset: nvidia\n",
+        3,
+        "duplicate key 'preset', first given in line 2",
+    ),
+    "duplicate key in a rule": Broken(
+        rules("match: {role: qkv}\n    use: bf16\n    match: {role: head}"),
+        5,
+        "duplicate key 'match', first given in line 3",
+    ),
+    "duplicate key in a flow mapping": Broken(match("{role: qkv, role: head}"), 3, "duplicate key"),
+    "number for a key": Broken("version: 1\n1: 2\n", 2, "a key must be a word, found '1'"),
+    "bool for a key": Broken("version: 1\non: 2\n", 2, "a key must be a word, found 'on'"),
+    "null for a key": Broken("version: 1\n~: 2\n", 2, "a key must be a word, found '~'"),
+    "list for a key": Broken("version: 1\n? [a]\n: 2\n", 2, "a key must be a word, found a list"),
+    "mapping for a key": Broken("{version: 1, {a: b}: 2}", 1, "must be a word, found a mapping"),
+    "merge key": Broken(rules("<<: {match: {role: qkv}}\n    use: bf16"), 3, "unknown key '<<'"),
+    "key of two lines": Broken('version: 1\n"a\\nb": 1\n', 2, r"unknown key 'a\nb'"),
+    "key of symbols": Broken("version: 1\n💥: 1\n", 2, "unknown key '💥'"),
+    "misleading letters in a key": Broken("version: 1\npr\u0435set: 1\n", 2, r"'pr\u0435set'", "preset"),
+    "a reversed key": Broken("version: 1\n\u202etes: 1\n", 2, r"unknown key '\u202etes'"),
+    "a key with a space of no width": Broken(
+        "version: 1\npre\u200bset: ocp\n", 2, r"'pre\u200bset'", "preset"
+    ),
+    "full-width letters in a key": Broken("version: 1\n\uff52ules: []\n", 2, r"'\uff52ules'", "rules"),
+    "a byte order mark within": Broken("version: 1\n\ufeffpreset: ocp\n", 2, r"'\ufeffpreset'", "preset"),
+}
+
+HIDDEN = {
+    "name that reads backwards": Broken(
+        match('{name: "a.\u202eb"}'), 3, "invisible character U+202E: remove it"
+    ),
+    "name with a space of no width": Broken(match("{name: [b, a\u200b]}"), 3, "name[1]: 'a\\u200b' holds"),
+    "name of two lines": Broken(match(r'{name: "a\nb"}'), 3, "the invisible character U+000A"),
+}
+
+WORDS = {
+    "unknown preset": Broken("version: 1\npreset: nvida\n", 2, "preset 'nvida'", "nvidia"),
+    "capitals in a preset": Broken("version: 1\npreset: OCP\n", 2, "preset 'OCP'", "ocp"),
+    "unknown role": Broken(match("{role: qvk}"), 3, "unknown role 'qvk'", "qkv"),
+    "unknown role in a list": Broken(
+        match("{role: [qkv,\n      atn_out]}"), 4, "rules[0].match.role[1]: ", "attn_out"
+    ),
+    "unknown precision": Broken(use("mxfp4"), 3, "unknown precision 'mxfp4'", "mxfp8"),
+    "capitals in a precision": Broken(use("BF16"), 3, "unknown precision 'BF16'", "bf16"),
+    "unknown precision of a GEMM": Broken(use("{dgrad: fp16}"), 3, "'fp16'", "bf16"),
+    "unknown element type": Broken(use("{elem_dtype: e4m3fn}"), 3, "'e4m3fn'", "e4m3"),
+    "unknown gradient type": Broken(use("{grad_dtype: e5m3}"), 3, "'e5m3'", "e5m2"),
+    "unknown rounding": Broken(use("{rounding: rceill}"), 3, "'rceill'", "rceil"),
+    "unknown weight block": Broken(use("{weight_block: 32x23}"), 3, "'32x23'", "32x32"),
+    "unknown saved form": Broken(use("{saved: columwise}"), 3, "'columwise'", "columnwise"),
+    "a word like no other": Broken(match("{role: zzz}"), 3, "unknown role 'zzz'; allowed: qkv, attn_out"),
+    "a word of 5,000 letters": Broken(use("x" * 5000), 3, "unknown precision 'xxx"),
+}
+
+TYPES = {
+    "a list for the policy": Broken("- version\n", 1, "a policy is a mapping with the keys version"),
+    "a word for the policy": Broken("hello\n", 1, "a policy is a mapping with the keys version"),
+    "word for version": Broken("version: one\n", 1, "policy version 1, found 'one'"),
+    "string for version": Broken("version: '1'\n", 1, "policy version 1, found '1'"),
+    "fraction for version": Broken("version: 1.0\n", 1, "policy version 1, found 1.0"),
+    "bool for version": Broken("version: true\n", 1, "policy version 1, found True"),
+    "later version": Broken("preset: ocp\nversion: 2\n", 2, "policy version 1, found 2"),
+    "number for preset": Broken("version: 1\npreset: 5\n", 2, "unknown preset 5"),
+    "nothing for preset": Broken("version: 1\npreset:\n", 2, "unknown preset None"),
+    "list for preset": Broken("version: 1\npreset: [ocp]\n", 2, "unknown preset ['ocp']", "ocp"),
+    "mapping for rules": Broken("version: 1\nrules: {match: a}\n", 2, "expected a list of rules"),
+    "word for rules": Broken("version: 1\nrules: bf16\n", 2, "expected a list of rules, found str"),
+    "word for a rule": Broken(rules("bf16"), 3, "a rule is a mapping with the keys match, use"),
+    "nothing for a rule": Broken(rules(""), 3, "a rule is a mapping with the keys match, use"),
+    "word for match": Broken(match("qkv"), 3, "at least one of name, role, module"),
+    "nothing for match": Broken(match(""), 3, "at least one of name, role, module"),
+    "list for match": Broken(match("[{role: qkv}]"), 3, "at least one of name, role, module"),
+    "empty match": Broken(match("{}"), 3, "at least one of name, role, module"),
+    "long list for match": Broken(match(f"[{'qkv, ' * 3000}]"), 3, "at least one of name, role"),
+    "number for use": Broken(use("8"), 3, "expected mxfp8, bf16 or a mapping"),
+    "nothing for use": Broken(use(""), 3, "expected mxfp8, bf16 or a mapping"),
+    "list for use": Broken(use("[bf16]"), 3, "expected mxfp8, bf16 or a mapping"),
+    "empty use": Broken(use("{}"), 3, "expected mxfp8, bf16 or a mapping"),
+    "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
+    "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
+    "list in a list of names": Broken(match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"),
+    "number for role": Broken(match("{role: 1}"), 3, "unknown role 1"),
+    "number for module": Broken(match("{module: 1}"), 3, "expected the class name of a module"),
+    "path for module": Broken(match("{module: torch.nn.Linear}"), 3, "'torch.nn.Linear'"),
+    "empty list of names": Broken(match("{name: []}"), 3, "an empty list matches nothing"),
+    "empty list of roles": Broken(match("{role: []}"), 3, "an empty list matches nothing"),
+    "empty list of modules": Broken(match("{module: []}"), 3, "an empty list matches nothing"),
+    "min_m 0": Broken(match("{min_m: 0}"), 3, "expected a positive integer, found 0"),
+    "min_n negative": Broken(match("{min_n: -1}"), 3, "expected a positive integer, found -1"),
+    "min_k bool": Broken(match("{min_k: yes}"), 3, "expected a positive integer, found True"),
+    "min_k string": Broken(match("{min_k: '256'}"), 3, "expected a positive integer, found '256'"),
+    "min_k fraction": Broken(match("{min_k: 1.5}"), 3, "expected a positive integer, found 1.5"),
+    "min_k with a unit": Broken(match("{min_k: 1k}"), 3, "expected a positive integer, found '1k'"),
+    "min_k list": Broken(match("{min_k: [1]}"), 3, "expected a positive integer, found [1]"),
+    "min_k of 5,000 digits": Broken(match(f"{{min_k: {'1' * 5000}}}"), 3, "cannot read '1111"),
+    "bool for a GEMM": Broken(use("{fprop: true}"), 3, "unknown precision True"),
+    "list for an element type": Broken(use("{elem_dtype: [e4m3]}"), 3, "element type", "e4m3"),
+    "number for rounding": Broken(use("{rounding: 1}"), 3, "unknown rounding 1"),
+    "number for a weight block": Broken(use("{weight_block: 16}"), 3, "unknown weight block 16"),
+    "bool for saved": Broken(use("{saved: false}"), 3, "unknown saved form False"),
+}
+
+MISSING = {
+    "empty file": Broken("", None, "found nothing"),
+    "comments only": Broken("# version: 1\n", None, "found nothing"),
+    "no version": Broken("preset: ocp\n", 1, "the key 'version' is missing: add 'version: 1'"),
+    "no match": Broken(rules("use: bf16"), 3, "rules[0]: the key 'match' is missing"),
+    "no use": Broken(rules("match: {role: qkv}"), 3, "rules[0]: the key 'use' is missing"),
+}
+
+MEANING = {
+    "precision and one GEMM": Broken(
+        use("{precision: mxfp8,\n      fprop: bf16}"),
+        4,
+        "either 'precision' for all three GEMMs or fprop",
+    ),
+    "precision and two GEMMs": Broken(
+        use("{dgrad: bf16, wgrad: bf16, precision: mxfp8}"), 3, "or dgrad, wgrad, not both"
+    ),
+    "attention scores in MXFP8": Broken(
+        rules("match: {role: attn_scores}\n    use: mxfp8"),
+        3,
+        "attn_scores is an attention product",
+    ),
+    "attention values in MXFP8 for one GEMM": Broken(
+        rules("match:\n      role: [qkv, attn_values]\n    use: {fprop: mxfp8}"),
+        4,
+        "attn_values is an attention product, which stays in BF16",
+    ),
+    "bad regular expression": Broken(match("{name: 're:(up|gate'}"), 3, "unterminated subpattern"),
+    "bad regular expression in a list": Broken(
+        match("{name: [a,\n      're:*']}"), 4, "name[1]: 're:*' is not a regular expression"
+    ),
+    "repetition beyond counting": Broken(
+        match("{name: 're:a{99999999999999999999}'}"), 3, "is not a regular expression"
+    ),
+    "regular expression too deep": Broken(
+        match(f"{{name: 're:{'(' * 3000}{')' * 3000}'}}"), 3, "is not a regular expression"
+    ),
+}
+
+SHADOWED = {
+    "by '*'": Broken(shadowed("{name: '*'}", "{role: qkv}"), 4, "rule 2 can never fire: everyth"),
+    "by a glob": Broken(shadowed("{name: 'model.*'}", "{name: 'model.layers.*'}"), 4, "by rule 1"),
+    "by a glob that has its name": Broken(shadowed("{name: 'a.?'}", "{name: a.b}"), 4, "by rule 1"),
+    "by an equal glob": Broken(shadowed("{name: 'a.[bc]'}", "{name: 'a.[bc]'}"), 4, "by rule 1"),
+    "by an equal regular expression": Broken(
+        shadowed("{name: 're:a|b'}", "{name: 're:a|b', min_k: 64}"), 4, "by rule 1"
+    ),
+    "by a regular expression that has its name": Broken(
+        shadowed("{name: 're:a\\..*'}", "{name: a.b}"), 4, "by rule 1"
+    ),
+    "by a list of names": Broken(shadowed("{name: [a, b, c]}", "{name: [c, a]}"), 4, "by rule 1"),
+    "by a list of roles": Broken(shadowed("{role: [qkv, head]}", "{role: head}"), 4, "by rule 1"),
+    "by a list of modules": Broken(shadowed("{module: [A, B]}", "{module: B}"), 4, "by rule 1"),
+    "by a smaller min_k": Broken(
+        shadowed("{role: qkv, min_k: 64}", "{role: qkv, min_k: 65}"), 4, "by rule 1"
+    ),
+    "by a rule without a size": Broken(shadowed("{role: qkv}", "{role: qkv, min_m: 8}"), 4, "rule 1"),
+    "by every role together": Broken(
+        shadowed(f"{{role: [{LINEAR_ROLES}]}}", "{name: x}"), 4, "rule 2 can never fire"
+    ),
+    "by several rules together": Broken(
+        shadowed("{role: qkv}", "{name: a}", "{role: head}", "{role: [qkv, head], min_n: 2}"),
+        6,
+        "rule 4 can never fire: everything it matches is taken by rules 1, 3",
+    ),
+    "by names and roles of several rules": Broken(
+        shadowed("{name: 'a*'}", "{name: 'b*', role: qkv}", "{name: [ab, bc], role: qkv}"),
+        5,
+        "by rules 1, 2",
+    ),
+    "by its own anchor": Broken(
+        rules("&rule {match: {role: qkv}, use: bf16}", "*rule"), 4, "rules[1]: rule 2 can never"
+    ),
+}
+
+EXECUTABLE = {
+    "shell command": Broken(
+        "version: 1\npreset: !!python/object/apply:os.system ['touch executed']\n",
+        2,
+        "the tag !!python/object/apply:os.system is not allowed: a policy is plain data",
+    ),
+    "call for the whole": Broken(
+        "!!python/object/apply:os.mkdir {args: [executed]}\n", 1, "os.mkdir is not allowed"
+    ),
+    "call in a rule": Broken(
+        match("{name: !!python/object/apply:os.mkdir [executed]}"), 3, "os.mkdir is not allowed"
+    ),
+    "call for a key": Broken(
+        "version: 1\n? !!python/object/apply:os.mkdir [executed]\n: 1\n", 2, "a key must be a word"
+    ),
+}
+
+TAGS = {
+    "object": Broken(match("!!python/object:pathlib.Path {}"), 3, "!!python/object:pathlib.Path"),
+    "new object": Broken(use("!!python/object/new:list [[]]"), 3, "!!python/object/new:list is not"),
+    "name": Broken("version: !!python/name:os.system 1\n", 1, "!!python/name:os.system is not all"),
+    "module": Broken("version: !!python/module:os 1\n", 1, "!!python/module:os is not allowed"),
+    "tuple": Broken(match("{role: !!python/tuple [qkv]}"), 3, "!!python/tuple is not allowed"),
+    "local tag": Broken("version: 1\npreset: !env PRESET\n", 2, "the tag !env is not allowed"),
+    "verbatim tag": Broken("version: !<tag:example.com,2024:x> 1\n", 1, "tag:example.com,2024:x"),
+    "undeclared handle": Broken("version: !e!x 1\n", 1, "found undefined tag handle '!e!'"),
+    "set": Broken(match("!!set {role}"), 3, "!!set is not allowed"),
+    "binary": Broken(match("{name: !!binary YQ==}"), 3, "!!binary is not allowed"),
+    "tag on a key": Broken("!env version: 1\n", 1, "the tag !env is not allowed"),
+    "word as bool": Broken(match("{min_k: !!bool many}"), 3, "cannot read 'many' as !!bool"),
+    "nothing as integer": Broken(match("{min_k: !!int ''}"), 3, "cannot read '' as !!int"),
+    "word as float": Broken(match("{min_k: !!float many}"), 3, "cannot read 'many' as !!float"),
+}
+
+SYNTAX = {
+    "tab for indentation": Broken("version: 1\nrules:\n\t- use: bf16\n", 3, r"found character '\t'"),
+    "two documents": Broken("version: 1\n---\nversion: 1\n", 2, "found another document"),
+    "bracket left open": Broken("version: 1\nrules: [\n", 3, "not valid YAML"),
+    "quote left open": Broken("version: 1\npreset: 'ocp\n", 3, "found unexpected end of stream"),
+    "indentation off": Broken("version: 1\n  preset: ocp\n", 2, "mapping values are not allowed"),
+    "colon without a space": Broken("version:1\n", 1, "a policy is a mapping"),
+    "glob without quotes": Broken(match("{name: *.mlp}"), 3, "quote a glob that starts with '*'"),
+    "word like an alias": Broken(match("{name: *mlp}"), 3, "quote a glob that starts with '*'"),
+    "Latin-1 bytes": Broken(b"version: 1\n# caf\xe9\n", 2, "not UTF-8 text"),
+    "UTF-16": Broken("version: 1\n".encode("utf-16"), 1, "not UTF-8 text"),
+    "a picture": Broken(b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR", 1, "not UTF-8 text"),
+    "a NUL": Broken("version: 1\npreset: o\0cp\n", 2, "the character U+0000 is not allowed"),
+    "an escape sequence": Broken("version: 1\n\n\x1b[31m\n", 3, "the character U+001B is not allowed"),
+}
+
+LIMITS = {
+    "list inside itself": Broken("version: 1\nrules: &a [*a]\n", 2, "something it is itself part of"),
+    "rule inside itself": Broken(
+        rules("&a\n    match: *a\n    use: bf16"), 4, "something it is itself part of"
+    ),
+    "mapping that is its own key": Broken("&a {*a : 1}\n", 1, "a key must be a word, found an alias"),
+    "alias bomb": Broken(f"version: 1\nrules: {doubling(60)}\n", 2, "more than 20,000 values"),
+    "alias bomb for a key": Broken(f"? {doubling(60)}\n: 1\n", 1, "a key must be a word"),
+    "too many values": Broken(f"version: 1\nrules: [{'a, ' * 80_000}]\n", 2, "more than 20,000 values"),
+    "too many rules": Broken(rules(*("{match: {name: a}, use: bf16}",) * 4000), 2859, "more than 20,000"),
+    "10 MB": Broken(b"#" * 10_000_000, None, "at most 262,144 bytes"),
+    "25 levels": Broken("version: 1\nrules:\n  " + "[" * 25 + "]" * 25, 3, "more than 20 deep"),
+    "10,000 levels": Broken("version: " + "[" * 10_000, None, "more than 20 deep"),
+}
+
+CORPUS = {
+    f"{family}: {name}": broken
+    for family, cases in {
+        "keys": KEYS,
+        "words": WORDS,
+        "types": TYPES,
+        "missing": MISSING,
+        "meaning": MEANING,
+        "shadowed": SHADOWED,
+        "hidden": HIDDEN,
+        "executable": EXECUTABLE,
+        "tags": TAGS,
+        "syntax": SYNTAX,
+        "limits": LIMITS,
+    }.items()
+    for name, broken in cases.items()
+}
+
+VALID = {
+    "nothing but a version": ("version: 1\n", 0),
+    "rules left empty": ("version: 1\nrules:\n", 0),
+    "a byte order mark": ("\ufeffversion: 1\npreset: ocp\n", 0),
+    "Windows line ends": ("version: 1\r\nrules: []\r\n", 0),
+    "a date for a name": (match("{name: 2024-01-01}"), 1),
+    "a repeated role": (match("{role: [qkv, qkv]}"), 1),
+    "a shared use": (
+        rules(
+            "{match: {role: qkv}, use: &fast {precision: mxfp8, saved: transcode}}",
+            "{match: {role: ffn_in}, use: *fast}",
+        ),
+        2,
+    ),
+    "attention products in BF16": (shadowed("{role: [attn_scores, attn_values]}"), 1),
+    "a part before the whole": (shadowed("{name: 'model.layers.*'}", "{name: 'model.*'}"), 2),
+    "globs that overlap": (shadowed("{name: 'a.*'}", "{name: '*.b'}"), 2),
+    "a glob in the middle": (shadowed("{name: 'a.*.c'}", "{name: 'a.*'}"), 2),
+    "one character before any": (shadowed("{name: 'a.?'}", "{name: 'a.*'}"), 2),
+    "sets of characters": (shadowed("{name: 'a.[0-9]'}", "{name: 'a.[0-5]'}"), 2),
+    "a glob like a regular expression": (shadowed("{name: 'a.*'}", "{name: 're:a.*'}"), 2),
+    "regular expressions that overlap": (shadowed("{name: 're:a.*'}", "{name: 're:.*b'}"), 2),
+    "role lists that overlap": (shadowed("{role: [qkv, head]}", "{role: [head, router]}"), 2),
+    "one role, then all": (shadowed("{role: qkv}", "{name: '*'}"), 2),
+    "all roles but one, then all": (
+        shadowed(f"{{role: [{LINEAR_ROLES.removeprefix('qkv, ')}]}}", "{name: '*'}"),
+        2,
+    ),
+    "module classes that differ": (shadowed("{module: Linear}", "{module: Conv1D}"), 2),
+    "a class, then any": (shadowed("{module: Linear}", "{name: '*'}"), 2),
+    "a larger min_k first": (shadowed("{role: qkv, min_k: 256}", "{role: qkv, min_k: 64}"), 2),
+    "sizes that cross": (
+        shadowed("{role: qkv, min_k: 64, min_m: 8}", "{role: qkv, min_k: 128, min_m: 4}"),
+        2,
+    ),
+    "names and roles that cross": (
+        shadowed("{name: a, role: qkv}", "{name: b, role: head}", "{name: [a, b], role: head}"),
+        3,
+    ),
+}
