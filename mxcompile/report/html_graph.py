@@ -73,7 +73,7 @@ def _details(index: int, node: OutlineNode, graph: int, records: _Records) -> st
     found = records.get((graph, node.names[0]), []) if node.kind in ("gemm", "attention") else []
     if node.kind == "gemm":
         found = [gemm for gemm in found if gemm.role == node.role]
-    inside = gemm_details(found, node.names) if found else f'<p class="about">{source_line(node.source)}</p>'
+    inside = gemm_details(found, ()) if found else f'<p class="about">{source_line(node.source)}</p>'
     kind = "" if node.kind == "attention" else f"<small>{escape(_KINDS[node.kind])}</small>"
     return f'<div data-details="{index}"><h3>{escape(node.label)} {kind}</h3><dl>{listed}</dl>{inside}</div>'
 

@@ -83,7 +83,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def gemm_details(gemms: Sequence[GemmRecord], names: Sequence[str]) -> str:
-    """All that is known of the GEMMs of equal layers, and the layers' names."""
+    """All that is known of the GEMMs of equal layers, and the layers' `names` if they are to be listed."""
     estimates = any(gemm.estimate_us is not None for gemm in gemms)
     head = "".join(
         f"<th>{word}</th>"

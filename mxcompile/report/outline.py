@@ -57,6 +57,16 @@ class Outline:
     edges: tuple[tuple[int, int], ...] = ()
     omitted: int = 0
 
+    def fault(self) -> str:
+        """What cannot be drawn in an outline from a file, as JSON path and sentence; "" if nothing."""
+        for index, node in enumerate(self.nodes):
+            if not node.names:
+                return f".nodes[{index}].names: expected at least one name"
+        for index, edge in enumerate(self.edges):
+            if max(edge) >= len(self.nodes):
+                return f".edges[{index}]: node {max(edge)} is not among the {len(self.nodes)}"
+        return ""
+
     def __add__(self, other: Outline) -> Outline:
         """Both, side by side."""
         shift = len(self.nodes)

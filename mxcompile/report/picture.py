@@ -7,6 +7,7 @@ attribute ``data-node`` with its position in the outline, for the page to show i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ _LONGEST = 28
 _WORDS = {"mxfp8": "MXFP8", "bf16": "BF16"}
 
 
+@functools.lru_cache(maxsize=64)  # a report is written again whenever one of its graphs is lowered
 def picture(outline: Outline, phase: str, key: str) -> str:
     """The nodes of `phase` as one ``<svg>``; "" if there are none. key: makes ids unique on the page."""
     chosen = [i for i, node in enumerate(outline.nodes) if node.phase == phase]

@@ -63,8 +63,12 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON with ``"schema": 1``; `from_json` reads it back."""
-        data = {"schema": SCHEMA, **dataclasses.asdict(self)}
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+        records = ",\n  ".join(_json(gemm) for gemm in self.gemms)
+        outlines = ",\n  ".join(_json(outline) for outline in self.graph)
+        return (
+            f'{{"schema": {SCHEMA},\n "summary": {_json(self.summary)},\n'
+            f' "gemms": [\n  {records}],\n "graph": [\n  {outlines}]}}\n'
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -75,7 +79,12 @@ class Report:
         version = data.pop("schema")
         if type(version) is not int or version != SCHEMA:
             raise OptionError(f"$.schema: {shown(version)} is not {SCHEMA}, the version this mxcompile reads")
-        return schema.read(cls, data)
+        report = schema.read(cls, data)
+        for number, outline in enumerate(report.graph):
+            fault = outline.fault()
+            if fault:
+                raise OptionError(f"$.graph[{number}]{fault}")
+        return report
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -100,6 +109,10 @@ class Report:
         path, form = Path(path), form_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(form(self), encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(dataclasses.asdict(value), ensure_ascii=False)
 
 
 def _text(report: Report) -> str:

@@ -11,7 +11,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Fields of a closed set of words, by class and field."""
 
+_LARGEST = 2**63 - 1
 _WORDS: dict[Any, str] = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -65,21 +66,32 @@ def _not_json(word: str) -> Any:
     raise OptionError(f"not JSON: {word} is not a JSON number")
 
 
-def read(owner: type[_T], data: Any, where: str = "$") -> _T:
+def read(owner: type[_T], data: Any) -> _T:
     """The dataclass `owner` from what JSON gave. Raises `OptionError` with the place of the first fault."""
-    if not isinstance(data, Mapping):
-        raise OptionError(f"{where}: expected an object, found {_kind(data)}")
-    declared = _fields(typing.cast("Hashable", owner))
-    for key in data:
-        if key not in declared:
-            raise OptionError(f"{where}: unknown key {shown(key)}{nearest(key, declared)}")
-    values = {}
-    for name, (hint, required) in declared.items():
-        if name in data:
-            values[name] = _value(hint, data[name], f"{where}.{name}", CHOICES.get((owner.__name__, name)))
-        elif required:
-            raise OptionError(f"{where}: key {name!r} is missing")
-    return owner(**values)
+    try:
+        result: _T = _read_object(owner, data)
+        return result
+    except _FaultError as fault:
+        raise OptionError(str(fault)) from None
+
+
+class _FaultError(Exception):
+    """What is wrong, and on its way out of the data also where."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = ""
+
+    def inside(self, step: str) -> _FaultError:
+        self.where = step + self.where
+        return self
+
+    def __str__(self) -> str:
+        return f"${self.where}: {self.what}"
+
+
+_Reader = Callable[[Any], Any]
 
 
 @functools.cache
@@ -95,32 +107,66 @@ def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _value(hint: Any, data: Any, where: str, choices: tuple[str, ...] | None = None) -> Any:
+@functools.cache
+def _readers(owner: Any) -> dict[str, _Reader]:
+    return {
+        name: _reader(hint, CHOICES.get((owner.__name__, name))) for name, (hint, _) in _fields(owner).items()
+    }
+
+
+def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
+    """What reads a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return None if data is None else _value(arguments[0], data, where, choices)
+        inner = _reader(arguments[0], choices)
+        return lambda data: None if data is None else inner(data)
     if origin is tuple:
-        if not isinstance(data, list):
-            raise OptionError(f"{where}: expected an array, found {_kind(data)}")
-        if arguments[-1] is not Ellipsis and len(data) != len(arguments):
-            raise OptionError(f"{where}: expected {len(arguments)} items, found {len(data)}")
-        return tuple(_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        length = None if arguments[-1] is Ellipsis else len(arguments)
+        return functools.partial(_read_array, _reader(arguments[0], None), length)
     if dataclasses.is_dataclass(hint):
-        return read(typing.cast("type[Any]", hint), data, where)
-    return _scalar(hint, data, where, choices)
+        return functools.partial(_read_object, hint)
+    return functools.partial(_read_scalar, hint, choices)
 
 
-def _scalar(hint: Any, data: Any, where: str, choices: tuple[str, ...] | None) -> Any:
-    allowed = (int, float) if hint is float else (hint,)
-    if not isinstance(data, allowed) or (isinstance(data, bool) and hint is not bool):
-        raise OptionError(f"{where}: expected {_WORDS[hint]}, found {_kind(data)}")
-    if hint in (int, float) and data < 0:
-        raise OptionError(f"{where}: expected {_WORDS[hint]} from 0 on, found {shown(data)}")
+def _read_object(owner: Any, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise _FaultError(f"expected an object, found {_kind(data)}")
+    readers, values = _readers(owner), {}
+    for key, value in data.items():
+        if key not in readers:
+            raise _FaultError(f"unknown key {shown(key)}{nearest(key, readers)}")
+        try:
+            values[key] = readers[key](value)
+        except _FaultError as fault:
+            raise fault.inside(f".{key}") from None
+    for name, (_, required) in _fields(owner).items():
+        if required and name not in data:
+            raise _FaultError(f"key {name!r} is missing")
+    return owner(**values)
+
+
+def _read_array(item: _Reader, length: int | None, data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _FaultError(f"expected an array, found {_kind(data)}")
+    if length is not None and len(data) != length:
+        raise _FaultError(f"expected {length} items, found {len(data)}")
+    values = []
+    for index, one in enumerate(data):
+        try:
+            values.append(item(one))
+        except _FaultError as fault:
+            raise fault.inside(f"[{index}]") from None
+    return tuple(values)
+
+
+def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
+    if type(data) is not hint and not (hint is float and type(data) is int):
+        raise _FaultError(f"expected {_WORDS[hint]}, found {_kind(data)}")
+    if hint in (int, float) and not 0 <= data <= _LARGEST:
+        raise _FaultError(f"expected {_WORDS[hint]} from 0 to 2⁶³ − 1, found {shown(data)}")
     if choices is not None and data not in choices:
-        listed = ", ".join(choices)
-        raise OptionError(
-            f"{where}: unknown word {shown(data)}{nearest(str(data), choices)}; allowed: {listed}"
-        )
+        known = ", ".join(choices)
+        raise _FaultError(f"unknown word {shown(data)}{nearest(data, choices)}; allowed: {known}")
     return float(data) if hint is float else data
 
 
@@ -154,8 +200,8 @@ def publish() -> None:
     SCHEMA_FILE.write_text(json.dumps(json_schema(Report, SCHEMA), indent=1) + "\n", encoding="utf-8")
 
 
-def _object_schema(owner: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    fields = _fields(typing.cast("Hashable", owner))
+def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    fields = _fields(owner)
     return {
         "type": "object",
         "properties": {
@@ -184,5 +230,5 @@ def _type_schema(hint: Any, definitions: dict[str, Any], choices: tuple[str, ...
         return {"$ref": f"#/$defs/{name}"}
     schema: dict[str, Any] = {"type": _SCHEMA_TYPES[hint]}
     if hint in (int, float):
-        schema["minimum"] = 0
+        schema |= {"minimum": 0, "maximum": _LARGEST}
     return schema | ({"enum": list(choices)} if choices else {})

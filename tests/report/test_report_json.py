@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "size a string": (("gemms", 0, "m"), "64", "$.gemms[0].m: expected a whole number, found '64'"),
     "size a fraction": (("gemms", 0, "m"), 1.5, "$.gemms[0].m: expected a whole number, found 1.5"),
     "size true": (("gemms", 0, "m"), True, "$.gemms[0].m: expected a whole number, found True"),
-    "size negative": (("gemms", 0, "k"), -1, "$.gemms[0].k: expected a whole number from 0 on, found -1"),
+    "size negative": (("gemms", 0, "k"), -1, "$.gemms[0].k: expected a whole number from 0 to"),
     "gemm unknown": (("gemms", 0, "gemm"), "fprob", "$.gemms[0].gemm: unknown word 'fprob' (did you mean"),
     "precision unknown": (("gemms", 0, "precision"), "fp4", "$.gemms[0].precision: unknown word 'fp4'"),
     "elem unknown": (("gemms", 0, "formats", 1, "elem"), "e3m4", "$.gemms[0].formats[1].elem: unknown word"),
@@ -80,6 +80,7 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "summary key": (("summary", "colour"), "red", "$.summary: unknown key 'colour'"),
     "top key": (("extra",), 1, "$: unknown key 'extra'"),
     "edge of three": (("graph", 0, "edges", 0), [0, 1, 2], "$.graph[0].edges[0]: expected 2 items, found 3"),
+    "size beyond numbers": (("gemms", 0, "m"), 10**400, "$.gemms[0].m: expected a whole number from 0 to"),
     "node kind": (("graph", 0, "nodes", 0, "kind"), "cost", "$.graph[0].nodes[0].kind: unknown word 'cost'"),
 }  # fmt: skip
 
@@ -102,6 +103,24 @@ def test_a_fault_is_one_error_with_its_place(case: str, tmp_path: Path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("edges", [[0, 5]], "$.graph[0].edges[0]: node 5 is not among the 5"),
+        (
+            "nodes",
+            [{"kind": "gemm", "phase": "forward", "names": [], "label": ""}],
+            "$.graph[0].nodes[0].names: ",
+        ),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_a_fault(part: str, value: Any, message: str):
+    data = as_json()
+    data["graph"][0] = {**data["graph"][0], "edges": [], part: value}
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Report.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("path", ["schema", "gemms", "summary"])
 def test_what_must_be_there(path: str):
     data = as_json()
@@ -121,6 +140,10 @@ def test_what_must_be_there(path: str):
         ("[" * 100_000, "nested too deeply"),
         ('{"schema": 1, "schema": 1}', "the key 'schema' twice"),
         ('{"schema": NaN}', "NaN is not a JSON number"),
+        (
+            '{"schema": 1, "gemms": [], "summary": {"pass_time_us": 1e999}}',
+            "$.summary.pass_time_us: expected",
+        ),
         (f'{{"schema": 1, "gemms": [], "summary": {{"graphs": {"9" * 5000}}}}}', "not JSON"),
     ],
 )
