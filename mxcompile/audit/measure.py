@@ -227,10 +227,10 @@ def _measures(sums: Sums) -> dict[str, Any]:
 
 def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
     gemms = session.report().gemms
-    notes = [*unused_rules(session.options.policy, gemms)]
     if not gemms:
-        notes.append("no matrix product was captured: torch.compile made no graph of this model")
-    elif not session.sites.products:
+        return ("no matrix product was captured: torch.compile made no graph of one in this model",)
+    notes = [*unused_rules(session.options.policy, gemms)]
+    if not session.sites.products:
         notes.append(f"{session.options.policy.label} puts nothing of this model in MXFP8")
     if outcome.loss is None:
         notes.append(

@@ -115,8 +115,8 @@ class ProductStats:
     def add(self, out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None) -> None:
         """Count one call: `out` stands for left[…, m, k] · right[…, k, n] + bias."""
         self.calls += 1
-        added = None if bias is None else bias.expand(out.shape).reshape(-1, *out.shape[-2:])
-        batches = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (out, left, right)]
+        added = None if bias is None else _as_batch(bias.expand(out.shape))
+        batches = map(_as_batch, (out, left, right))
         for index, (y, a, b) in enumerate(zip(*batches, strict=True)):
             b32 = b.to(torch.float32)
             step = max(1, PIECE // max(1, *b.shape))
@@ -131,6 +131,11 @@ class ProductStats:
         """Count one call: `out` stands for one product per group, the groups as in `aten._grouped_mm`."""
         self.calls += 1
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
+
+
+def _as_batch(matrices: Tensor) -> Tensor:
+    """[…, m, n] as [batch, m, n], also if empty."""
+    return matrices.unsqueeze(0).flatten(0, -3)
 
 
 def pieces(

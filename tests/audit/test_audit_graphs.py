@@ -116,6 +116,32 @@ def test_autocast_quantizes_the_master_weight() -> None:
     assert all(26 < g.sqnr_db < 31 for g in result.numerics.gemms)
 
 
+def test_no_tokens_at_all() -> None:
+    result = audit(SwiGLU(), features(0, WIDTH), policy=EVERYTHING, loss_fn=torch.sum)
+    assert measured(result) == in_mxfp8(result)
+    assert {g.m for g in result.numerics.gemms if g.gemm == "fprop"} == {0}
+    assert all(g.sqnr_db == float("inf") for g in result.numerics.gemms)  # of nothing, or of zeros
+    assert "exact" in str(result)
+
+
+class Uncaptured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum()
+
+
+def test_a_model_that_is_not_captured() -> None:
+    result = audit(Uncaptured(), features(40, WIDTH), policy=EVERYTHING).numerics
+    assert result.notes == (
+        "no matrix product was captured: torch.compile made no graph of one in this model",
+    )
+    assert result.loss_gap == 0.0
+
+
 def test_shared_casts_are_measured_once_with_all_their_readers() -> None:
     result = audit(Loss(SwiGLU()), features(40, WIDTH), policy=EVERYTHING)
     (shared,) = (

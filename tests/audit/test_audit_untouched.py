@@ -92,19 +92,34 @@ def test_training_goes_on_as_without_the_audit() -> None:
 
 @pytest.mark.parametrize("architecture", [models.llama, models.mixtral])
 def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
+    """Outputs and gradients are those of the same graphs run by torch alone."""
     case = architecture(1)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in case.model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: gradients.update({name: grad.clone()}))
     session = Session(case.model, (), case.kwargs, policy="ocp", loss_fn=case.loss)
-    outcomes = {
-        observe: session.run(Run(quantized=lambda _: True, observe=observe), backward=observe)
-        for observe in (False, True)
+    runs = {
+        "bf16": Run(quantized=lambda _: False),
+        "ocp": Run(quantized=lambda _: True),
+        "ocp, observed": Run(quantized=lambda _: True, observe=True),
     }
-    plain = session.run(Run(quantized=lambda _: False))
-    for policy, outcome in (("ocp", outcomes[False]), ("ocp", outcomes[True]), ("bf16", plain)):
+    seen = {}
+    for label, run in runs.items():
+        gradients.clear()
+        seen[label] = session.run(run, backward=True).logits, dict(gradients)
+    for policy in ("bf16", "ocp"):
+        gradients.clear()
         torch._dynamo.reset()
         output = torch.compile(case.model, backend=EagerBackend(policy=policy))(**case.kwargs)
-        assert outcome.logits is not None
-        assert torch.equal(case.logits(output), outcome.logits), policy
-    assert not torch.equal(outcomes[True].logits, plain.logits)
+        case.loss(output).backward()
+        for label in (label for label in runs if label.startswith(policy)):
+            logits, found = seen[label]
+            assert logits is not None
+            assert torch.equal(case.logits(output), logits), label
+            assert found.keys() == gradients.keys()
+            assert all(torch.equal(gradients[name], grad) for name, grad in found.items()), label
+    assert not torch.equal(seen["ocp"][0], seen["bf16"][0])
+    assert len(runs["ocp, observed"].products) == len(session.sites.products)
 
 
 def test_no_report_is_left_behind() -> None:
