@@ -15,6 +15,7 @@ from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Role
 MAX_STEPS = 400_000
 """About half a second."""
 
+_MAX_REPEATS = 4
 _ANY = "*"
 _LINEAR = tuple(role for role in Role if role not in ATTENTION_PRODUCTS)
 
@@ -82,7 +83,8 @@ def _pattern_covers(known: str, later: str) -> bool:
     if known == _ANY:
         return True
     if known.startswith("re:"):
-        return not is_pattern(later) and re.fullmatch(known.removeprefix("re:"), later) is not None
+        expression = known.removeprefix("re:")
+        return not is_pattern(later) and _is_quick(expression) and bool(re.fullmatch(expression, later))
     if later.startswith("re:"):
         return False
     # a '*' of the later pattern may stand for anything, so only a '*' of the known one may swallow
@@ -90,6 +92,14 @@ def _pattern_covers(known: str, later: str) -> bool:
     if any(sign in known or sign in later for sign in "?["):
         return not is_pattern(later) and fnmatch.fnmatchcase(later, known)
     return fnmatch.fnmatchcase(later, known)
+
+
+def _is_quick(expression: str) -> bool:
+    """Whether `expression` cannot take for ever on a name: few repetitions, none of them of a group.
+
+    A file is to be read in bounded time, and backtracking over ``(a+)+`` is exponential.
+    """
+    return not re.search(r"\)[*+{]", expression) and len(re.findall(r"[*+{]", expression)) <= _MAX_REPEATS
 
 
 def is_pattern(name: str) -> bool:

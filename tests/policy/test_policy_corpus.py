@@ -68,6 +68,16 @@ def test_a_shadow_that_takes_too_many_steps_to_show_is_let_pass(tmp_path: Path):
     assert len(Policy.load(written(tmp_path, text)).rules) == 2
 
 
+@pytest.mark.parametrize("expression", ["(a+)+", "(a|aa)+", "(a*)*b", ".*" * 12 + "b", "(a?){40}a{40}"])
+def test_an_expression_that_backtracks_for_ever_is_not_tried_when_a_file_is_read(
+    expression: str, tmp_path: Path
+):
+    path = written(tmp_path, shadowed(f"{{name: 're:{expression}'}}", f"{{name: {'a' * 40}c}}"))
+    start = time.process_time()
+    assert len(Policy.load(path).rules) == 2
+    assert time.process_time() - start < 1
+
+
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
