@@ -189,13 +189,7 @@ class _Drawing:
         )
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
-        if packet(node) is ops.dequantize.overloadpacket:
-            label, detail = "dequantize", "dequantize"
-        else:
-            _, dim, elem, rounding, square = (*node.args, False)[:5]
-            layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
-            label = f"{_ELEMS[elem]} {layout}"  # type: ignore[index]
-            detail = f"{_ELEMS[elem]} {'32x32' if square else '1x32'} {rounding}, {layout}"  # type: ignore[index]
+        label, detail = _cast_words(node)
         return self._add(
             _Draft(
                 kind="cast",
@@ -233,6 +227,16 @@ def _title(tag: GemmTag) -> str:
     if tag.kind is Kind.PRODUCT and tag.role in _PRODUCTS:
         return _PRODUCTS[tag.role]
     return tag.name.rpartition(".")[2] or "(root)"
+
+
+def _cast_words(node: fx.Node) -> tuple[str, str]:
+    """Title and details of a cast."""
+    if packet(node) is not ops.quantize.overloadpacket:
+        return _operator(node), _operator(node)
+    _, dim, elem, rounding, square = (*node.args, False)[:5]
+    layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
+    name = _ELEMS[elem]  # type: ignore[index]
+    return f"{name} {layout}", f"{name} {'32x32' if square else '1x32'} {rounding}, {layout}"
 
 
 def _operator(node: fx.Node) -> str:

@@ -99,9 +99,8 @@ def gemm_details(gemms: Sequence[GemmRecord], names: Sequence[str]) -> str:
     )
     lines = "".join(_gemm(gemm, estimates) for gemm in _ordered(gemms))
     named = "".join(f"<li>{escape(name or '(root)')}</li>" for name in names)
-    listed = (
-        f'<details class="names"><summary>{count(len(names), "layer")}</summary><ul>{named}</ul></details>'
-    )
+    total = count(len(names), "layer")
+    listed = f'<details class="names"><summary>{total}</summary><ul>{named}</ul></details>' if names else ""
     module = " ".join(dict.fromkeys(gemm.module for gemm in gemms if gemm.module))
     about = f'<p class="about">{escape(module)} {source_line(gemms[0].source)}</p>'
     table = f'<div class="scroll"><table class="gemms"><thead><tr>{head}</tr></thead>{lines}</table></div>'

@@ -77,6 +77,24 @@ def test_q_k_and_v_read_one_cast_and_backward_another():
     assert first.shape == "18×64"
 
 
+@pytest.mark.parametrize(
+    ("use", "labels"),
+    [
+        (
+            {"precision": "mxfp8", "elem_dtype": "e5m2", "rounding": "floor"},
+            ["e5m2 rowwise", "e5m2 columnwise"],
+        ),
+        ({"precision": "mxfp8", "weight_block": "32x32"}, ["e4m3 rowwise", "e4m3 columnwise"]),
+        ({"precision": "mxfp8", "saved": "transcode"}, ["e4m3 rowwise", "dequantize", "e4m3 columnwise"]),
+    ],
+    ids=["e5m2", "square", "transcode"],
+)
+def test_casts_say_what_they_are(use: dict[str, str], labels: list[str]):
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+    found, _ = picture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), features(40, WIDTH), policy=policy)
+    assert [node.label for node in of_kind(found, "cast")] == labels
+
+
 def test_the_flow_of_a_block():
     found, _ = picture(block(), features(2, 9, WIDTH))
     forward = [i for i, node in enumerate(found.nodes) if node.phase == "forward"]

@@ -146,6 +146,7 @@ def test_the_picture_has_its_nodes_and_their_details():
     edges = [attrs["data-edge"] for attrs in page.of("path") if "data-edge" in attrs]
     assert edges == ["0 1", "1 2", "2 3"]
     assert "model.py:12" in page.texts("span")
+    assert page.texts("summary") == ["1 layer", "1 layer"]  # in the table, not in the details again
     tags = page.texts("text")
     assert tags.count("MXFP8") == 2  # said in words, not by colour alone
     assert tags.count("BF16") == 1
