@@ -10,7 +10,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import module_of
-from mxcompile.graph.opsets import argument, packet
+from mxcompile.graph.opsets import VIEWS, argument, packet
 from mxcompile.graph.tags import Kind, hint, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.passes.flow import origin
@@ -59,7 +59,7 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     """
     (outputs,) = forward.find_nodes(op="output")
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
-    kept = [n for n in kept if n.op != "placeholder" and tensor(n) is not None]
+    kept = [n for n in kept if _viewed(n).op != "placeholder" and tensor(n) is not None]
     times = {node: count(module_of(node)[0]) for node in kept}
     total = sum(_bytes(node) * times[node] for node in kept)
     quantized = [n for n in kept if _cast_of(n) is not None]
@@ -74,6 +74,13 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
             itemsize = cast.meta.get("mx_itemsize", 2)
             replaced += _numel(node.meta["val"].shape) * itemsize * times[node]
     return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The tensor that `node` is a view of."""
+    while packet(node) in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _cast_of(node: fx.Node) -> fx.Node | None:

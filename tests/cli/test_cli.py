@@ -1,0 +1,118 @@
+"""The command line: exit status 0 done, 1 the answer is no, 2 misuse; and what is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxcompile
+from mxcompile.cli import main
+from mxcompile.cli.main import COMMANDS
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.policy import Policy
+
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+
+
+def test_env_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]):
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    for name in ("python", "torch", "triton", "torchao", "C++ compiler"):
+        assert f"\n{name}" in f"\n{said}"
+    rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert set(TARGETS) <= set(rows)
+    assert rows["cpu"].rstrip().endswith("cpu")
+
+
+def test_env_says_no_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """On a machine without a GPU nothing can be compiled then."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["env"]) == 1
+    assert "the CPU backend of torch.compile needs one" in capsys.readouterr().out
+
+
+def test_a_valid_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "policy.yaml"
+    Policy.preset("ocp").dump(path)
+    assert main(["policy", "check", str(path)]) == 0
+    assert "valid; preset ocp, 0 rules" in capsys.readouterr().out
+
+
+def test_a_broken_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "policy.yaml"
+    path.write_text("version: 1\nrules:\n  - match: {role: qvk}\n    use: mxfp8\n", encoding="utf-8")
+    assert main(["policy", "check", str(path)]) == 1
+    streams = capsys.readouterr()
+    assert "policy.yaml:3" in streams.out + streams.err
+    assert "unknown role 'qvk' (did you mean 'qkv'?)" in streams.out + streams.err
+
+
+MISUSE = [
+    [],
+    ["polcy"],
+    ["policy"],
+    ["policy", "check"],
+    ["demo", "--steps", "0"],
+    ["demo", "--steps", "x"],
+    ["env", "x"],
+]
+
+
+@pytest.mark.parametrize("arguments", MISUSE, ids=" ".join)
+def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: mxcompile" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "--policy", "nvida"]) == 2
+    streams = capsys.readouterr()
+    assert streams.err.startswith("mxcompile: ")
+    assert "'nvida' (did you mean 'nvidia'?)" in streams.err
+    assert "Traceback" not in streams.err
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_help(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main([*name.split(), "--help"])
+    assert exit_.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: mxcompile {name}".rstrip())
+    if not name:
+        assert all(f"\n    {command} " in said for command in NAMES)
+
+
+def test_version_and_module():
+    """``python -m mxcompile`` is the same command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mxcompile", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"mxcompile {mxcompile.__version__}\n")
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Two steps of the real thing: both runs, the report, the losses, the plot and the verdict."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "2", "--out", "out"]) in (0, 1)
+    out = tmp_path / "out"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "losses.json", "losses.png", "report.json", "report.txt",
+    ]  # fmt: skip
+    report = mxcompile.Report.from_json((out / "report.json").read_text(encoding="utf-8"))
+    assert report.summary.flop_share > 0.5
+    losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))
+    assert len(losses) == 2
+    assert all(len(run["train"]) == 2 and 0 < run["train"][-1] < 8 for run in losses.values())
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert (out / "report.txt").read_text(encoding="utf-8").strip() in said
+    assert "validation gap" in said

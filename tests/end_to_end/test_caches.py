@@ -1,0 +1,135 @@
+"""Compiles in fresh processes that share Inductor's cache directory: hits, and never stale ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mxcompile
+from mxcompile.inductor import sources
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = f"""
+import copy, json, sys
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / "end_to_end")!r}]
+import torch
+import mxcompile
+from eager import reference_linears
+from reference import sqnr_db
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
+x = torch.randn(21, 48)
+compiled = torch.compile(model, backend="mxfp8", options={{"policy": sys.argv[1]}})
+y = compiled(x)
+y.square().sum().backward()
+(report,) = mxcompile.reports()
+found = [y.detach(), *(p.grad for p in model.parameters())]
+model.zero_grad()
+with reference_linears(model, report):
+    y = model(x)
+    y.square().sum().backward()
+expected = [y.detach(), *(p.grad for p in model.parameters())]
+print(json.dumps({{
+    "report": report.to_json(),
+    "sum": found[1].double().abs().sum().item(),
+    "db": min(map(sqnr_db, expected, found)),
+}}))
+"""
+ALL = "version: 1\n"
+FIRST_KEPT = "version: 1\nrules:\n  - match: {name: '0'}\n    use: bf16\n"
+
+
+class Shared:
+    """A cache directory and a policy file, for one process after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.caches, self.policy = folder / "caches", folder / "policy.yaml"
+
+    def run(self, policy: str) -> tuple[mxcompile.Report, dict[str, Any]]:
+        """Compile and train a step with `policy` in the file: the report, and what was computed."""
+        self.policy.write_text(policy, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(self.policy)],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        report = mxcompile.Report.from_json(found.pop("report"))
+        assert found["db"] > 60
+        return report, found
+
+
+def lasting(report: mxcompile.Report) -> mxcompile.Report:
+    """`report` without what is of one compile only."""
+    return replace(report, summary=replace(report.summary, cache="", pass_time_us=0.0))
+
+
+def precisions(report: mxcompile.Report) -> set[tuple[str, str]]:
+    return {(gemm.name, gemm.precision) for gemm in report.gemms}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shared, mxcompile.Report, dict[str, Any]]:
+    """The directory after a first compile, and what that gave."""
+    directory = Shared(tmp_path_factory.mktemp("shared"))
+    return directory, *directory.run(ALL)
+
+
+def test_an_unchanged_policy_hits_and_reports_the_same(shared: tuple[Shared, Any, Any]):
+    directory, first, computed = shared
+    again, same = directory.run(ALL)
+    assert (first.summary.cache, again.summary.cache) == ("miss", "hit")
+    assert lasting(again) == lasting(first)
+    assert all(gemm.kernel for gemm in again.gemms)
+    assert same == computed
+
+
+def test_without_the_stored_report_it_is_made_again(shared: tuple[Shared, Any, Any]):
+    """Inductor's caches alone know nothing of reports: the graph is traced, not compiled."""
+    directory, first, computed = shared
+    stored = directory.caches / "mxcompile"
+    assert [*stored.glob("*.json")]
+    shutil.rmtree(stored)
+    again, same = directory.run(ALL)
+    assert again.summary.cache == "hit"
+    assert lasting(again) == lasting(first)
+    assert same == computed
+
+
+def test_a_changed_policy_file_changes_the_result(shared: tuple[Shared, Any, Any]):
+    """The file's name is the same; so is everything Dynamo sees."""
+    directory, first, computed = shared
+    changed, other = directory.run(FIRST_KEPT)
+    assert precisions(first) == {("0", "mxfp8"), ("2", "mxfp8")}
+    assert precisions(changed) == {("0", "bf16"), ("2", "mxfp8")}
+    assert changed.summary.cache == "miss"
+    assert other["sum"] != computed["sum"]
+
+
+def test_a_damaged_stored_report_counts_as_none(shared: tuple[Shared, Any, Any]):
+    directory, first, _ = shared
+    for file in (directory.caches / "mxcompile").glob("*.json"):
+        file.write_text('{"gemms": [', encoding="utf-8")
+    again, _ = directory.run(ALL)
+    assert again.summary.cache == "hit"
+    assert lasting(again) == lasting(first)
+
+
+def test_the_cache_key_covers_all_modules():
+    """Also in a checkout, where the passes and the lowering are behind links."""
+    names = {file.parts[-2:] for file in sources()}
+    assert {("passes", "rewrite.py"), ("lowering", "casts.py"), ("mxcompile", "ops.py")} <= names
+    assert len(set(sources())) == len(sources())
