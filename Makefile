@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint check clean
+.PHONY: demo test lint check gpu gpu-tests gpu-kernels gpu-training bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxcompile demo
@@ -18,6 +18,24 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 check: lint test
+
+# All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
+GPU_PYTHON ?= $(PYTHON)
+
+gpu: gpu-tests gpu-kernels gpu-training
+
+gpu-tests:
+	$(GPU_PYTHON) -m pytest -m gpu -rs tests
+
+gpu-kernels:
+	$(GPU_PYTHON) benchmarks/gpu_kernels.py
+
+gpu-training:
+	$(GPU_PYTHON) benchmarks/gpu_training.py
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/compile_time.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo_out
