@@ -25,7 +25,7 @@ class Launch:
     options: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Launch on the current stream and device, which must be the tensors'; nothing if the grid is empty."""
+        """Launch on the current stream and device, the tensors'; nothing if the grid is empty."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
