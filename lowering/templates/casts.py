@@ -1,7 +1,8 @@
 """Inductor template of the casts: one read of a matrix, its MX copy in rows, in columns or in both.
 
     x[m, n]  →  codes and scale bytes                     the cast itself is ``lowering.kernels.tiles``
-    x        ←  prologue                                  the producer, computed where x would be loaded
+    x        ←  prologue                                  the producer, computed where x would be loaded and
+                                                          rounded to the dtype it would be stored in
 
 A template has one output; the other results are buffers it writes to. The tile always holds whole blocks of
 32, masked past the ends of the matrix, so that no two programs share a block.
@@ -22,6 +23,7 @@ from torch._inductor.select_algorithm import (
     autotune_select_algorithm,
     realize_inputs,
 )
+from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
@@ -50,6 +52,7 @@ from mxcompile.lowering.kernels import tiles
     mask = (idx_m < M) & (idx_n < N)
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
                  index_shape=("BLOCK_M", "BLOCK_N"))}}
+    x = x.to(DTYPE)
     blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
     blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
     num_blocks_m = (M + 31) // 32
@@ -144,6 +147,7 @@ def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, 
         BLOCK_N=config.block_n,
         ROWWISE=layout != "columnwise",
         COLUMNWISE=layout != "rowwise",
+        DTYPE=triton_type(x.get_dtype()),
         ELEM=repr(elem_type(elem_dtype).name),
         ROUNDING=repr(rounding),
         NATIVE=target.encodes_fp8,

@@ -1,0 +1,91 @@
+"""What the code generated for a GPU computes: run in Triton's interpreter, held to the reference casts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from eager import NVIDIA, product
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxcompile.offline import codegen
+
+HERE = Path(__file__).parent
+
+
+class FeedForward(nn.Module):
+    """x + down(silu(gate(norm x)) · up(norm x)), with a bias on the way out."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _expected(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """The same with the reference casts, rounding to BF16 where a kernel stores: what is fused stays FP32.
+
+    The norm is quantized from the FP32 it computes in, the widest value of it that the graph holds.
+    """
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+    gated = F.silu(_linear(y, gate).float()) * _linear(y, up).float()
+    out = product(gated.to(x.dtype), down.t(), NVIDIA, torch.float32)
+    return (out + bias.float() + wide).to(x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return product(x, weight.t(), NVIDIA, weight.dtype)
+
+
+def _interpret(folder: Path) -> list[Tensor]:
+    paths = [str(HERE.parent / "triton_interpreter"), str(HERE.parent)]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_interpreted.py"), str(folder)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return torch.load(folder / "results.pt")
+
+
+def test_a_feed_forward_layer(tmp_path):
+    """Tokens and widths that are no multiples of 32, of a tile or of the other layout's blocks."""
+    tokens, width, hidden = 70, 72, 104
+    model = FeedForward(width, hidden).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():  # blocks of many binades
+            parameter.normal_().mul_(torch.exp2(torch.randint(-6, 2, parameter.shape)))
+    x = torch.randn(tokens, width).mul_(torch.exp2(torch.randint(-8, 8, (tokens, 1)))).to(torch.bfloat16)
+    x.requires_grad_()
+    result = codegen(model, x, target="sm_100", out_dir=tmp_path)
+    assert (
+        len({launch.kernel for launch in result.launches if "mx.quantize_both.default" in launch.operators})
+        > 1
+    )
+
+    expected = _expected(x, *model.parameters())
+    gradient = torch.randn_like(expected)
+    norm, *others = model.parameters()
+    inputs = [norm, x, *others]  # in the order of their first use
+    wanted = torch.autograd.grad(expected, inputs, gradient)
+    torch.save(inputs, tmp_path / "inputs.pt")
+    torch.save(gradient, tmp_path / "gradient.pt")
+    out, *gradients = _interpret(tmp_path)
+    assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
+    for computed, reference in zip(gradients, wanted, strict=True):
+        assert sqnr_db(reference, computed) > 100
