@@ -13,9 +13,11 @@ import pytest
 from made_reports import kept, report, whole_report
 
 from mxcompile.errors import OptionError
+from mxcompile.formats import E4M3, E5M2, Rounding, Tile
+from mxcompile.policy import Gemm, Precision
 from mxcompile.report import Report
 from mxcompile.report.record import SCHEMA
-from mxcompile.report.schema import SCHEMA_FILE, json_schema
+from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
 
 REPORTS = [whole_report(), report(kept()), Report.of([], target="", policy="")]
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
@@ -46,6 +48,14 @@ def test_json_carries_its_schema():
 def test_the_published_schema_is_that_of_the_classes():
     """``mxcompile.report.schema.publish()`` writes it anew."""
     assert json.loads(SCHEMA_FILE.read_text(encoding="utf-8")) == json_schema(Report, SCHEMA)
+
+
+def test_the_words_are_those_of_policies():
+    assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
+    assert set(CHOICES["GemmRecord", "precision"]) == set(Precision)
+    assert set(CHOICES["OperandFormat", "rounding"]) == set(map(str, Rounding))
+    assert set(CHOICES["OperandFormat", "block"]) == set(map(str, Tile))
+    assert set(CHOICES["OperandFormat", "elem"]) == {E4M3.name, E5M2.name}
 
 
 def test_the_published_schema_is_a_schema():
