@@ -22,16 +22,16 @@ class Source:
 
     def error(self, path: Path, message: str) -> PolicyError:
         """A `PolicyError` that names `path` and, for a file, its line."""
-        line = self._line(path)
+        line = self.line(path)
         place = f"{self.label}:{line}" if line else self.label
         return PolicyError(f"{place}: {_dotted(path)}{message}")
 
     def sentence(self, path: Path, message: str) -> str:
         """`message` with `path` and, for a file, its line."""
-        line = self._line(path)
+        line = self.line(path)
         return f"{f'line {line}: ' if line else ''}{_dotted(path)}{message}"
 
-    def _line(self, path: Path) -> int:
+    def line(self, path: Path) -> int:
         """Where `path` begins, or the innermost part of it that is known; 0 without lines."""
         ends = range(len(path), -1, -1)
         return next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), 0)
@@ -80,14 +80,22 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     for index, raw in enumerate(raw_rules):
         rule = _parse_rule(raw, ("rules", index), source)
         earlier = shadows.add(rule.match)
-        if earlier is not None:
+        if earlier:
             raise source.error(
                 ("rules", index),
                 f"rule {index + 1} can never fire: everything it matches is taken by"
-                f" {earlier}; move it up or remove it",
+                f" {_named_rules(earlier, source)}; move it up or remove it",
             )
         rules.append(rule)
     return preset, tuple(rules)
+
+
+def _named_rules(numbers: tuple[int, ...], source: Source) -> str:
+    """``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
+    lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
+    plural = "s" * (len(numbers) > 1)
+    place = f" (line{plural} {', '.join(lines)})" if lines else ""
+    return f"rule{plural} {_words(numbers)}{place}"
 
 
 def _parse_rule(raw: Any, path: Path, source: Source) -> Rule:

@@ -27,14 +27,12 @@ class Shadows:
         self._earlier: list[_Known] = []
         self._steps = 0
 
-    def add(self, match: Match) -> str | None:
-        """``"rule 1"`` or ``"rules 1, 3"`` that together cover `match`; None if it is a rule like any."""
+    def add(self, match: Match) -> tuple[int, ...]:
+        """Numbers of the rules, from 1, that together cover `match`; none if it is a rule like any."""
         covering = self._covering(match)
         if not covering:
             self._earlier.append(_Known(match))
-            return None
-        numbers = ", ".join(str(index) for index in sorted(covering))
-        return f"rule {numbers}" if len(covering) == 1 else f"rules {numbers}"
+        return tuple(sorted(covering))
 
     def _covering(self, match: Match) -> set[int]:
         """Numbers of the rules that cover `match`; none if they do not, or it is too much to tell."""

@@ -93,7 +93,9 @@ def test_a_rule_that_others_leave_nothing_is_listed(tmp_path: Path):
     second = {**FILES["te"]["s"], "layers": {"layer_types": ["fc1_proj"]}}
     made = imported(yaml.safe_dump({**FILES["te"], "t": second}), tmp_path)
     assert len(made.policy.rules) == 1
-    assert any("t.layers: never reached: rule 1 of the policy takes all of it" in note for note in made.notes)
+    assert any(
+        "t.layers: never reached: all of it is taken by rule 1 of the policy" in note for note in made.notes
+    )
 
 
 def test_the_command_writes_the_policy_and_lists_what_it_lacks(tmp_path: Path, monkeypatch, capsys):

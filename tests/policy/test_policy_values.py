@@ -123,7 +123,7 @@ def readable(rules: list[Rule]) -> tuple[Rule, ...]:
     shadows = Shadows()
     for candidate in rules:
         quantizes_products = candidate.use.asks_mxfp8 and ATTENTION_PRODUCTS & {*candidate.match.role}
-        if not quantizes_products and shadows.add(candidate.match) is None:
+        if not quantizes_products and not shadows.add(candidate.match):
             kept.append(candidate)
     return tuple(kept)
 

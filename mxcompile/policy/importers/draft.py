@@ -70,8 +70,9 @@ class Draft:
         if raw in self._rules:
             return
         earlier = self._shadows.add(rule.match)
-        if earlier is not None:
-            self.note(path, f"never reached: {earlier} of the policy takes all of it")
+        if earlier:
+            rules = f"rule {earlier[0]}" if len(earlier) == 1 else f"rules {', '.join(map(str, earlier))}"
+            self.note(path, f"never reached: all of it is taken by {rules} of the policy")
             return
         self._rules.append(raw)
         self._origins.append(origin)
