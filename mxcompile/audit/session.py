@@ -1,37 +1,27 @@
-"""One model, captured and taken through the passes once, and run as often as asked for.
+"""One model, captured once and run as often as asked for (see `graphs`).
 
-    Dynamo ─▶ AOTAutograd joint graph ─▶ all passes ─▶ marks ─▶ partitioner ─▶ interpreter
-
-This is the way of `mxcompile.backend` up to code generation. Every run may have other GEMMs in MXFP8; they
-need no new graphs. Outputs are compared, gradients are computed and thrown away.
+Every run may have other GEMMs in MXFP8. Outputs are compared, gradients are computed and thrown away, and the
+model is left as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves
 
-from mxcompile.audit.interpreter import Interpreter, Run
+from mxcompile.audit.graphs import Graphs
+from mxcompile.audit.interpreter import Run
 from mxcompile.audit.keep import Kept, fresh, uncompiled
-from mxcompile.audit.sites import Sites, mark
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
-from mxcompile.decompositions import table
+from mxcompile.audit.sites import Sites
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.options import Options
 from mxcompile.policy import Policy
 from mxcompile.report import Report
@@ -71,21 +61,17 @@ class Session:
             raise ModelError(f"an audit takes a torch.nn.Module, found {type(model).__name__}")
         self.model: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
         self.options = Options.parse(None, {"policy": policy})
-        self.sites = Sites()
         self._arguments = (tuple(args), dict(kwargs))
         self._loss_fn = loss_fn
-        self._compilations: list[Compilation] = []
-        self._compiled = torch.compile(self.model, backend=self._compile)
-        self._run = Run(quantized=lambda _: False)
-        self._kept: Kept | None = None
+        self._graphs = Graphs(self.model, self.options)
+        self._compiled = torch.compile(self.model, backend=self._graphs)
 
     def run(self, run: Run, *, backward: bool = False) -> Outcome:
         """Run the model once as `run` says, with backward if there is a loss to start from.
 
         Raises `ModelError` if the model cannot be traced or fails.
         """
-        self._run = run
-        with self._untouched():
+        with self._untouched(run):
             args, kwargs = fresh(self._arguments)
             output = self._call(args, kwargs)
             loss = self._loss(output)
@@ -100,24 +86,27 @@ class Session:
                 gradients=gradients,
             )
 
+    @property
+    def sites(self) -> Sites:
+        """What can be observed in the graphs captured so far: none before the first run."""
+        return self._graphs.sites
+
     def report(self) -> Report:
         """What the passes did, for every graph."""
-        parts = [dataclasses.replace(compilation.part, cache="off") for compilation in self._compilations]
-        targets = [compilation.target.name for compilation in self._compilations]
-        return Report.of(parts, target=targets[0] if targets else AUTO, policy=self.options.policy.label)
+        graphs = self._graphs
+        return Report.of(graphs.parts, target=graphs.target, policy=self.options.policy.label)
 
     # -- running -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """The model is as it was, after."""
-        self._kept = Kept(self.model)
+    def _untouched(self, run: Run) -> Iterator[None]:
+        """The graphs do what `run` says in here; the model is as it was, after."""
+        kept = Kept(self.model)
         try:
-            with uncompiled(self.model), _apart_from_others():
+            with uncompiled(self.model), _apart_from_others(), self._graphs.during(run, kept):
                 yield
         finally:
-            self._kept.restore()
-            self._kept = None
+            kept.restore()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -140,62 +129,6 @@ class Session:
         """What a training step computes gradients of."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return [tensor for tensor in (*self.model.parameters(), *given) if tensor.requires_grad]
-
-    # -- capturing ---------------------------------------------------------------------------------
-
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A Dynamo backend: passes and marks, and an interpreter in the place of code."""
-        found = capture(gm, example_inputs, self.model)
-        target = resolve(self.options.target, found.device)
-        options = dataclasses.replace(self.options, target=target.name)
-        compilation = Compilation(options, found, gm, target)
-        self._compilations.append(compilation)
-        written: list[int] = []
-
-        def passes(graph: fx.Graph) -> None:
-            compilation.run_passes(graph)
-            mark(graph, self.sites)
-
-        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            passes(joint.graph)
-            return min_cut_rematerialization_partition(joint, inputs, **options)
-
-        def backward(graph: fx.GraphModule, _: Any) -> Any:
-            interpreter = Interpreter(graph, self.sites, lambda: self._run)
-            return make_boxed_func(lambda *args: interpreter.run(*args))
-
-        def forward(graph: fx.GraphModule, _: Any) -> Any:
-            written.extend(_written_inputs())
-            return backward(graph, _)
-
-        def inference(graph: fx.GraphModule, inputs: Any) -> Any:
-            passes(graph.graph)
-            return forward(graph, inputs)
-
-        compiled = aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=backward,
-            inference_compiler=inference,
-            partition_fn=partition,
-            decompositions=table(),
-        )(gm, example_inputs)
-
-        def call(*args: Any) -> Any:
-            assert self._kept is not None
-            for index in written:
-                self._kept.add(args[index])
-            return compiled(*args)
-
-        return call
-
-
-def _written_inputs() -> list[int]:
-    """Positions of the inputs that the graph being compiled changes."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
-        return []
-    return [index for index, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import models
@@ -120,6 +122,15 @@ def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
             assert all(torch.equal(gradients[name], grad) for name, grad in found.items()), label
     assert not torch.equal(seen["ocp"][0], seen["bf16"][0])
     assert len(runs["ocp, observed"].products) == len(session.sites.products)
+
+
+def test_the_model_is_not_kept_alive() -> None:
+    model, x = Busy(), torch.randn(16, 40)
+    audit(model, x, torch.zeros(3), policy=EVERYTHING)
+    alive = weakref.ref(model), weakref.ref(x)
+    del model, x
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 def test_no_report_is_left_behind() -> None:

@@ -1,0 +1,119 @@
+"""The graphs of a model, on the way of a compile up to code generation, then run node by node.
+
+    Dynamo ─▶ AOTAutograd joint graph ─▶ all passes ─▶ marks ─▶ partitioner ─▶ interpreter
+
+What Dynamo keeps of this must not keep the model alive: it is referred to weakly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+
+from mxcompile.audit.interpreter import Interpreter, Run
+from mxcompile.audit.keep import Kept
+from mxcompile.audit.sites import Sites, mark
+from mxcompile.capture import capture
+from mxcompile.compilation import Compilation
+from mxcompile.decompositions import table
+from mxcompile.lowering.targets import AUTO, resolve
+from mxcompile.options import Options
+from mxcompile.report import Part
+
+
+class Graphs:
+    """A Dynamo backend that captures the graphs of `model` and runs them as `during` says.
+
+    sites: what can be observed in them. parts: what the passes did, by graph. target: they were made for.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.sites = Sites()
+        self.parts: list[Part] = []
+        self.target = AUTO
+        self._model = weakref.ref(model)
+        self._options = options
+        self._now: tuple[Run, Kept] | None = None
+
+    @contextmanager
+    def during(self, run: Run, kept: Kept) -> Iterator[None]:
+        """The graphs do what `run` says in here, and tell `kept` of inputs before they change them."""
+        self._now = run, kept
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _running(self) -> tuple[Run, Kept]:
+        assert self._now is not None
+        return self._now
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Take `gm` through the passes. Called by Dynamo."""
+        found = capture(gm, example_inputs, self._model())
+        target = resolve(self._options.target, found.device)
+        compilation = Compilation(dataclasses.replace(self._options, target=target.name), found, gm, target)
+        compiled, written = self._interpreted(compilation, gm, example_inputs)
+        self.target = target.name
+        self.parts.append(dataclasses.replace(compilation.part, cache="off"))
+
+        def call(*args: Any) -> Any:
+            _, kept = self._running()
+            for index in written:
+                kept.add(args[index])
+            return compiled(*args)
+
+        return call
+
+    def _interpreted(
+        self, compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> tuple[Callable[..., Any], list[int]]:
+        """`gm` differentiated and rewritten, and the positions of the inputs it changes."""
+        written: list[int] = []
+
+        def passes(graph: fx.Graph) -> None:
+            compilation.run_passes(graph)
+            mark(graph, self.sites)
+
+        def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+            passes(joint.graph)
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+
+        def backward(graph: fx.GraphModule, _: Any) -> Any:
+            interpreter = Interpreter(graph, self.sites, lambda: self._running()[0])
+            return make_boxed_func(lambda *args: interpreter.run(*args))
+
+        def forward(graph: fx.GraphModule, _: Any) -> Any:
+            written.extend(_written_inputs())
+            return backward(graph, _)
+
+        def inference(graph: fx.GraphModule, inputs: Any) -> Any:
+            passes(graph.graph)
+            return forward(graph, inputs)
+
+        compiled = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=table(),
+        )(gm, example_inputs)
+        return compiled, written
+
+
+def _written_inputs() -> list[int]:
+    """Positions of the inputs that the graph being compiled changes."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return []
+    return [index for index, info in enumerate(metadata.input_info) if info.mutates_data]
