@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
+from mxcompile import explain
 from mxcompile.cli import main
+from mxcompile.errors import PolicyError
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, OperandFormat
@@ -313,3 +317,25 @@ def test_layers_of_a_report_are_those_of_its_forward_gemms():
         for gemm in ("fprop", "dgrad", "wgrad")
     ]
     assert layers_of(gemms) == (Layer(name="a", role=Role.QKV, module="Linear", m=1, n=2, k=3),)
+
+
+def test_a_look_at_a_model_fails_on_mistakes_and_only_warns_of_near_misses(caplog):
+    block = nn.Sequential(nn.Linear(64, 250), nn.GELU(), nn.Linear(250, 64))
+    near = [rule(min_k=256, role="ffn_out"), rule(name="re:[01]")]
+    over = {"version": 1, "preset": "bf16", "rules": [rule(min_k=60, name=["0", "2"]), *near]}
+    caplog.set_level("WARNING", logger="mxcompile.rules")
+    with pytest.raises(PolicyError) as caught:
+        explain(block, torch.zeros(8, 64), policy=over)
+    assert str(caught.value).splitlines() == [
+        "policy: rule 2 matched no layer: 2 below min_k 256 (k=250)",
+        "policy: rule 3 decides nothing: 0 went to rule 1; move it up",
+    ]
+    caplog.clear()
+    only_near = {"version": 1, "preset": "bf16", "rules": [rule(min_n=70, name="*")]}
+    report = explain(block, torch.zeros(8, 64), policy=only_near)
+    assert {gemm.precision for gemm in report.gemms if gemm.name == "0"} == {"mxfp8"}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "policy: rule 1: 2 below min_n 70 (n=64), just under, and no other rule decides;"
+        " lower the limit or add a rule"
+    )
