@@ -6,48 +6,35 @@ Text is at most 120 columns wide: layer names that do not fit lose their middle.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 
-from tabulate import MIN_PADDING, tabulate
-
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.text import Table, bullets, drawn, escaped, fitted, wrapped
 
-WIDTH = 120
-
-_GEMM_HEADERS = ("layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error")
-_TENSOR_HEADERS = ("layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "cut", "2^")
+_GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
+_TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "cut", "2^"]
 _GEMM_TITLE = "Outputs of GEMMs against FP32, worst first: SQNR in dB, relative error"
 _TENSOR_TITLE = (
     "Casts, worst first: SQNR in dB, relative error, shares cast to zero and cut off, exponents of the scales"
 )
-_Row = list[str]
 
 
 def to_text(numerics: Numerics, rows: int | None = None) -> str:
     """`numerics` for a terminal; of each table at most `rows` rows."""
-    lines = [
-        line
-        for fact in _facts(numerics)
-        for line in textwrap.wrap(fact, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    ]
-    for title, headers, table in _tables(numerics):
-        shown = _fitted(headers, table[:rows])
-        lines += ["", title, "", _drawn(headers, shown, "simple")]
-        if len(shown) < len(table):
-            lines.append(f"… and {len(table) - len(shown)} better ones")
+    lines = wrapped(_facts(numerics))
+    for title, (headers, *found) in _tables(numerics):
+        lines += ["", title, "", drawn(fitted([headers, *found[:rows]], ("layer",)), "simple")]
+        if rows is not None and len(found) > rows:
+            lines.append(f"… and {len(found) - rows} better ones")
     return "\n".join(lines)
 
 
 def to_markdown(numerics: Numerics) -> str:
     """`numerics` for a pull request."""
     headline, *facts = _facts(numerics)
-    parts = [f"### {headline}"]
-    if facts:
-        parts.append("\n".join(f"- {fact}" for fact in facts))
-    for title, headers, table in _tables(numerics):
-        escaped = [[cell.replace("|", "\\|") for cell in row] for row in table]
-        parts += [title, _drawn(headers, escaped, "github")]
+    parts = [f"### {headline}", *([bullets(facts)] if facts else [])]
+    for title, table in _tables(numerics):
+        parts += [title, drawn(escaped(table), "github")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,18 +55,17 @@ def _facts(numerics: Numerics) -> list[str]:
     return facts + [f"note: {' '.join(note.split())}" for note in numerics.notes]
 
 
-def _tables(numerics: Numerics) -> list[tuple[str, Sequence[str], list[_Row]]]:
-    tables: list[tuple[str, Sequence[str], list[_Row]]] = []
+def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
+    """Titles and tables, headers first."""
+    tables: list[tuple[str, Table]] = []
     if numerics.gemms:
-        rows = [_gemm(gemm) for gemm in numerics.worst_gemms()]
-        tables.append((_GEMM_TITLE, _GEMM_HEADERS, rows))
+        tables.append((_GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, numerics.worst_gemms())]))
     if numerics.tensors:
-        rows = [_tensor(tensor) for tensor in numerics.worst_tensors()]
-        tables.append((_TENSOR_TITLE, _TENSOR_HEADERS, rows))
+        tables.append((_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]))
     return tables
 
 
-def _gemm(gemm: GemmNumerics) -> _Row:
+def _gemm(gemm: GemmNumerics) -> list[str]:
     size = f"{gemm.m}×{gemm.n}×{gemm.k}"
     return [
         _named(gemm.name, 0, gemm.calls),
@@ -93,7 +79,7 @@ def _gemm(gemm: GemmNumerics) -> _Row:
     ]
 
 
-def _tensor(tensor: TensorNumerics) -> _Row:
+def _tensor(tensor: TensorNumerics) -> list[str]:
     square = "" if tensor.block == "1x32" else f" {tensor.block}"
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
@@ -133,22 +119,3 @@ def _range(histogram: Sequence[tuple[int, int]]) -> str:
     exponents = [byte - 127 for byte in bytes_ - {0, 255}]
     words = [f"{min(exponents)}…{max(exponents)}"] if exponents else []
     return ", ".join(words + [word for byte, word in ((0, "0"), (255, "NaN")) if byte in bytes_])
-
-
-def _drawn(headers: Sequence[str], rows: list[_Row], form: str) -> str:
-    return tabulate(rows, headers=headers, tablefmt=form, disable_numparse=True)
-
-
-def _fitted(headers: Sequence[str], rows: list[_Row]) -> list[_Row]:
-    """`rows` with the first cell shortened to what the others leave of `WIDTH`."""
-    columns = zip(headers, *rows, strict=True)
-    others = [max(len(header) + MIN_PADDING, *map(len, cells)) for header, *cells in columns][1:]
-    room = WIDTH - sum(others) - 2 * len(others)
-    return [[_shortened(row[0], room), *row[1:]] for row in rows]
-
-
-def _shortened(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    tail = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - tail]}…{text[-tail:]}"

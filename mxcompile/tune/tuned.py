@@ -17,6 +17,7 @@ from mxcompile.audit import Audit
 from mxcompile.audit.text import decibels
 from mxcompile.policy import Gemm, Layer, Match, Policy, Precision, Role, Rule, Use
 from mxcompile.report import GemmRecord, Report
+from mxcompile.report.text import wrapped
 from mxcompile.tune.bounds import Bounds
 
 _WIDTH = 110
@@ -54,7 +55,7 @@ class Tuned:
     met: bool
 
     def __str__(self) -> str:
-        lines = [_wrapped(fact) for fact in self._facts()]
+        lines = wrapped(self._facts())
         if self.exempt:
             rows = [
                 [_tail(e.name), ", ".join(e.gemms), f"{e.flop_share:.1%}", textwrap.fill(e.reason, 50)]
@@ -154,10 +155,6 @@ def _dumped(data: Any) -> str:
 
 def _comment(text: str) -> str:
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _tail(name: str) -> str:
