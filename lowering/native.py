@@ -14,8 +14,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates.configs import products
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -29,10 +30,21 @@ class Native:
 
     def apply(self, graph: fx.Graph) -> None:
         """Name the kernel in the tags of the products that stay."""
-        kernel = f"mx_scaled_mm ({self.target.mma})"
         for node in graph.nodes:
             if packet(node) is ops.scaled_mm.overloadpacket and _runs(node):
+                kernel = f"mx_scaled_mm {self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+
+    def _config(self, node: fx.Node) -> str:
+        """The tile the template takes, or that Inductor is to choose one."""
+        out = tensor(node)
+        assert out is not None
+        tiles = products(self.target.name, hint(out.shape[0]))
+        if len(tiles) > 1:
+            return f"autotuned of {len(tiles)}"
+        ((swap, tile),) = tiles
+        shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+        return f"{shape} swapped" if swap else shape
 
 
 def _runs(node: fx.Node) -> bool:

@@ -30,8 +30,9 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering import casts
-from mxcompile.lowering.kernels.configs import QUANTIZE, Absent, chosen
+from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
+from mxcompile.lowering.templates import configs
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import tiles
@@ -134,7 +135,7 @@ def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, 
     for other in others:
         other.realize()
     inputs = [x, *(other.data for other in others)]
-    config = chosen(QUANTIZE, "quantize", target).of(layout, torch.float32.itemsize)  # prologues are FP32
+    tile = configs.cast(target, layout)
     choices: list[Any] = []
     error = TEMPLATE.maybe_append_choice(
         choices,
@@ -142,9 +143,9 @@ def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, 
         layout=ir.FixedLayout(device, elem_dtype, [m, n]),
         mutated_inputs=inputs[1:],
         num_stages=1,
-        num_warps=config.num_warps,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        num_warps=tile.num_warps,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         ROWWISE=layout != "columnwise",
         COLUMNWISE=layout != "rowwise",
         DTYPE=triton_type(x.get_dtype()),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 
-import torch
+from torch._inductor import config
 
-from mxcompile.lowering.kernels.configs import SCALED_MM, Absent, MatmulConfig
-from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.kernels.configs import QUANTIZE, SCALED_MM, Absent, MatmulConfig, TileConfig, chosen
+from mxcompile.lowering.targets import Target
 
 _WARPS = 8  # an epilogue holds more than the accumulator: half of it a thread leaves room for that
 
@@ -39,9 +40,16 @@ _MORE: dict[str, tuple[MatmulConfig, ...]] = {
 """What autotuning tries beside the defaults, for many rows."""
 
 
-def products(device: torch.device, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
-    """Tiles for a product with `rows` rows, and whether its operands are swapped; the default first."""
-    name = of_device(device).name
+def products(name: str, rows: int) -> list[tuple[bool, MatmulConfig]]:
+    """Whether to swap the operands of a product with `rows` rows, and its tile, on the target called `name`.
+
+    The default; where Inductor is told to autotune, others after it.
+    """
+    found = _products(name, rows)
+    return list(found) if config.max_autotune or config.max_autotune_gemm else [next(found)]
+
+
+def _products(name: str, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
     row = SCALED_MM.get(name)
     if row is None or isinstance(row, Absent):
         yield False, _ANY
@@ -51,3 +59,13 @@ def products(device: torch.device, rows: int) -> Iterator[tuple[bool, MatmulConf
         yield False, replace(row.many, num_warps=_WARPS)
         for tile in _MORE.get(name, ()):
             yield False, tile
+
+
+_PER_THREAD = 64  # elements: a producer computed in the same registers needs as many again
+
+
+def cast(target: Target, layout: str) -> TileConfig:
+    """The tile of a cast in `layout`, "rowwise", "columnwise" or "both", with room for its producer."""
+    tile = chosen(QUANTIZE, "quantize", target).of(layout, 2)
+    threads = ceil(tile.block_m * tile.block_n / _PER_THREAD)
+    return replace(tile, num_warps=max(tile.num_warps, threads // target.warp_size))

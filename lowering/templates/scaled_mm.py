@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._inductor import config, ir
+from torch._inductor import ir
 from torch._inductor.kernel.mm_common import mm_grid
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm, realize_inputs
@@ -25,6 +25,7 @@ from torch._inductor.virtualized import V
 from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.kernels.configs import MatmulConfig
+from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
 
 _SOURCE = r"""
@@ -136,7 +137,7 @@ def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) 
     m, n = layout.size
     k = operands[0].get_size()[1]
     sizes = V.graph.sizevars
-    for swap, tile in products(layout.device, sizes.optimization_hint(m)):
+    for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(m)):
         yield {
             **_blocks(tile, swap=swap),
             "EVEN_M": sizes.statically_known_multiple_of(m, tile.block_n if swap else tile.block_m),
@@ -146,8 +147,6 @@ def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) 
             "ELEM_A": repr(elements[0]),
             "ELEM_B": repr(elements[1]),
         }
-        if not (config.max_autotune or config.max_autotune_gemm):
-            return
 
 
 def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mxcompile.offline.binary import cross_compile
 from mxcompile.offline.driver import Driver, Generated
 from mxcompile.offline.result import CodegenResult, Kernel, Launch
 from mxcompile.offline.standin import stand_in
-from mxcompile.offline.wrapper import Call, read
+from mxcompile.offline.wrapper import Call, Module, read
 from mxcompile.ops import CASTS
 from mxcompile.options import Options
 from mxcompile.policy import Policy
@@ -67,7 +67,7 @@ def codegen(
         module = read(generated.source, generated.input_bytes)
         sources += [(phase, name, source) for name, source in module.kernels.items()]
         wrappers[phase] = generated.source
-        launches += _launches(phase, module.calls, generated)
+        launches += _launches(phase, module, generated)
     with stand_in(chip):
         kernels = tuple(
             Kernel(phase=phase, name=name, source=source, binary=cross_compile(name, source, chip))
@@ -98,14 +98,15 @@ def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
     return named
 
 
-def _launches(phase: str, calls: Sequence[Call], graph: Generated) -> list[Launch]:
+def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
     written_by: dict[str, str] = {}
     launches = []
-    for call in calls:
+    for call in module.calls:
         nodes = graph.origins.get(call.handle, ())
         operators = dict.fromkeys(graph.operators[node] for node in nodes if node in graph.operators)
         computed = tuple(name for name in operators if _packet(name) not in _MOVES)
-        tags = (tag for node in nodes for tag in graph.gemms.get(node, ()))
+        multiplies = "tl.dot" in module.kernels.get(call.kernel, "tl.dot")
+        tags = [tag for node in nodes for tag in graph.gemms.get(node, ()) if multiplies]
         only_casts = bool(computed) and all(_packet(name) in _CASTS for name in computed)
         launches.append(
             Launch(

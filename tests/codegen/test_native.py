@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import mxcompile
+
+HYBRID = {
+    "version": 1,
+    "preset": "hybrid",
+    "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}}],
+}
 BOTH = "mx.quantize_both.default"
 
 MMA = {
@@ -99,9 +107,6 @@ def _gates(launch):
 
 def test_a_product_that_cannot_is_dequantized_and_says_so(generated):
     """A batched product: the record names the kernel it runs instead."""
-    import torch
-
-    import mxcompile
 
     class Experts(torch.nn.Module):
         def __init__(self):
@@ -117,3 +122,25 @@ def test_a_product_that_cannot_is_dequantized_and_says_so(generated):
     (gemm,) = result.report.gemms
     assert (gemm.precision, gemm.kernel) == ("mxfp8", "aten.bmm (bfloat16, dequantized)")
     assert [launch.kernel for launch in result.launches if launch.gemms] == ["extern_kernels.bmm"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernel"),
+    [
+        (1, "mx_scaled_mm 128x32x256 swapped (tcgen05.mma block_scale)"),
+        (300, "mx_scaled_mm 128x128x128 (tcgen05.mma block_scale)"),
+    ],
+)
+def test_odd_sizes_stay_native(tokens, kernel):
+    """One token, widths of which 32 is no divisor, FP32 weights, E5M2 gradients."""
+    model = torch.nn.Sequential(torch.nn.Linear(72, 100), torch.nn.GELU(), torch.nn.Linear(100, 72)).to(
+        "meta"
+    )
+    result = mxcompile.codegen(model, torch.empty(tokens, 72), target="sm_100", policy=HYBRID)
+    assert {gemm.kernel for gemm in result.report.gemms if gemm.gemm == "fprop"} == {kernel}
+    products = [launch for launch in result.launches if launch.gemms]
+    assert len(products) == len(result.report.gemms) == 5
+    for launch in products:
+        assert all("block_scale" in name for name in result.kernel(launch).binary.mma)
+    assert not result.problems
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
