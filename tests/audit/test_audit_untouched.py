@@ -10,7 +10,9 @@ from typing import Any
 import models
 import pytest
 import torch
+from blocks import WIDTH, SwiGLU, features
 from eager_backend import EagerBackend
+from reference import sqnr_db
 from torch import Tensor, nn
 
 import mxcompile
@@ -122,6 +124,20 @@ def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
             assert all(torch.equal(gradients[name], grad) for name, grad in found.items()), label
     assert not torch.equal(seen["ocp"][0], seen["bf16"][0])
     assert len(runs["ocp, observed"].products) == len(session.sites.products)
+
+
+def test_what_is_audited_is_what_a_compile_computes() -> None:
+    """To the rounding of fused operators and the order of sums: far above what the casts cost."""
+    model, x = SwiGLU(), features(40, WIDTH)
+    with torch.no_grad():
+        session = Session(model, (x,), {}, policy=EVERYTHING)
+        audited = session.run(Run(quantized=lambda _: True)).logits
+        plain = session.run(Run(quantized=lambda _: False)).logits
+        compiled = torch.compile(model, backend="mxfp8", options={"policy": EVERYTHING})(x)
+    assert audited is not None
+    assert plain is not None
+    assert sqnr_db(compiled, audited) > 45
+    assert sqnr_db(plain, audited) < 32
 
 
 def test_the_model_is_not_kept_alive() -> None:
