@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor import config
 
@@ -17,26 +19,42 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering import casts as casts  # registers the lowerings of the casts
 from mxcompile.lowering.expand import Expand
-from mxcompile.lowering.native import Native
-from mxcompile.lowering.pair import Pair
-from mxcompile.lowering.prologues import Prologues
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import casts as cast_templates  # noqa: F401  registers the templates
-from mxcompile.lowering.templates import scaled_mm as scaled_mm  # registers the template
 
 log = logging.getLogger(__name__)
 
 
 def config_patches(target: Target, uuid: str) -> dict[str, Any]:
     """What Inductor's configuration needs for `target`. uuid: of mxcompile's code, for Inductor's caches."""
-    if not target.native:
+    if not target.native or _obstacle():
         return {}
+    from mxcompile.lowering.prologues import Prologues
+
     return {"_pre_fusion_custom_pass": Prologues(uuid, config._pre_fusion_custom_pass)}
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Why the templates cannot be used with the installed torch and Triton; "" if they can.
+
+    They build on parts of Inductor that are not public, and on Triton, which not every machine has.
+    """
+    try:
+        from mxcompile.lowering import native, pair, prologues  # noqa: F401
+        from mxcompile.lowering.templates import casts, scaled_mm  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning("MX GEMMs are dequantized: no templates with torch %s: %s", torch.__version__, error)
+        return f"no MX templates with torch {torch.__version__}: {error}"
+    return ""
 
 
 def run(graph: fx.Graph, target: Target) -> None:
     """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag."""
-    if target.native:
+    obstacle = _obstacle() if target.native else ""
+    if target.native and not obstacle:
+        from mxcompile.lowering.native import Native
+        from mxcompile.lowering.pair import Pair
+
         Native(target=target).apply(graph)
         Pair().apply(graph)
     Expand().apply(graph)
@@ -44,5 +62,7 @@ def run(graph: fx.Graph, target: Target) -> None:
         tags = tags_of(node)
         if tags and not tags[0].kernel:
             set_tag(node, *(replace(tag, kernel=str(packet(node))) for tag in tags))
+        elif obstacle and tags and tags[0].formats is not None:
+            set_tag(node, *(replace(tag, kernel=f"{tag.kernel}; {obstacle}") for tag in tags))
     graph.lint()
     log.debug("%s", Printed(graph, f"lowering for {target.name}"))

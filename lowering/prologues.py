@@ -14,12 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
+
+try:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+except ImportError:  # older torch: its cache knows a scheduler pass by the base of graph passes
+    from torch._inductor.custom_graph_pass import (  # type: ignore[assignment]
+        CustomGraphPass as CustomSchedulerPass,
+    )
 
 _MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mxcompile
+from mxcompile.lowering import pipeline
 
 HYBRID = {
     "version": 1,
@@ -144,3 +145,14 @@ def test_odd_sizes_stay_native(tokens, kernel):
         assert all("block_scale" in name for name in result.kernel(launch).binary.mma)
     assert not result.problems
     assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+
+
+def test_without_templates_operands_are_dequantized_and_the_record_says_why(monkeypatch):
+    monkeypatch.setattr(pipeline, "_obstacle", lambda: "no MX templates with torch 1.0: too old")
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    layer = torch.nn.Linear(64, 64, device="meta")
+    result = mxcompile.codegen(layer, torch.empty(64, 64), target="sm_100", training=False, policy=policy)
+    (gemm,) = result.report.gemms
+    assert gemm.precision == "mxfp8"
+    assert gemm.kernel.endswith("(float32, dequantized); no MX templates with torch 1.0: too old")
+    assert not any("dot_scaled" in kernel.source for kernel in result.kernels)
