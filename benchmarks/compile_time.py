@@ -79,9 +79,9 @@ def pass_time(layers: int) -> dict[str, Any]:
     """The passes alone over the joint graph of a deep model: per node the time must not grow."""
     nodes: list[int] = []
 
-    def counted(steps: Any, graph: torch.fx.Graph) -> float:
+    def counted(steps: Any, graph: torch.fx.Graph) -> None:
         nodes.append(len(graph.nodes))
-        return run(steps, graph)
+        run(steps, graph)
 
     run = pipeline.run
     model = nn.Sequential(*map(Block, range(layers)))

@@ -111,16 +111,18 @@ class Compilation:
             prefix=self.found.prefix,
             first_index=len(self._part.gemms),
         )
+        start = time.perf_counter()
         try:
-            elapsed_us = passes.run(steps, graph)
+            passes.run(steps, graph)
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
         held, in_bf16 = weight_bytes(graph, self._count)
+        drawn = outline(graph, self.found.inputs, self.found.prefix)
         self._traced = True
         self._update(
             gemms=(*self._part.gemms, *records(graph)),
-            outline=self._part.outline + outline(graph, self.found.inputs, self.found.prefix),
-            pass_time_us=self._part.pass_time_us + elapsed_us,
+            outline=self._part.outline + drawn,
+            pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6,
             weight_bytes=self._part.weight_bytes + held,
             weight_bytes_bf16=self._part.weight_bytes_bf16 + in_bf16,
             cache=_cache_state(),

@@ -1,4 +1,4 @@
-"""The order of the passes, and what surrounds each: timing, verification, printing.
+"""The order of the passes, and what surrounds each: verification, printing.
 
 ``TORCH_LOGS="+mxcompile.passes"`` prints the graph after every pass.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
@@ -56,13 +55,11 @@ def joint_passes(
     )
 
 
-def run(passes: Sequence[Pass], graph: fx.Graph) -> float:
-    """Apply `passes` to `graph` in order, verifying after each. Returns the time taken, in µs."""
-    start = time.perf_counter()
+def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
+    """Apply `passes` to `graph` in order, verifying after each."""
     decided = False
     for step in passes:
         step.apply(graph)
         decided = decided or isinstance(step, Decide)
         verify(graph, step.name, decided=decided)
         log.debug("%s", Printed(graph, step.name))
-    return (time.perf_counter() - start) * 1e6
