@@ -152,18 +152,9 @@ class TiledConfig:
 
 
 _NO_TENSOR_MEMORY = Absent(reason="no tensor memory; scaled_mm's pointer form is its fastest")
+# Warp-specialised, 256 columns take more tensor memory than there is with Triton 3.9.
 _TILED = (
     TiledConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=4, halvings=2),
-    TiledConfig(
-        block_m=128,
-        block_n=256,
-        block_k=128,
-        num_warps=8,
-        num_stages=3,
-        halvings=2,
-        warp_specialize=True,
-        since=(3, 7),
-    ),
     TiledConfig(
         block_m=128,
         block_n=128,

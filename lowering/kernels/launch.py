@@ -24,10 +24,15 @@ class Launch:
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def compiler_options(self) -> dict[str, int | bool]:
+        """All options: also whether a · b + c is one operation, whose default changes between Tritons."""
+        return {"enable_fp_fusion": True, **self.options}
+
     def run(self) -> None:
         """Launch on the current stream and device, the tensors'; nothing if the grid is empty."""
         if 0 not in self.grid:
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.compiler_options)
 
 
 def power_of_two(length: int, low: int, high: int) -> int:

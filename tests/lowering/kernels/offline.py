@@ -53,7 +53,7 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     backend = "hip" if isinstance(target.arch, str) else "cuda"
     gpu = GPUTarget(backend, target.arch, target.warp_size)
-    kernel = triton.compile(source, target=gpu, options=dict(launch.options))
+    kernel = triton.compile(source, target=gpu, options=launch.compiler_options)
     return _amd(kernel) if backend == "hip" else _nvidia(kernel)
 
 

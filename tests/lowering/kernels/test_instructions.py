@@ -34,7 +34,9 @@ MMA = {
     "gfx950": r"v_mfma_scale_f32_\d+x\d+x\d+_f8f6f4",
 }
 BF16_MMA = r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16|tcgen05\.mma\S*kind::f16|v_mfma_f32_\S*bf16"
-WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global|global_load_dwordx4|buffer_load_dwordx4"
+WIDE_LOAD = (
+    r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
+)
 WIDE_STORE = r"st\.global\S*\.v4\.b32|global_store_dwordx[24]|buffer_store_dwordx[24]"
 FORMS = {"fprop": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 TOKENS = {"few": 16, "many": 4096}
