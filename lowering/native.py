@@ -23,15 +23,16 @@ _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Native:
-    """target: the chip, one with an MX GEMM of its own."""
+    """target: the chip, one with an MX GEMM of its own. device: type of the device that stands for it."""
 
     target: Target
+    device: str
     name: ClassVar[str] = "native"
 
     def apply(self, graph: fx.Graph) -> None:
         """Name the kernel in the tags of the products that stay."""
         for node in graph.nodes:
-            if packet(node) is ops.scaled_mm.overloadpacket and _runs(node):
+            if packet(node) is ops.scaled_mm.overloadpacket and self._runs(node):
                 kernel = f"mx_scaled_mm {self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
 
@@ -46,11 +47,10 @@ class Native:
         shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         return f"{shape} swapped" if swap else shape
 
-
-def _runs(node: fx.Node) -> bool:
-    out, a = tensor(node), tensor(node.args[0])
-    if out is None or a is None or out.dtype not in _OUTPUTS:
-        return False
-    if a.ndim != 2 or a.device.type != "cuda":
-        return False
-    return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[1]))
+    def _runs(self, node: fx.Node) -> bool:
+        out, a = tensor(node), tensor(node.args[0])
+        if out is None or a is None or out.dtype not in _OUTPUTS:
+            return False
+        if a.ndim != 2 or a.device.type != self.device:
+            return False
+        return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[1]))

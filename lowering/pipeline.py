@@ -48,14 +48,17 @@ def _obstacle() -> str:
     return ""
 
 
-def run(graph: fx.Graph, target: Target) -> None:
-    """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag."""
+def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
+    """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag.
+
+    device: where the tensors of the graph are that stand for the target's; a graph may have others.
+    """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
         from mxcompile.lowering.native import Native
         from mxcompile.lowering.pair import Pair
 
-        Native(target=target).apply(graph)
+        Native(target=target, device=device.type).apply(graph)
         Pair().apply(graph)
     Expand().apply(graph)
     for node in graph.nodes:

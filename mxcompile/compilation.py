@@ -150,7 +150,7 @@ class Compilation:
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""
         start = time.perf_counter()
-        lowering.run(graph, self.target)
+        lowering.run(graph, self.target, self.found.device)
         self._lowered = True
         self._update(
             gemms=_with_kernels(self._part.gemms, graph),

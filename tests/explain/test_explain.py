@@ -166,6 +166,17 @@ def test_attention_is_one_operator_on_every_target():
     assert all("flash_attention" in kernel and "for_cpu" not in kernel for kernel in kernels)
 
 
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [("sm_100", "tcgen05.mma"), ("sm_120", "mma.sync"), ("gfx950", "v_mfma_scale"), ("sm_90", "dequantized")],
+)
+def test_kernels_are_those_of_the_target(target, instruction):
+    report = mxcompile.explain(Model(), TOKENS, target=target)
+    kernels = {gemm.kernel for gemm in report.gemms if gemm.precision == "mxfp8"}
+    assert kernels
+    assert all(instruction in kernel for kernel in kernels), kernels
+
+
 def test_a_model_that_cannot_be_traced_says_why():
     class Broken(nn.Module):
         def forward(self, x):
