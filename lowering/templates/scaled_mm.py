@@ -1,7 +1,7 @@
 """Inductor template of ``mx.scaled_mm``: Triton's block-scaled dot, with whatever follows fused behind it.
 
-    acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)         in FP32
-    out       = epilogue(acc)            bias, activation, residual, gate, cast: Inductor's own, one rounding
+    acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
+    out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
 
 Operands are read where they are: each may be K-major or MN-major, scales are row-major bytes, no copy is
 transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm_common import mm_grid
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm, realize_inputs
 from torch._inductor.virtualized import V
 
@@ -29,7 +29,11 @@ from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
 
 _SOURCE = r"""
+{% if BIASED %}
+{{def_kernel("A", "SA", "B", "SB", "BIAS")}}
+{% else %}
 {{def_kernel("A", "SA", "B", "SB")}}
+{% endif %}
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     K = {{size("A", 1)}}
@@ -92,11 +96,17 @@ _SOURCE = r"""
 {% if SWAP %}
     idx_m = rm[None, :]
     idx_n = rn[:, None]
+{% if BIASED %}
+    acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
     mask = (idx_m < M) & (idx_n < N)
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
 {% else %}
     idx_m = rm[:, None]
     idx_n = rn[None, :]
+{% if BIASED %}
+    acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
     mask = (idx_m < M) & (idx_n < N)
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 {% endif %}
@@ -104,6 +114,7 @@ _SOURCE = r"""
 
 TEMPLATE = TritonTemplate(name="mx_scaled_mm", grid=mm_grid, source=_SOURCE)
 
+_EXPAND = lowerings[torch.ops.aten.expand.default]
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 _GROUP_M = 8
 
@@ -121,6 +132,12 @@ def lower_scaled_mm(
     elements = elem_type(a.get_dtype()).name, elem_type(b.get_dtype()).name
     operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]
     m, n = operands[0].get_size()[0], operands[2].get_size()[1]
+    if bias is not None and len(bias.get_size()) == 1:
+        operands.append(realize_inputs(_EXPAND(bias, [n])))
+    elif bias is not None:  # of every element its own: Inductor adds it
+        wide = lower_scaled_mm(a, scale_a, b, scale_b, None, torch.float32)
+        sum_: ir.TensorBox = to_dtype(_ADD(wide, bias), out_dtype)
+        return sum_
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
     choices: list[Any] = []
     for keywords in _choices(operands, layout, elements):
@@ -129,7 +146,7 @@ def lower_scaled_mm(
             raise error
     chosen: Any = autotune_select_algorithm("mx_scaled_mm", choices, operands, layout)
     out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
-    return out if bias is None else _ADD(out, bias)
+    return out
 
 
 def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) -> Iterator[dict[str, Any]]:
@@ -144,6 +161,7 @@ def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) 
             "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
             "EVEN_K": sizes.statically_known_multiple_of(k, tile.block_k),
             "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+            "BIASED": len(operands) > 4,
             "ELEM_A": repr(elements[0]),
             "ELEM_B": repr(elements[1]),
         }

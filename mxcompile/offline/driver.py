@@ -9,6 +9,7 @@ not loaded: its source is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -95,7 +96,7 @@ class Driver:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: keep the code that would run, and go on with fake results."""
-        found = capture(gm, example_inputs, self._model)
+        found = dataclasses.replace(capture(gm, example_inputs, self._model), device=DEVICE)
         compilation = Compilation(self._options, found, gm, self._target)
         patches = {**compilation.config_patches(), **_CONFIG}
         patches["joint_custom_pre_pass"] = GraphPass(functools.partial(_run_and_move, compilation), "codegen")

@@ -41,8 +41,8 @@ def _expected(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, b
     wide = x.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * norm.float()
     gated = F.silu(_linear(y, gate).float()) * _linear(y, up).float()
-    out = product(gated.to(x.dtype), down.t(), NVIDIA, torch.float32)
-    return (out + bias.float() + wide).to(x.dtype)
+    out = product(gated.to(x.dtype), down.t(), NVIDIA, torch.float32) + bias.float()
+    return (out.to(x.dtype).float() + wide).to(x.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
