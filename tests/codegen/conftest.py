@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from blocks import block
+from llama_block import block
 
 from mxcompile.offline import CodegenResult, codegen
 
