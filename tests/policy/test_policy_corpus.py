@@ -22,6 +22,10 @@ def written(folder: Path, text: str | bytes) -> Path:
     return path
 
 
+ENDLESS_S = 20
+"""Processor time after which a file counts as one that hangs its reader; the slowest takes about half a second."""
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_broken_policy_is_one_clear_error(name: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -30,7 +34,7 @@ def test_a_broken_policy_is_one_clear_error(name: str, tmp_path: Path, monkeypat
     start = time.process_time()
     with pytest.raises(PolicyError) as caught:
         Policy.load(path)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < ENDLESS_S
     error, message = caught.value, str(caught.value)
 
     place = f"{path}: " if broken.line is None else f"{path}:{broken.line}: "
@@ -75,7 +79,7 @@ def test_an_expression_that_backtracks_for_ever_is_not_tried_when_a_file_is_read
     path = written(tmp_path, shadowed(f"{{name: 're:{expression}'}}", f"{{name: {'a' * 40}c}}"))
     start = time.process_time()
     assert len(Policy.load(path).rules) == 2
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < ENDLESS_S
 
 
 @pytest.mark.parametrize(
