@@ -23,7 +23,7 @@ def written(folder: Path, text: str | bytes) -> Path:
 
 
 ENDLESS_S = 20
-"""Processor time after which a file counts as one that hangs its reader; the slowest takes about half a second."""
+"""Processor time after which a file counts as one that hangs its reader; the slowest takes half a second."""
 
 
 @pytest.mark.parametrize("name", CORPUS)
