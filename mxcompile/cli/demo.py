@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         f"Llama of {settings.layers} layers, {settings.width} wide, on {len(text.train):,} bytes of"
         f" Python source; {settings.steps} steps of {settings.batch}×{settings.length} bytes a run."
     )
-    print("Each run compiles first, which takes about a minute.\n")
+    print("Each run compiles first, which takes up to a minute.\n")
 
     runs: list[demo.Run] = []
     plans = [("bf16", "inductor", None), *((p.label, "mxfp8", p) for p in policies)]
