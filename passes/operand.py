@@ -43,11 +43,17 @@ def widest(node: fx.Node, builder: Builder) -> fx.Node:
     return result
 
 
+def _same_call(cast: fx.Node, before: fx.Node) -> bool:
+    """Whether one call in the model's code made both, a norm's say, which casts its result itself."""
+    outer, inner = (node.meta.get("source_fn_stack") or () for node in (cast, before))
+    return bool(outer) and outer[-1:] == inner[-1:]
+
+
 def _undoable(cast: fx.Node, before: fx.Node) -> bool:
     """Whether a cast is one the model makes, between floating-point dtypes."""
     source, result = tensor(before), tensor(cast)
     if source is None or result is None:
         return False
-    if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST:
+    if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST or _same_call(cast, before):
         return False
     return source.dtype in _FLOATS and result.dtype in _FLOATS and source.device == result.device

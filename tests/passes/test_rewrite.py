@@ -152,6 +152,16 @@ def test_master_weights_are_quantized_as_they_are_stored():
     assert set(read) == {"float32", "bfloat16"}
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_the_rounding_an_operator_ends_with_is_not_undone(norm):
+    """A norm computes in FP32 inside; what the model has of it is its BF16 result."""
+    backend = EagerBackend(policy=EVERYTHING)
+    model = nn.Sequential(norm(64), nn.Linear(64, 96)).bfloat16()
+    ir = step(model, features(20, 64).bfloat16().requires_grad_(), backend)
+    dtypes = dict(re.findall(r"^%(\w+): (\w+)\[", ir, re.MULTILINE))
+    assert {dtypes[name] for name in re.findall(r"mx\.quantize\.default\(%(\w+),", ir)} == {"bfloat16"}
+
+
 def test_products_with_a_contraction_of_one_go_back_to_multiplication():
     class Rotary(nn.Module):
         def __init__(self) -> None:
