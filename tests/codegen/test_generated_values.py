@@ -36,10 +36,11 @@ class FeedForward(nn.Module):
 def _expected(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
     """The same with the reference casts, rounding to BF16 where a kernel stores: what is fused stays FP32.
 
-    The norm is quantized from the FP32 it computes in, the widest value of it that the graph holds.
+    The norm is quantized from its BF16 result: the FP32 it computes in is not the model's.
     """
     wide = x.float()
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * norm.float()
+    y = normed.to(x.dtype).float().detach() + (normed - normed.detach())  # its gradient stays FP32
     gated = F.silu(_linear(y, gate).float()) * _linear(y, up).float()
     out = product(gated.to(x.dtype), down.t(), NVIDIA, torch.float32) + bias.float()
     return (out.to(x.dtype).float() + wide).to(x.dtype)
