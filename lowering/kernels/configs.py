@@ -219,10 +219,16 @@ FUSED_QUANTIZE_MM: dict[str, ScaledChoices | Absent] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnlyChoices:
-    """gemv: one row a program. dot: block_m rows of activations against block_n of weights."""
+    """gemv: one row a program. dot: block_m rows of activations against block_n of weights.
+
+    gemv_rows, dot_rows: up to so many rows a compiled graph prefers the form to the dequantized weight; every
+    row of the gemv form reads and decodes the weight anew.
+    """
 
     gemv: MatmulConfig
     dot: MatmulConfig
+    gemv_rows: int = 4
+    dot_rows: int = 32
 
 
 _WEIGHT_ONLY = WeightOnlyChoices(

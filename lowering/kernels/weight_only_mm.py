@@ -59,6 +59,104 @@ def _weights(
 
 
 @triton.jit
+def gemv_sums(
+    x_ptr,
+    w_ptr,
+    w_scale_ptr,
+    row,
+    column,
+    first,
+    last,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_wsn,
+    stride_wsk,
+    ELEM: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """FP32 [1, BLOCK_N] of one row of x: Σ over `first` ≤ k < `last`, `first` a multiple of 32."""
+    x_ptr += row.to(tl.int64) * stride_xm
+    accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        w = _weights(
+            w_ptr,
+            w_scale_ptr,
+            column,
+            start,
+            N,
+            K,
+            stride_wn,
+            stride_wk,
+            stride_wsn,
+            stride_wsk,
+            ELEM,
+            NATIVE,
+            BLOCK_K,
+        )
+        x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
+        accumulator += w * x[None, :]
+    return tl.sum(accumulator, axis=1)[None, :]
+
+
+@triton.jit
+def dot_sums(
+    x_ptr,
+    w_ptr,
+    w_scale_ptr,
+    row,
+    column,
+    first,
+    last,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_wsn,
+    stride_wsk,
+    ELEM: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """FP32 [BLOCK_N, BLOCK_M], as `gemv_sums`: the weights as rows of a tensor core product."""
+    accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + row[None, :].to(tl.int64) * stride_xm + k[:, None].to(tl.int64) * stride_xk
+        x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)
+        w = _weights(
+            w_ptr,
+            w_scale_ptr,
+            column,
+            start,
+            N,
+            K,
+            stride_wn,
+            stride_wk,
+            stride_wsn,
+            stride_wsk,
+            ELEM,
+            NATIVE,
+            BLOCK_K,
+        )
+        accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
+    return accumulator
+
+
+@triton.jit
 def weight_only_gemv_kernel(
     x_ptr,
     w_ptr,
@@ -86,29 +184,29 @@ def weight_only_gemv_kernel(
     """Columns (program 0) of a row (1) of a part (2) of out [parts, M, N]; a part is SPAN of K."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, part = tl.program_id(1), tl.program_id(2)
-    x_ptr += row.to(tl.int64) * stride_xm
-    accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(part * SPAN, tl.minimum(K, part * SPAN + SPAN), BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        w = _weights(
-            w_ptr,
-            w_scale_ptr,
-            column,
-            start,
-            N,
-            K,
-            stride_wn,
-            stride_wk,
-            stride_wsn,
-            stride_wsk,
-            ELEM,
-            NATIVE,
-            BLOCK_K,
-        )
-        x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-        accumulator += w * x[None, :]
+    out = gemv_sums(
+        x_ptr,
+        w_ptr,
+        w_scale_ptr,
+        row,
+        column,
+        part * SPAN,
+        tl.minimum(K, part * SPAN + SPAN),
+        N,
+        K,
+        stride_xm,
+        stride_xk,
+        stride_wn,
+        stride_wk,
+        stride_wsn,
+        stride_wsk,
+        ELEM,
+        NATIVE,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
     out_ptr += (part.to(tl.int64) * M + row) * N
-    out = tl.sum(accumulator, axis=1)[None, :]
     store_tile(out_ptr, bias_ptr, out, tl.zeros((1,), tl.int32), column, 1, N, stride_om, stride_on, False)
 
 
@@ -138,33 +236,36 @@ def weight_only_dot_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As `weight_only_gemv_kernel`, BLOCK_M rows at a time, the weights as rows of a tensor core product."""
+    """As `weight_only_gemv_kernel`, BLOCK_M rows at a time."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     part = tl.program_id(2)
-    accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in tl.range(part * SPAN, tl.minimum(K, part * SPAN + SPAN), BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + row[None, :].to(tl.int64) * stride_xm + k[:, None].to(tl.int64) * stride_xk
-        x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)
-        w = _weights(
-            w_ptr,
-            w_scale_ptr,
-            column,
-            start,
-            N,
-            K,
-            stride_wn,
-            stride_wk,
-            stride_wsn,
-            stride_wsk,
-            ELEM,
-            NATIVE,
-            BLOCK_K,
-        )
-        accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
+    out = dot_sums(
+        x_ptr,
+        w_ptr,
+        w_scale_ptr,
+        row,
+        column,
+        part * SPAN,
+        tl.minimum(K, part * SPAN + SPAN),
+        M,
+        N,
+        K,
+        stride_xm,
+        stride_xk,
+        stride_wn,
+        stride_wk,
+        stride_wsn,
+        stride_wsk,
+        ELEM,
+        NATIVE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+    )
     out_ptr += part.to(tl.int64) * M * N
-    store_tile(out_ptr, bias_ptr, accumulator, column, row, N, M, stride_on, stride_om, True)
+    store_tile(out_ptr, bias_ptr, out, column, row, N, M, stride_on, stride_om, True)
 
 
 @triton.jit
@@ -182,7 +283,7 @@ def weight_only_reduce_kernel(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _parts(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
+def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
     """Into how many parts K is split, and the length of one, a multiple of block_k."""
     programs = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     steps = ceil_div(k, config.block_k)
@@ -203,7 +304,7 @@ def plan(
     on_tensor_cores = x.dtype is torch.bfloat16 and m > 1
     blocks = {"BLOCK_M": choices.dot.block_m} if on_tensor_cores else {}
     config = choices.dot if on_tensor_cores else choices.gemv
-    parts, span = _parts(m, n, k, config, target)
+    parts, span = split(m, n, k, config, target)
     out = x.new_empty((m, n), dtype=out_dtype)
     partial = out if parts == 1 else x.new_empty((parts, m, n), dtype=torch.float32)
     product = Launch(
