@@ -1,7 +1,7 @@
 """native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
 
-What stays ``mx.scaled_mm`` is lowered by a Triton template whose dot is the chip's block-scaled MMA. The
-others are left to `expand`: products of more than two dimensions or grouped ones, and empty ones.
+What stays ``mx.scaled_mm`` is lowered by a Triton template whose dot is the chip's block-scaled MMA, one for
+matrices and one for batches of them. The others are left to `expand`: grouped products and empty ones.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Native:
         """Name the kernel in the tags of the products that stay."""
         for node in graph.nodes:
             if packet(node) is ops.scaled_mm.overloadpacket and self._runs(node):
-                kernel = f"mx_scaled_mm {self._config(node)} ({self.target.mma})"
+                what = "mx_scaled_mm" if tensor(node).ndim == 2 else "mx_scaled_bmm"  # type: ignore[union-attr]
+                kernel = f"{what} {self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
 
     def _config(self, node: fx.Node) -> str:
         """The tile the template takes, or that Inductor is to choose one."""
         out = tensor(node)
         assert out is not None
-        tiles = products(self.target.name, hint(out.shape[0]))
+        tiles = products(self.target.name, hint(out.shape[-2]))
         if len(tiles) > 1:
             return f"autotuned of {len(tiles)}"
         ((swap, tile),) = tiles
@@ -51,6 +52,6 @@ class Native:
         out, a = tensor(node), tensor(node.args[0])
         if out is None or a is None or out.dtype not in _OUTPUTS:
             return False
-        if a.ndim != 2 or a.device.type != self.device:
+        if a.ndim not in (2, 3) or a.device.type != self.device:
             return False
-        return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[1]))
+        return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))

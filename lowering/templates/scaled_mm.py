@@ -7,7 +7,7 @@ Operands are read where they are: each may be K-major or MN-major, scales are ro
 transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
 memory there holds. SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
 
-Two-dimensional products only: `lowering.native` leaves the others to `lowering.expand`.
+Of two dimensions; `scaled_bmm` has the template for batches.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import scaled_bmm
 from mxcompile.lowering.templates.configs import products
 
 _SOURCE = r"""
@@ -128,7 +129,9 @@ def lower_scaled_mm(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    """The product a [M, K] · b [K, N] (+ bias), for what `lowering.native` has left in the graph."""
+    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `lowering.native` has left."""
+    if len(a.get_size()) == 3:
+        return scaled_bmm.lower(a, scale_a, b, scale_b, bias, out_dtype)
     elements = elem_type(a.get_dtype()).name, elem_type(b.get_dtype()).name
     operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]
     m, n = operands[0].get_size()[0], operands[2].get_size()[1]

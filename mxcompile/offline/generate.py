@@ -33,6 +33,7 @@ from mxcompile.roofline import estimate
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
 _CASTS = frozenset(str(cast) for cast in CASTS)
+_DOTS = "tl.dot", "tile_product("  # what a kernel that multiplies matrices says, or a function it calls
 
 
 def codegen(
@@ -105,7 +106,8 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         nodes = graph.origins.get(call.handle, ())
         operators = dict.fromkeys(graph.operators[node] for node in nodes if node in graph.operators)
         computed = tuple(name for name in operators if _packet(name) not in _MOVES)
-        multiplies = "tl.dot" in module.kernels.get(call.kernel, "tl.dot")
+        source = module.kernels.get(call.kernel, _DOTS[0])
+        multiplies = any(dot in source for dot in _DOTS)
         tags = [tag for node in nodes for tag in graph.gemms.get(node, ()) if multiplies]
         only_casts = bool(computed) and all(_packet(name) in _CASTS for name in computed)
         launches.append(

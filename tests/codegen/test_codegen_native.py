@@ -106,23 +106,15 @@ def _gates(launch):
     )
 
 
-def test_a_product_that_cannot_is_dequantized_and_says_so(generated):
-    """A batched product: the record names the kernel it runs instead."""
-
-    class Experts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.empty(4, 64, 96, device="meta", dtype=torch.bfloat16))
-
-        def forward(self, x):
-            return torch.bmm(x, self.weight)
-
-    x = torch.empty(4, 128, 64, device="meta", dtype=torch.bfloat16)
+def test_a_product_that_cannot_is_dequantized_and_says_so():
+    """No tokens: the record names the kernel that runs instead."""
+    layer = torch.nn.Linear(64, 96, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(0, 64, device="meta", dtype=torch.bfloat16)
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-    result = mxcompile.codegen(Experts(), x, target="sm_100", training=False, policy=policy)
+    result = mxcompile.codegen(layer, x, target="sm_100", training=False, policy=policy)
     (gemm,) = result.report.gemms
-    assert (gemm.precision, gemm.kernel) == ("mxfp8", "aten.bmm (bfloat16, dequantized)")
-    assert [launch.kernel for launch in result.launches if launch.gemms] == ["extern_kernels.bmm"]
+    assert (gemm.precision, gemm.kernel) == ("mxfp8", "aten.mm (bfloat16, dequantized)")
+    assert not any("dot_scaled" in kernel.source for kernel in result.kernels)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""One tile of a product of MX operands, for products that are many: batches, and groups of rows or of K.
+
+    acc[m, n] = Σ_{begin ≤ k < end} a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  in FP32
+
+Blocks of 32 are counted from the start of K, also where `begin` or `end` lies inside one: the codes of such a
+block that are outside count as 0, its scale is the one it has. Scales are row-major bytes. The caller chooses
+rows, columns and range, and stores the tile. For `scaled_mm`'s single products see there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxcompile.lowering.kernels import tiles
+
+
+@triton.jit
+def tile_product(
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    row,
+    column,
+    in_m,
+    in_n,
+    begin,
+    end,
+    stride_am,
+    stride_ak,
+    stride_asm,
+    stride_ask,
+    stride_bk,
+    stride_bn,
+    stride_bsk,
+    stride_bsn,
+    ELEM_A: tl.constexpr,
+    ELEM_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+):
+    """FP32 [rows, columns]. a: codes [M, K], b: codes [K, N], any strides; scales [M, K/32], [K/32, N].
+
+    row, column: of the tile's elements, vectors of the integer type that offsets are computed in. in_m, in_n:
+    which of them there are. WHOLE_K: begin is 0 and BLOCK_K divides end.
+    """
+    BLOCKS: tl.constexpr = BLOCK_K // tiles.BLOCK
+    rk, rs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
+    first = begin // tiles.BLOCK
+    k, block = (first * tiles.BLOCK + rk).to(row.dtype), (first + rs).to(row.dtype)
+    a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
+    b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
+    a_scale_ptrs = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
+    b_scale_ptrs = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
+    acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    for start in range(first * tiles.BLOCK, end, BLOCK_K):
+        if WHOLE_K:
+            a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
+            b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
+            a_scale = tl.load(a_scale_ptrs, mask=in_m[:, None], other=0)
+            b_scale = tl.load(b_scale_ptrs, mask=in_n[:, None], other=0)
+        else:
+            in_k = (start + rk < end) & (start + rk >= begin)
+            in_block = (start + rs * tiles.BLOCK < end)[None, :]
+            a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
+            a_scale = tl.load(a_scale_ptrs, mask=in_m[:, None] & in_block, other=0)
+            b_scale = tl.load(b_scale_ptrs, mask=in_n[:, None] & in_block, other=0)
+        acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+        a_scale_ptrs += BLOCKS * stride_ask
+        b_scale_ptrs += BLOCKS * stride_bsk
+    return acc
+
+
+@triton.jit
+def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The group that a tile number `tile` of rows belongs to, its first row in the tile, and the group's end.
+
+    offs: ends of the groups, int32 [NUM_GROUPS], not decreasing, at most M. Every group has its own tiles, of
+    which the last may be short. Rows past the last group are group NUM_GROUPS; tiles past all rows
+    too, and have none.
+    POWER: a power of two more than NUM_GROUPS.
+    """
+    index = tl.arange(0, POWER)
+    ends = tl.load(offs_ptr + index, mask=index < NUM_GROUPS, other=0).to(tl.int32)
+    ends = tl.where(index < NUM_GROUPS, ends, M)
+    starts = tl.load(offs_ptr + index - 1, mask=(index > 0) & (index <= NUM_GROUPS), other=0).to(tl.int32)
+    starts = tl.where(index > NUM_GROUPS, M, starts)
+    tiles_ = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(tiles_, 0)
+    group = tl.minimum(tl.sum((before <= tile).to(tl.int32), 0), NUM_GROUPS)
+    mine = index == group
+    first = tl.sum(tl.where(mine, before - tiles_, 0), 0)
+    start = tl.sum(tl.where(mine, starts, 0), 0)
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    return group, start + (tile - first) * BLOCK_M, end

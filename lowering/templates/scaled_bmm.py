@@ -1,0 +1,98 @@
+"""Inductor template of ``mx.scaled_mm`` for batches: one grid, a product of two MX matrices for each entry.
+
+    out[q] = epilogue(round(a[q] · b[q] (+ bias[q])))             FP32 accumulation, one rounding
+
+Operands are read where they are, K-major or MN-major, with any strides; an operand or a bias that all entries
+share has stride 0 and is not copied. Scales are row-major bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.virtualized import V
+
+from mxcompile.lowering.templates.tile import STORE, TILE, select
+
+_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scaled_tile
+from mxcompile.lowering.kernels.scaled_mm import tile_of
+
+{% if BIASED %}
+{{def_kernel("A", "SA", "B", "SB", "BIAS")}}
+{% else %}
+{{def_kernel("A", "SA", "B", "SB")}}
+{% endif %}
+    M = {{size("A", 1)}}
+    N = {{size("B", 2)}}
+    begin = 0
+    end = {{size("A", 2)}}
+    entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    idx_q = tl.program_id(0) // entry
+    pid_m, pid_n = tile_of(tl.program_id(0) % entry, M, N, BLOCK_M, BLOCK_N)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    end_m = M
+    a = A + idx_q.to(tl.int64) * {{stride("A", 0)}}
+    b = B + idx_q.to(tl.int64) * {{stride("B", 0)}}
+    sa = SA + idx_q.to(tl.int64) * {{stride("SA", 0)}}
+    sb = SB + idx_q.to(tl.int64) * {{stride("SB", 0)}}
+    stride_am = {{stride("A", 1)}}
+    stride_ak = {{stride("A", 2)}}
+    stride_sam = {{stride("SA", 1)}}
+    stride_sak = {{stride("SA", 2)}}
+    stride_bk = {{stride("B", 1)}}
+    stride_bn = {{stride("B", 2)}}
+    stride_sbk = {{stride("SB", 1)}}
+    stride_sbn = {{stride("SB", 2)}}
+"""
+    + TILE
+    + r"""
+{% if BIASED %}
+    bias = BIAS + idx_q.to(tl.int64) * {{stride("BIAS", 0)}} + idx_n.to(tl.int64) * {{stride("BIAS", 2)}}
+{% if BIAS_ROWS %}
+    acc += tl.load(bias + idx_m.to(tl.int64) * {{stride("BIAS", 1)}}, mask=mask, other=0.0).to(tl.float32)
+{% else %}
+    acc += tl.load(bias, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+{% endif %}
+"""
+    + STORE.replace("INDICES", '("idx_q", "idx_m", "idx_n")')
+)
+
+
+@SymbolicGridFn
+def _grid(q: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
+    return q * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
+
+
+TEMPLATE = TritonTemplate(name="mx_scaled_bmm", grid=_grid, source=_SOURCE)
+
+_EXPAND = lowerings[torch.ops.aten.expand.default]
+
+
+def lower(
+    a: ir.TensorBox,
+    scale_a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The products a [Q, M, K] · b [Q or 1, K, N] or [K, N] (+ bias, any shape that broadcasts to them)."""
+    q, m, _ = a.get_size()
+    n = b.get_size()[-1]
+    sides = [a, scale_a, *(_EXPAND(side, [q, *side.get_size()[-2:]]) for side in (b, scale_b))]
+    operands = [realize_inputs(side) for side in sides]
+    if bias is not None:
+        operands.append(realize_inputs(_EXPAND(bias, [q, m, n])))
+    layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [q, m, n])
+    own_rows = bias is not None and not V.graph.sizevars.statically_known_equals(
+        operands[4].get_stride()[1], 0
+    )
+    return select(TEMPLATE, operands, layout, m, BIASED=bias is not None, BIAS_ROWS=own_rows)

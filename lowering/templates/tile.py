@@ -1,0 +1,108 @@
+"""What the templates of many products share: the part of a kernel that computes one tile, and its arguments.
+
+A template's own part chooses, for its program, the operands, the rows and the range of K; `TILE` computes
+that tile with `lowering.kernels.scaled_tile`, and `STORE` hands it to Inductor, with what is fused behind.
+SWAP computes the transposed tile, for few rows on a chip whose MMA is wide in M alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch._inductor import ir
+from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
+from torch._inductor.virtualized import V
+
+from mxcompile.formats import elem_type
+from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates.configs import products
+
+TILE = r"""
+    in_m = rm < end_m
+    in_n = rn < N
+{% if SWAP %}
+    acc = scaled_tile.tile_product(
+        b, sb, a, sa, rn.to(INDEX), rm.to(INDEX), in_n, in_m, begin, end,
+        stride_bn, stride_bk, stride_sbn, stride_sbk, stride_ak, stride_am, stride_sak, stride_sam,
+        ELEM_B, ELEM_A, BLOCK_K, WHOLE_K)
+    idx_m = rm[None, :]
+    idx_n = rn[:, None]
+    mask = in_m[None, :] & in_n[:, None]
+{% else %}
+    acc = scaled_tile.tile_product(
+        a, sa, b, sb, rm.to(INDEX), rn.to(INDEX), in_m, in_n, begin, end,
+        stride_am, stride_ak, stride_sam, stride_sak, stride_bk, stride_bn, stride_sbk, stride_sbn,
+        ELEM_A, ELEM_B, BLOCK_K, WHOLE_K)
+    idx_m = rm[:, None]
+    idx_n = rn[None, :]
+    mask = in_m[:, None] & in_n[None, :]
+{% endif %}
+"""
+"""Source. Before it: a, sa, b, sb, pointers; rm, rn, the tile's rows and columns; end_m, N, their ends;
+begin, end, the range of K; the strides. After it: acc, FP32, and idx_m, idx_n, mask, to store it with."""
+
+STORE = r"""
+{% if SWAP %}
+    {{store_output(INDICES, "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
+{% else %}
+    {{store_output(INDICES, "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+{% endif %}
+"""
+"""Source: the tile goes where INDICES say, names of an index for each dimension of the result."""
+
+
+def select(
+    template: TritonTemplate,
+    operands: Sequence[Any],
+    layout: ir.Layout,
+    rows: Any,
+    **keywords: Any,
+) -> ir.TensorBox:
+    """The result, of `layout`, of `template` with the tile that suits products of so many rows.
+
+    operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. keywords: the template's own.
+    """
+    choices: list[Any] = []
+    for tile in _tiles(operands, layout, rows):
+        arguments = {**tile, **keywords, "WHOLE_K": tile["WHOLE_K"] and keywords.get("WHOLE_K", True)}
+        error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
+        if error is not None:
+            raise error
+    chosen: Any = autotune_select_algorithm(template.name, choices, list(operands), layout)
+    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    return out
+
+
+def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:
+    """The arguments that `TILE` needs, for each configuration to try; the default alone unless autotuning."""
+    a, _, b, _, *_ = operands
+    sizes = V.graph.sizevars
+    for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(rows)):
+        yield {
+            "BLOCK_M": tile.block_n if swap else tile.block_m,
+            "BLOCK_N": tile.block_m if swap else tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "SWAP": swap,
+            "WHOLE_K": sizes.statically_known_multiple_of(a.get_size()[-1], tile.block_k),
+            "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+            "ELEM_A": repr(elem_type(a.get_dtype()).name),
+            "ELEM_B": repr(elem_type(b.get_dtype()).name),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+
+def _fits_int32(operands: Sequence[Any]) -> bool:
+    """Whether in every matrix every element is less than 2^31 from its start, with a tile to spare."""
+    known = V.graph.sizevars.statically_known_lt
+    return all(known(_extent(operand), 2**31 - 2**21) for operand in operands[:4])
+
+
+def _extent(operand: Any) -> Any:
+    """How far apart the elements of one matrix of `operand` lie, a tile past its end included."""
+    pairs = zip(operand.get_size()[-2:], operand.get_stride()[-2:], strict=True)
+    return sum((size + _SPARE) * stride for size, stride in pairs)
+
+
+_SPARE = 512  # rows or columns of a tile that starts inside a matrix
