@@ -8,6 +8,7 @@ here are the reference; a compiled graph runs what `lowering` makes of the opera
     dequantize           qdata, scale → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
+    weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
@@ -123,6 +124,19 @@ def _spec_scaled_mm(
     return [((*a.shape[:-1], b.shape[-1]), out_dtype)]
 
 
+def _weight_only_mm(
+    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    out = x.to(torch.float32) @ dequantize_tensors(qdata, scale, -1, torch.float32).t()
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
+def _spec_weight_only_mm(
+    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> list[Spec]:
+    return [((x.shape[0], qdata.shape[0]), out_dtype)]
+
+
 def _scaled_grouped_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -206,6 +220,11 @@ scaled_mm = _define(
     _scaled_mm,
     _spec_scaled_mm,
 )
+weight_only_mm = _define(
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    _weight_only_mm,
+    _spec_weight_only_mm,
+)
 scaled_grouped_mm = _define(
     "scaled_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
     " ScalarType out_dtype) -> Tensor",
@@ -218,4 +237,4 @@ CASTS = frozenset(op.overloadpacket for op in (quantize, quantize_both, dequanti
 """The operators that change the format of one tensor."""
 
 PRODUCTS = frozenset(op.overloadpacket for op in (scaled_mm, scaled_grouped_mm))
-"""The operators that are a GEMM."""
+"""The operators that are a GEMM of MX operands."""
