@@ -1,7 +1,7 @@
 """native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
 
-What stays ``mx.scaled_mm`` is lowered by a Triton template whose dot is the chip's block-scaled MMA, one for
-matrices and one for batches of them. The others are left to `expand`: grouped products and empty ones.
+What stays is lowered by a Triton template whose dot is the chip's block-scaled MMA: matrices, batches of
+them and groups. The others are left to `expand`: empty ones, and groups whose number is not known.
 """
 
 from __future__ import annotations
@@ -32,26 +32,50 @@ class Native:
     def apply(self, graph: fx.Graph) -> None:
         """Name the kernel in the tags of the products that stay."""
         for node in graph.nodes:
-            if packet(node) is ops.scaled_mm.overloadpacket and self._runs(node):
-                what = "mx_scaled_mm" if tensor(node).ndim == 2 else "mx_scaled_bmm"  # type: ignore[union-attr]
-                kernel = f"{what} {self._config(node)} ({self.target.mma})"
+            if packet(node) in ops.PRODUCTS and self.runs(node):
+                kernel = f"{_name(node)} {self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
 
     def _config(self, node: fx.Node) -> str:
         """The tile the template takes, or that Inductor is to choose one."""
-        out = tensor(node)
-        assert out is not None
-        tiles = products(self.target.name, hint(out.shape[-2]))
+        tiles = products(self.target.name, _rows(node))
         if len(tiles) > 1:
             return f"autotuned of {len(tiles)}"
         ((swap, tile),) = tiles
         shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         return f"{shape} swapped" if swap else shape
 
-    def _runs(self, node: fx.Node) -> bool:
+    def runs(self, node: fx.Node) -> bool:
+        """Whether the product `node` is one the target runs itself."""
         out, a = tensor(node), tensor(node.args[0])
         if out is None or a is None or out.dtype not in _OUTPUTS:
             return False
         if a.ndim not in (2, 3) or a.device.type != self.device:
             return False
+        offs = tensor(node.args[4]) if _is_grouped(node) else None
+        if offs is not None and not isinstance(offs.shape[0], int):
+            return False
         return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    return packet(node) is ops.scaled_grouped_mm.overloadpacket
+
+
+def _name(node: fx.Node) -> str:
+    if _is_grouped(node):
+        return "mx_scaled_grouped_mm"
+    a = tensor(node.args[0])
+    return "mx_scaled_bmm" if a is not None and a.ndim == 3 else "mx_scaled_mm"
+
+
+def _rows(node: fx.Node) -> int:
+    """How many rows each product of `node` has; of groups of rows or columns, on average."""
+    out, a, b = tensor(node), tensor(node.args[0]), tensor(node.args[2])
+    assert out is not None
+    assert a is not None
+    assert b is not None
+    if not _is_grouped(node) or a.ndim == b.ndim:
+        return hint(out.shape[-2])
+    ragged, groups = (out.shape[0], b.shape[0]) if a.ndim == 2 else (out.shape[1], a.shape[0])
+    return -(-hint(ragged) // hint(groups))

@@ -1,0 +1,171 @@
+"""Inductor templates of ``mx.scaled_grouped_mm``: one grid for all groups, whose ends are read on the device.
+
+    groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
+    groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
+
+Groups of columns are groups of rows of the transposed product. Of rows there are at most ⌈M / BLOCK_M⌉ + G tiles,
+whatever the groups are, those past the last group among them: that is the grid, and programs without a tile do
+nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the blocks it
+shares with its neighbours and masks their elements. Accumulation is FP32; scales are row-major bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch.utils._sympy.functions import CeilDiv
+
+from mxcompile import ops
+from mxcompile.lowering.templates import scaled_bmm
+from mxcompile.lowering.templates.tile import STORE, TILE, select
+
+_ROWS_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scaled_tile
+from mxcompile.lowering.kernels.scaled_mm import tile_of
+
+{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+    M = {{size("A", 0)}}
+    N = {{size("B", 2)}}
+    tiles_m = tl.cdiv(M, BLOCK_M) + NUM_GROUPS
+    tile, pid_n = tile_of(tl.program_id(0), tiles_m * BLOCK_M, N, BLOCK_M, BLOCK_N)
+    group, first, end_m = scaled_tile.group_of(OFFS, tile, M, NUM_GROUPS, POWER, BLOCK_M)
+    rm = first + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = 0
+    end = tl.where(group < NUM_GROUPS, {{size("A", 1)}}, 0)
+    operand = tl.minimum(group, NUM_GROUPS - 1).to(tl.int64)
+    a = A
+    sa = SA
+    b = B + operand * {{stride("B", 0)}}
+    sb = SB + operand * {{stride("SB", 0)}}
+    stride_am = {{stride("A", 0)}}
+    stride_ak = {{stride("A", 1)}}
+    stride_sam = {{stride("SA", 0)}}
+    stride_sak = {{stride("SA", 1)}}
+    stride_bk = {{stride("B", 1)}}
+    stride_bn = {{stride("B", 2)}}
+    stride_sbk = {{stride("SB", 1)}}
+    stride_sbn = {{stride("SB", 2)}}
+"""
+    + TILE
+    + r"""
+{% if COLUMNS %}
+"""
+    + STORE.replace("INDICES", '("idx_n", "idx_m")')
+    + r"""
+{% else %}
+"""
+    + STORE.replace("INDICES", '("idx_m", "idx_n")')
+    + r"""
+{% endif %}
+"""
+)
+
+_K_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scaled_tile
+from mxcompile.lowering.kernels.scaled_mm import tile_of
+
+{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+    M = {{size("A", 0)}}
+    N = {{size("B", 1)}}
+    entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    idx_q = tl.program_id(0) // entry
+    begin = tl.load(OFFS + idx_q - 1, mask=idx_q > 0, other=0).to(tl.int32)
+    end = tl.load(OFFS + idx_q).to(tl.int32)
+    end = tl.where(begin < end, end, 0)
+    pid_m, pid_n = tile_of(tl.program_id(0) % entry, M, N, BLOCK_M, BLOCK_N)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    end_m = M
+    a = A
+    sa = SA
+    b = B
+    sb = SB
+    stride_am = {{stride("A", 0)}}
+    stride_ak = {{stride("A", 1)}}
+    stride_sam = {{stride("SA", 0)}}
+    stride_sak = {{stride("SA", 1)}}
+    stride_bk = {{stride("B", 0)}}
+    stride_bn = {{stride("B", 1)}}
+    stride_sbk = {{stride("SB", 0)}}
+    stride_sbn = {{stride("SB", 1)}}
+"""
+    + TILE
+    + STORE.replace("INDICES", '("idx_q", "idx_m", "idx_n")')
+)
+
+
+@SymbolicGridFn
+def _rows_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
+    if meta["COLUMNS"]:
+        m, n = n, m
+    return (cdiv(m, meta["BLOCK_M"]) + meta["NUM_GROUPS"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
+
+
+@SymbolicGridFn
+def _k_grid(g: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, int, int]:
+    return g * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), 1, 1
+
+
+ROWS_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm", grid=_rows_grid, source=_ROWS_SOURCE)
+K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=_k_grid, source=_K_SOURCE)
+
+_PERMUTE = lowerings[torch.ops.aten.permute.default]
+
+
+@register_lowering(ops.scaled_grouped_mm, type_promotion_kind=None)
+def lower_scaled_grouped_mm(
+    a: ir.TensorBox,
+    scale_a: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_b: ir.TensorBox,
+    offs: ir.TensorBox,
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The products of all groups, in any form of the operator, for what `lowering.native` has left."""
+    sides = [a, scale_a, b, scale_b]
+    match len(a.get_size()), len(b.get_size()):
+        case 2, 2:
+            return _groups_of_k(sides, offs, out_dtype)
+        case 2, 3:
+            return _groups_of_rows(sides, offs, out_dtype, columns=False)
+        case 3, 2:
+            sides = [_PERMUTE(side, _SWAPPED[len(side.get_size())]) for side in (b, scale_b, a, scale_a)]
+            return _groups_of_rows(sides, offs, out_dtype, columns=True)
+        case _:
+            return scaled_bmm.lower(a, scale_a, b, scale_b, None, out_dtype)
+
+
+_SWAPPED = {2: [1, 0], 3: [0, 2, 1]}
+
+
+def _groups_of_rows(
+    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, *, columns: bool
+) -> ir.TensorBox:
+    """a [M, K] · b [G, K, N], as [M, N], or as [N, M] if `columns`: the product is that of the transposes."""
+    operands = [realize_inputs(side) for side in (*sides, offs)]
+    m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
+    layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
+    return select(
+        ROWS_TEMPLATE,
+        operands,
+        layout,
+        CeilDiv(m, groups),
+        COLUMNS=columns,
+        NUM_GROUPS=int(groups),
+        POWER=1 << int(groups).bit_length(),
+    )
+
+
+def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:
+    """a [M, K] · b [K, N] by groups of K, [G, M, N]."""
+    operands = [realize_inputs(side) for side in (*sides, offs)]
+    m, n = operands[0].get_size()[0], operands[2].get_size()[1]
+    layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [*offs.get_size(), m, n])
+    return select(K_TEMPLATE, operands, layout, m, WHOLE_K=False)
