@@ -3,10 +3,10 @@
     groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
     groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
 
-Groups of columns are groups of rows of the transposed product. Of rows there are at most ⌈M / BLOCK_M⌉ + G tiles,
-whatever the groups are, those past the last group among them: that is the grid, and programs without a tile do
-nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the blocks it
-shares with its neighbours and masks their elements. Accumulation is FP32; scales are row-major bytes.
+Groups of columns are groups of rows of the transposed product. Of rows there are at most ⌈M / BLOCK_M⌉ + G
+tiles, whatever the groups are, those past the last group among them: that is the grid, and programs without a
+tile do nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the
+blocks it shares with its neighbours and masks their elements. Accumulation is FP32, scales are row-major.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _SWAPPED = {2: [1, 0], 3: [0, 2, 1]}
 def _groups_of_rows(
     sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, *, columns: bool
 ) -> ir.TensorBox:
-    """a [M, K] · b [G, K, N], as [M, N], or as [N, M] if `columns`: the product is that of the transposes."""
+    """The groups of rows of a [M, K] · b [G, K, N], as [M, N], or transposed, [N, M], if `columns`."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
@@ -164,7 +164,7 @@ def _groups_of_rows(
 
 
 def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:
-    """a [M, K] · b [K, N] by groups of K, [G, M, N]."""
+    """The groups of K of a [M, K] · b [K, N], as [G, M, N]."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, n = operands[0].get_size()[0], operands[2].get_size()[1]
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [*offs.get_size(), m, n])
