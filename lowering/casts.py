@@ -26,7 +26,8 @@ from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, elem_type
+from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.lowering.tiling import less, place_of, tiled
 
 Index = Sequence[Any]
 Load = Callable[[Index], Any]
@@ -55,10 +56,7 @@ class _Blocks:
         """`body()` where `index` lies inside the tensor, 0 past the end of a short last block."""
         mask = None
         for dim in self.ragged:
-            inside = inductor.lt(
-                inductor.index_expr(index[dim], torch.int64),
-                inductor.index_expr(self.shape[dim], torch.int64),
-            )
+            inside = less(index[dim], self.shape[dim])
             mask = inside if mask is None else inductor.logical_and(mask, inside)
         return body() if mask is None else inductor.masked(mask, body, 0.0)
 
@@ -246,7 +244,12 @@ def _scale_output(cast: _Cast, block_dim: int) -> ir.TensorBox:
 
 @register_lowering(ops.quantize, type_promotion_kind=None)
 def lower_quantize(
-    x: ir.TensorBox, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+    x: ir.TensorBox,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool = False,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Qdata and scale bytes."""
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
@@ -255,7 +258,8 @@ def lower_quantize(
         elem_dtype,
         lambda index, block: inductor.to_dtype(cast.rounded(index, inverse(block)), elem_dtype),
     )
-    return qdata, _scale_output(cast, block_dim)
+    scale = _scale_output(cast, block_dim)
+    return qdata, scale if scale_layout == ScaleLayout.ROW_MAJOR else tiled(scale, block_dim)
 
 
 @register_lowering(ops.quantize_dequantize, type_promotion_kind=None)
@@ -285,6 +289,14 @@ def lower_dequantize(
     """Elements times scales, in `dtype`."""
     blocks = _Blocks(qdata, (block_dim,))
     byte_of = scale.make_loader()
+    if len(blocks.shape) == 2 and len(scale.get_size()) == 1:
+        load_tiled, rowwise = byte_of, block_dim % 2 == 1
+        width = blocks.scale_shape[block_dim]
+
+        def byte_of(index: Index) -> Any:
+            row, block = index if rowwise else reversed(index)
+            return load_tiled([place_of(row, block, width)])
+
     values = blocks.per_block(_F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32)))
     if blocks.device.type == "cpu" and len(blocks.shape) - 1 not in blocks.dims:
         values.realize()
@@ -303,11 +315,11 @@ def lower_dequantize(
 
 @register_lowering(ops.quantize_both, type_promotion_kind=None)
 def lower_quantize_both(
-    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str
+    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
 ) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox, ir.TensorBox]:
     """Both layouts; the scheduler fuses their reads where it can."""
-    rowwise = lower_quantize(x, -1, elem_dtype, rounding)
-    columnwise = lower_quantize(x, -2, elem_dtype, rounding)
+    rowwise = lower_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
+    columnwise = lower_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
     return *rowwise, *columnwise
 
 

@@ -15,8 +15,11 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
+
+_OPTIONAL = (False, ScaleLayout.ROW_MAJOR)  # what a cast's last two arguments are where it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +36,8 @@ class Pair:
             key = _key(node)
             if key is None:
                 continue
-            source, layout, *fmt = key
-            other = waiting.pop((source, -3 - layout, *fmt), None)
+            source, side, *fmt = key
+            other = waiting.pop((source, -3 - side, *fmt), None)
             if other is None:
                 waiting[key] = node
             else:
@@ -42,21 +45,22 @@ class Pair:
 
 
 def _key(node: fx.Node) -> tuple[Any, ...] | None:
-    """Source, layout and format of a cast of a matrix in rows or columns; None for any other node."""
+    """Source, direction, format and scale layout of a cast of a matrix; None for any other node."""
     if node.op != "call_function" or node.target is not ops.quantize:
         return None
-    source, dim, elem_dtype, rounding, *square = node.args
+    source, dim, elem_dtype, rounding, square, scale_layout = (*node.args, *_OPTIONAL[len(node.args) - 4 :])  # type: ignore[misc]
     value = tensor(source)
-    if value is None or value.ndim != 2 or any(square):
+    if value is None or value.ndim != 2 or square:
         return None
-    return source, int(dim) if dim < 0 else int(dim) - 2, elem_dtype, rounding  # type: ignore[operator, arg-type]
+    side = int(dim) if dim < 0 else int(dim) - 2  # type: ignore[operator, arg-type]
+    return source, side, elem_dtype, rounding, str(scale_layout)
 
 
 def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
     rowwise, columnwise = (first, second) if _key(first)[1] == -1 else (second, first)  # type: ignore[index]
-    source, _, elem_dtype, rounding, *_ = first.args
+    source, _, *fmt = _key(first)  # type: ignore[misc]
     with build.graph.inserting_before(first):
-        both = build.call(ops.quantize_both, source, elem_dtype, rounding, like=first)
+        both = build.call(ops.quantize_both, source, *fmt, like=first)
         results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
     for cast, made in ((rowwise, results[:2]), (columnwise, results[2:])):
         for user in list(cast.users):

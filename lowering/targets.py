@@ -7,19 +7,12 @@ dequantized, fused into their producers, and the vendor's BF16 GEMM multiplies t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 
 from mxcompile.errors import TargetError, not_allowed
-
-
-class ScaleLayout(StrEnum):
-    """How the scale bytes of an operand lie in memory for the chip's MX GEMM."""
-
-    ROW_MAJOR = "row-major"
-    TILED_128X4 = "128x4"
+from mxcompile.formats import ScaleLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

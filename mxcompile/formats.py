@@ -71,6 +71,13 @@ class Format:
         return f"{self.elem.name} {self.tile} {self.rounding}"
 
 
+class ScaleLayout(StrEnum):
+    """How the scale bytes of a matrix lie in memory (see `scale_tiles`)."""
+
+    ROW_MAJOR = "row-major"
+    TILED_128X4 = "128x4"
+
+
 def elem_type(dtype: torch.dtype) -> ElemType:
     """The element type stored as `dtype`; `FormatError` if MXFP8 has none such."""
     try:
@@ -85,6 +92,14 @@ def rounding(word: str) -> Rounding:
         return Rounding(word)
     except ValueError:
         raise FormatError(not_allowed("rounding", word, list(Rounding))) from None
+
+
+def scale_layout(word: str) -> ScaleLayout:
+    """The scale layout called `word`; `FormatError` if there is none such."""
+    try:
+        return ScaleLayout(word)
+    except ValueError:
+        raise FormatError(not_allowed("scale layout", word, list(ScaleLayout))) from None
 
 
 def num_blocks(length: int) -> int:

@@ -1,7 +1,9 @@
 """The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
 
-All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8. The implementations
-here are the reference; a compiled graph runs what `lowering` makes of the operators instead.
+All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8, one a block, row-major.
+Those of a matrix may be tiled instead (see `scale_tiles`), if the cast is told so: a vector, which products
+and `dequantize` know by its rank. The implementations here are the reference; a compiled graph runs what
+`lowering` makes of the operators instead.
 
     quantize             x → qdata, scale along one dimension
     quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
@@ -10,6 +12,7 @@ here are the reference; a compiled graph runs what `lowering` makes of the opera
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
     weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+    quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 
@@ -22,8 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import num_blocks
+from mxcompile import formats
+from mxcompile.errors import FormatError
+from mxcompile.formats import ScaleLayout, num_blocks
 from mxcompile.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.scale_tiles import tile_scale, tiled_length, untile_scale
 
 _LIBRARY = torch.library.Library("mx", "DEF")
 
@@ -51,25 +57,67 @@ def _define(schema: str, reference: Callable[..., Any], spec: Callable[..., list
     return op
 
 
+def _is_tiled(x: Tensor, word: str) -> bool:
+    """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is no matrix."""
+    tiled = formats.scale_layout(word) is ScaleLayout.TILED_128X4
+    if tiled and x.ndim != 2:
+        raise FormatError(
+            f"scales of a tensor of {x.ndim} dimensions cannot be tiled: only those of a matrix"
+        )
+    return tiled
+
+
+def _quantize(
+    x: Tensor,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool = False,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
+) -> tuple[Tensor, Tensor]:
+    tiled = _is_tiled(x, scale_layout)
+    qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
+    if not tiled:
+        return qdata, scale
+    return qdata, tile_scale(scale if block_dim % 2 == 1 else scale.t())
+
+
 def _spec_quantize(
-    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+    x: Tensor,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool = False,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> list[Spec]:
     scale_shape = list(x.shape)
     scale_shape[block_dim] = num_blocks(scale_shape[block_dim])
+    if _is_tiled(x, scale_layout):
+        scale_shape = [tiled_length(scale_shape[1 - block_dim % 2], scale_shape[block_dim])]
     return [(x.shape, elem_dtype), (scale_shape, torch.uint8)]
 
 
 def _quantize_both(
-    x: Tensor, elem_dtype: torch.dtype, rounding: str
+    x: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rowwise = quantize_tensors(x, -1, elem_dtype, rounding)
-    columnwise = quantize_tensors(x, -2, elem_dtype, rounding)
+    rowwise = _quantize(x, -1, elem_dtype, rounding, False, scale_layout)
+    columnwise = _quantize(x, -2, elem_dtype, rounding, False, scale_layout)
     return *rowwise, *columnwise
 
 
-def _spec_quantize_both(x: Tensor, elem_dtype: torch.dtype, rounding: str) -> list[Spec]:
-    rowwise = _spec_quantize(x, -1, elem_dtype, rounding)
-    return rowwise + _spec_quantize(x, -2, elem_dtype, rounding)
+def _spec_quantize_both(
+    x: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
+) -> list[Spec]:
+    rowwise = _spec_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
+    return rowwise + _spec_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
+
+
+def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
+    if qdata.ndim == 2 and scale.ndim == 1:
+        rows, blocks = qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim])
+        scale = untile_scale(scale, rows, blocks)
+        scale = scale if block_dim % 2 == 1 else scale.t()
+    return dequantize_tensors(qdata, scale, block_dim, dtype)
 
 
 def _spec_dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> list[Spec]:
@@ -107,8 +155,8 @@ def _scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    a = dequantize_tensors(a, scale_a, -1, torch.float32)
-    b = dequantize_tensors(b, scale_b, -2, torch.float32)
+    a = _dequantize(a, scale_a, -1, torch.float32)
+    b = _dequantize(b, scale_b, -2, torch.float32)
     out = a @ b
     return (out if bias is None else out + bias).to(out_dtype)
 
@@ -135,6 +183,35 @@ def _spec_weight_only_mm(
     x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> list[Spec]:
     return [((x.shape[0], qdata.shape[0]), out_dtype)]
+
+
+def _quantize_mm(
+    x: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    out_dtype: torch.dtype,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """`scaled_mm` of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
+    return _scaled_mm(*quantize_tensors(x, -1, elem_dtype, rounding), b, scale_b, bias, out_dtype)
+
+
+def _spec_quantize_mm(
+    x: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    out_dtype: torch.dtype,
+    qdata: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> list[Spec]:
+    return [((x.shape[0], b.shape[1]), out_dtype)]
 
 
 def _scaled_grouped_mm(
@@ -192,20 +269,20 @@ def _spec_flatten(x: Tensor) -> list[Spec]:
 
 
 quantize = _define(
-    "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False)"
-    " -> (Tensor qdata, Tensor scale)",
-    quantize_tensors,
+    "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False,"
+    " str scale_layout='row-major') -> (Tensor qdata, Tensor scale)",
+    _quantize,
     _spec_quantize,
 )
 quantize_both = _define(
-    "quantize_both(Tensor x, ScalarType elem_dtype, str rounding) -> (Tensor qdata_rowwise,"
-    " Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
+    "quantize_both(Tensor x, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"
+    " (Tensor qdata_rowwise, Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
     _quantize_both,
     _spec_quantize_both,
 )
 dequantize = _define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",
-    dequantize_tensors,
+    _dequantize,
     _spec_dequantize,
 )
 quantize_dequantize = _define(
@@ -230,6 +307,12 @@ scaled_grouped_mm = _define(
     " ScalarType out_dtype) -> Tensor",
     _scaled_grouped_mm,
     _spec_scaled_grouped_mm,
+)
+quantize_mm = _define(
+    "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType elem_dtype, str rounding,"
+    " ScalarType out_dtype, Tensor? qdata=None, Tensor? scale=None) -> Tensor",
+    _quantize_mm,
+    _spec_quantize_mm,
 )
 flatten = _define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)
 

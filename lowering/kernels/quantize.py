@@ -20,14 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Format, Tile, num_blocks
+from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
 from mxcompile.lowering.kernels import tiles
 from mxcompile.lowering.kernels.configs import QUANTIZE, chosen
 from mxcompile.lowering.kernels.launch import Launch, ceil_div, power_of_two
-from mxcompile.lowering.targets import ScaleLayout, Target
-
-TILE_ROWS, TILE_BLOCKS = 128, 4
-"""Rows and blocks of one tile of the 128×4 scale layout."""
+from mxcompile.lowering.targets import Target
+from mxcompile.scale_tiles import TILE_ROWS, tiled_length
 
 
 class Layout(StrEnum):
@@ -132,7 +130,7 @@ def scale_shape(m: int, n: int, layout: Layout, scales: ScaleLayout) -> tuple[in
     if scales is ScaleLayout.ROW_MAJOR:
         return (m, num_blocks(n)) if rowwise else (num_blocks(m), n)
     rows, blocks = (m, num_blocks(n)) if rowwise else (n, num_blocks(m))
-    return (ceil_div(rows, TILE_ROWS) * TILE_ROWS * ceil_div(blocks, TILE_BLOCKS) * TILE_BLOCKS,)
+    return (tiled_length(rows, blocks),)
 
 
 def plan(

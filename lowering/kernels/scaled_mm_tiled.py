@@ -21,9 +21,9 @@ from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.kernels import tiles
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.kernels.launch import Launch, ceil_div
-from mxcompile.lowering.kernels.quantize import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.kernels.scaled_mm import Operand, tile_of
 from mxcompile.lowering.targets import Target
+from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS
 
 _ALIGNMENT = 16
 """Bytes: of the accelerator's strides."""

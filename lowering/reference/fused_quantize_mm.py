@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxcompile.formats import Format
+from mxcompile.formats import Format, ScaleLayout
 from mxcompile.lowering.reference.quantize import rowwise
 from mxcompile.lowering.reference.scaled_mm import scaled_mm
-from mxcompile.lowering.targets import ScaleLayout
 
 
 def fused_quantize_mm(

@@ -7,19 +7,13 @@ from torch import Tensor
 
 from mxcompile.formats import num_blocks
 from mxcompile.numerics import dequantize_tensors
-
-
-def untiled(scale: Tensor, rows: int, k: int) -> Tensor:
-    """Scale bytes [rows, ⌈k/32⌉] from the 128×4 tiled layout."""
-    down, across = -(-rows // 128), -(-num_blocks(k) // 4)
-    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(down * 128, across * 4)[:rows, : num_blocks(k)]
+from mxcompile.scale_tiles import untile_scale
 
 
 def values(qdata: Tensor, scale: Tensor) -> Tensor:
     """FP64 values of an operand [rows, K]; scale row-major [rows, ⌈K/32⌉] or flat, tiled."""
     if scale.ndim == 1:
-        scale = untiled(scale, *qdata.shape)
+        scale = untile_scale(scale, qdata.shape[0], num_blocks(qdata.shape[1]))
     return dequantize_tensors(qdata, scale, -1, torch.float64)
 
 

@@ -78,6 +78,24 @@ def test_compiled_casts_are_bit_exact(
     check(casts, wild(*shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("shape", [(33, 70), (200, 300)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool):
+    def casts(x: torch.Tensor) -> Any:
+        results: tuple[torch.Tensor, ...] = ops.quantize_both(x, E4M3, "rceil", "128x4")
+        for dim in (-1, -2):
+            qdata, scale = ops.quantize(x, dim, E4M3, "rceil", False, "128x4")
+            results += (qdata, scale, ops.dequantize(qdata, scale, dim, BF16))
+        return results
+
+    def dequantized(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ops.dequantize(qdata, scale, -2, F32)
+
+    x = wild(*shape)
+    check(casts, x, dynamic=dynamic)
+    check(dequantized, *ops.quantize(x, -2, E4M3, "rceil", False, "128x4"), dynamic=dynamic)
+
+
 def test_every_bf16_element_compiles_to_the_same_bits():
     """All 65,536 values, sorted so that neighbours share a block, under both element types."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)

@@ -6,6 +6,7 @@ from reference import round_trip
 from torch.library import opcheck
 
 from mxcompile import ops
+from mxcompile.errors import FormatError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
@@ -32,6 +33,54 @@ def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
     b, scale_b = ops.quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
     added = None if bias is None else torch.randn(bias)
     opcheck(ops.scaled_mm, (a, scale_a, b, scale_b, added, BF16), test_utils=WITHOUT_SCHEMA)
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (300, 128), (128, 513), (1, 1), (0, 5)])
+def test_tiled_scales(shape: tuple[int, int]):
+    """The elements are the same, the scales say the same; the padding is zero."""
+    x = torch.randn(shape).mul_(torch.exp2(torch.randint(-40, 40, shape)))
+    for dim in (-1, -2, 0, 1):
+        arguments = (x, dim, E4M3, "rceil", False, "128x4")
+        opcheck(ops.quantize, arguments)
+        qdata, tiled = ops.quantize(*arguments)
+        expected, scale = ops.quantize(x, dim, E4M3, "rceil")
+        assert torch.equal(qdata.view(torch.uint8), expected.view(torch.uint8))
+        rows = scale if dim in (-1, 1) else scale.t()
+        assert tiled.shape == (-(-rows.shape[0] // 128) * -(-rows.shape[1] // 4) * 512,)
+        places = swizzled_places(*rows.shape)
+        assert torch.equal(tiled[places], rows)
+        assert int(tiled.long().sum()) == int(rows.long().sum())
+        opcheck(ops.dequantize, (qdata, tiled, dim, BF16), test_utils=WITHOUT_SCHEMA)
+        found = ops.dequantize(qdata, tiled, dim, torch.float32)
+        assert torch.equal(found, ops.dequantize(qdata, scale, dim, torch.float32))
+    opcheck(ops.quantize_both, (x, E4M3, "even", "128x4"))
+
+
+def swizzled_places(rows: int, blocks: int) -> torch.Tensor:
+    """Where each byte of [rows, blocks] lies, by cuBLAS's formula."""
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
+    tile = row // 128 * -(-blocks // 4) + block // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+def test_only_scales_of_a_matrix_are_tiled():
+    with pytest.raises(FormatError, match="a tensor of 3 dimensions cannot be tiled"):
+        ops.quantize(torch.randn(2, 3, 4), -1, E4M3, "rceil", False, "128x4")
+    with pytest.raises(FormatError, match=r"128x5.*row-major"):
+        ops.quantize(torch.randn(3, 4), -1, E4M3, "rceil", False, "128x5")
+
+
+@pytest.mark.parametrize("tiled", [(True, True), (True, False), (False, True)])
+def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
+    x, w = torch.randn(150, 200), torch.randn(200, 40)
+    layouts = ["128x4" if is_tiled else "row-major" for is_tiled in tiled]
+    a = ops.quantize(x, -1, E4M3, "rceil", False, layouts[0])
+    b = ops.quantize(w.t().contiguous(), -1, E5M2, "rceil", False, layouts[1])
+    b_scale = b[1] if tiled[1] else b[1].t()  # a tiled scale has no transpose
+    arguments = (*a, b[0].t(), b_scale, None, torch.float32)
+    opcheck(ops.scaled_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    exact = round_trip(x, 1).double() @ round_trip(w, 0, "e5m2").double()
+    torch.testing.assert_close(ops.scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_grouped_product_passes_opcheck():

@@ -7,10 +7,11 @@ import pytest
 import reference as integer_reference
 import torch
 
-from mxcompile.formats import ELEM_TYPES, Format, Rounding, Tile
+from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, Tile
 from mxcompile.lowering.kernels.quantize import Layout, plan, quantize
 from mxcompile.lowering.reference import quantize as reference
-from mxcompile.lowering.targets import TARGETS, ScaleLayout
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.scale_tiles import tile_scale
 
 FORMATS = [Format(elem=elem, rounding=rounding) for elem in ELEM_TYPES.values() for rounding in Rounding]
 SHAPES = [(1, 1), (1, 4096), (32, 32), (33, 65), (130, 257), (257, 31), (64, 640)]
@@ -114,7 +115,7 @@ def test_swizzled_padding_is_written():
 def test_swizzle_formula():
     """The reference's tiling is the formula of cuBLAS's documentation, byte by byte."""
     scale = torch.randint(1, 255, (200, 7), dtype=torch.uint8)
-    flat = reference.swizzled(scale)
+    flat = tile_scale(scale)
     assert flat.numel() == 256 * 8
     tiled = torch.zeros(256 * 8, dtype=torch.uint8)
     for row in range(200):

@@ -8,13 +8,13 @@ import pytest
 import torch
 from operands import assert_within, operand
 
-from mxcompile.formats import E5M2, Format
+from mxcompile.formats import E5M2, Format, ScaleLayout
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.kernels.quantize import Layout, quantize
 from mxcompile.lowering.kernels.scaled_mm import Operand
 from mxcompile.lowering.kernels.scaled_mm_tiled import fits, plan, scaled_mm_tiled
 from mxcompile.lowering.reference.scaled_mm_tiled import scaled_mm_tiled as reference
-from mxcompile.lowering.targets import TARGETS, ScaleLayout
+from mxcompile.lowering.targets import TARGETS
 
 SM_100 = TARGETS["sm_100"]
 

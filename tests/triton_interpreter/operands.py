@@ -6,7 +6,7 @@ import torch
 
 from mxcompile.formats import E4M3, ElemType, num_blocks
 from mxcompile.lowering.kernels.scaled_mm import Operand
-from mxcompile.lowering.reference.quantize import swizzled
+from mxcompile.scale_tiles import tile_scale
 
 NAN_CODE, NAN_BYTE = 0x7F, 255
 
@@ -38,7 +38,7 @@ def operand(
         across = -num_blocks(k) % 4
         padded = torch.nn.functional.pad(scale, (0, across))
         down = torch.full((-rows % 128, padded.shape[1]), NAN_BYTE, dtype=torch.uint8)
-        scale = swizzled(torch.cat([padded, down]))
+        scale = tile_scale(torch.cat([padded, down]))
         codes = codes if k_major else codes.t().contiguous().t()
     elif k_major:
         codes, scale = embedded(codes, NAN_CODE), embedded(scale, NAN_BYTE)

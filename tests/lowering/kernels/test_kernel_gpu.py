@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxcompile.formats import ELEM_TYPES, Format, Rounding
+from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
 from mxcompile.lowering import targets
 from mxcompile.lowering.kernels import (
     configs,
@@ -23,7 +23,7 @@ from mxcompile.lowering.reference import fused_quantize_mm as fused_reference
 from mxcompile.lowering.reference import quantize as quantize_reference
 from mxcompile.lowering.reference import scaled_mm as scaled_reference
 from mxcompile.lowering.reference import weight_only_mm as weight_only_reference
-from mxcompile.lowering.targets import ScaleLayout, Target
+from mxcompile.lowering.targets import Target
 
 sys.path.append(str(Path(__file__).parents[2] / "triton_interpreter"))
 from operands import assert_within, operand

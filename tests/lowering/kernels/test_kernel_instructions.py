@@ -10,7 +10,7 @@ import torch
 from offline import Compiled, compile_launch
 
 from mxcompile.errors import TargetError
-from mxcompile.formats import ELEM_TYPES, Format, Rounding, Tile, num_blocks
+from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, Tile, num_blocks
 from mxcompile.lowering.kernels import (
     configs,
     fused_quantize_mm,
@@ -22,7 +22,7 @@ from mxcompile.lowering.kernels import (
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.kernels.quantize import Layout
 from mxcompile.lowering.kernels.scaled_mm import Operand
-from mxcompile.lowering.targets import TARGETS, ScaleLayout, Target
+from mxcompile.lowering.targets import TARGETS, Target
 
 GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
 NATIVE = [name for name in GPUS if TARGETS[name].native]

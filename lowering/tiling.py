@@ -1,0 +1,57 @@
+"""Tiled scales (see `scale_tiles`) in Inductor's IR: writing them, and where a byte of one is.
+
+For casts that no template serves, and for what is dequantized; kernels have `kernels.tiles.swizzled_offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS, tiled_length
+
+_VIEW = lowerings[torch.ops.aten.view.default]
+
+
+def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
+    """Tiled scale bytes from those of a matrix cast along `block_dim`."""
+    rowwise = block_dim % 2 == 1
+    rows, blocks = scale.get_size() if rowwise else reversed(scale.get_size())
+    load = scale.make_loader()
+
+    def inner(index: Sequence[Any]) -> Any:
+        down, across, low, high, place = index
+        row, block = down * TILE_ROWS + high * 32 + low, across * TILE_BLOCKS + place
+        inside = inductor.logical_and(less(row, rows), less(block, blocks))
+        return inductor.masked(inside, lambda: load((row, block) if rowwise else (block, row)), 0)
+
+    down, across = FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
+    tiles = ir.Pointwise.create(
+        device=scale.get_device_or_error(),
+        dtype=torch.uint8,
+        inner_fn=inner,
+        ranges=[down, across, *map(sympy.Integer, (32, 4, TILE_BLOCKS))],
+    )
+    flat: ir.TensorBox = _VIEW(tiles, [tiled_length(rows, blocks)])
+    return flat
+
+
+def place_of(row: Any, block: Any, blocks: Any) -> Any:
+    """Where the byte of (row, block) lies among tiled ones, of rows of `blocks` blocks."""
+    tile = FloorDiv(row, TILE_ROWS) * FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS) + FloorDiv(
+        block, TILE_BLOCKS
+    )
+    inside = ModularIndexing(row, 1, 32) * 16 + ModularIndexing(row, 32, 4) * 4
+    return tile * (TILE_ROWS * TILE_BLOCKS) + inside + ModularIndexing(block, 1, TILE_BLOCKS)
+
+
+def less(index: Any, end: Any) -> Any:
+    """Whether `index` is less than `end`, sizes or expressions of indices."""
+    return inductor.lt(inductor.index_expr(index, torch.int64), inductor.index_expr(end, torch.int64))
