@@ -40,12 +40,23 @@ def _obstacle() -> str:
     They build on parts of Inductor that are not public, and on Triton, which not every machine has.
     """
     try:
-        from mxcompile.lowering import native, pair, prologues  # noqa: F401
+        from mxcompile.lowering import native, pair, prologues, tile_scales  # noqa: F401
         from mxcompile.lowering.templates import casts, scaled_grouped_mm, scaled_mm  # noqa: F401
     except (ImportError, AttributeError, TypeError) as error:
         log.warning("MX GEMMs are dequantized: no templates with torch %s: %s", torch.__version__, error)
         return f"no MX templates with torch {torch.__version__}: {error}"
     return ""
+
+
+def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
+    """What has to be decided where forward and backward are one graph; then as `run`."""
+    if not target.native or _obstacle():
+        return
+    from mxcompile.lowering.tile_scales import TileScales
+
+    TileScales(target=target, device=device.type).apply(graph)
+    graph.lint()
+    log.debug("%s", Printed(graph, f"joint lowering for {target.name}"))
 
 
 def run(graph: fx.Graph, target: Target, device: torch.device) -> None:

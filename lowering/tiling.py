@@ -15,7 +15,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS, tiled_length
+from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 
@@ -32,22 +32,31 @@ def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
         inside = inductor.logical_and(less(row, rows), less(block, blocks))
         return inductor.masked(inside, lambda: load((row, block) if rowwise else (block, row)), 0)
 
-    down, across = FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
     tiles = ir.Pointwise.create(
         device=scale.get_device_or_error(),
         dtype=torch.uint8,
         inner_fn=inner,
-        ranges=[down, across, *map(sympy.Integer, (32, 4, TILE_BLOCKS))],
+        ranges=[*_tiles(rows, blocks), *map(sympy.Integer, (32, 4, TILE_BLOCKS))],
     )
-    flat: ir.TensorBox = _VIEW(tiles, [tiled_length(rows, blocks)])
+    flat: ir.TensorBox = _VIEW(tiles, [tiled_size(rows, blocks)])
     return flat
+
+
+def tiled_size(rows: Any, blocks: Any) -> Any:
+    """Bytes of a tiled scale of [rows, blocks], sizes as Inductor has them."""
+    down, across = _tiles(rows, blocks)
+    return down * across * (TILE_ROWS * TILE_BLOCKS)
+
+
+def _tiles(rows: Any, blocks: Any) -> tuple[Any, Any]:
+    """How many tiles there are down and across."""
+    return FloorDiv(rows + TILE_ROWS - 1, TILE_ROWS), FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS)
 
 
 def place_of(row: Any, block: Any, blocks: Any) -> Any:
     """Where the byte of (row, block) lies among tiled ones, of rows of `blocks` blocks."""
-    tile = FloorDiv(row, TILE_ROWS) * FloorDiv(blocks + TILE_BLOCKS - 1, TILE_BLOCKS) + FloorDiv(
-        block, TILE_BLOCKS
-    )
+    _, across = _tiles(row, blocks)
+    tile = FloorDiv(row, TILE_ROWS) * across + FloorDiv(block, TILE_BLOCKS)
     inside = ModularIndexing(row, 1, 32) * 16 + ModularIndexing(row, 32, 4) * 4
     return tile * (TILE_ROWS * TILE_BLOCKS) + inside + ModularIndexing(block, 1, TILE_BLOCKS)
 

@@ -93,7 +93,7 @@ class Compilation:
             **mode,
             **dict(self.options.inductor),
             "joint_custom_pre_pass": GraphPass(
-                self.run_passes, f"{base} {self.found.identity}", config.joint_custom_pre_pass
+                self.run_joint, f"{base} {self.found.identity}", config.joint_custom_pre_pass
             ),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
@@ -102,8 +102,19 @@ class Compilation:
 
     # -- hooks -----------------------------------------------------------------------------------
 
+    def run_joint(self, graph: fx.Graph) -> None:
+        """The joint or inference graph, or a subgraph of one: the passes, and what the target wants."""
+        self.run_passes(graph)
+        self.lower_joint(graph)
+
+    def lower_joint(self, graph: fx.Graph) -> None:
+        """What the lowering decides on a graph that the passes are done with, on the target's device."""
+        start = time.perf_counter()
+        lowering.run_joint(graph, self.target, self.found.device)
+        self._update(pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6)
+
     def run_passes(self, graph: fx.Graph) -> None:
-        """The joint or inference graph, or a subgraph of one."""
+        """The passes over a joint or inference graph, or over a subgraph of one."""
         steps = passes.joint_passes(
             inputs=self.found.inputs,
             policy=self.options.policy,

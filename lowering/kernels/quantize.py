@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
-from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels import scale_bytes, tiles
 from mxcompile.lowering.kernels.configs import QUANTIZE, chosen
 from mxcompile.lowering.kernels.launch import Launch, ceil_div, power_of_two
 from mxcompile.lowering.targets import Target
@@ -45,32 +45,6 @@ class Copy:
 
 
 @triton.jit
-def _store_rowwise_scale(ptr, scale, rows, blocks, M, N, M_PADDED, SWIZZLED: tl.constexpr):
-    num_blocks = (N + tiles.BLOCK - 1) // tiles.BLOCK
-    row, block = rows[:, None], blocks[None, :]
-    if SWIZZLED:
-        offset = tiles.swizzled_offset(row, block, num_blocks)
-        scale = tl.where(row < M, scale, 0)
-        tl.store(ptr + offset, scale, mask=(row < M_PADDED) & (block < (num_blocks + 3) // 4 * 4))
-    else:
-        offset = row.to(tl.int64) * num_blocks + block
-        tl.store(ptr + offset, scale, mask=(row < M) & (block < num_blocks))
-
-
-@triton.jit
-def _store_columnwise_scale(ptr, scale, blocks, columns, M, N, N_PADDED, SWIZZLED: tl.constexpr):
-    num_blocks = (M + tiles.BLOCK - 1) // tiles.BLOCK
-    block, column = blocks[:, None], columns[None, :]
-    if SWIZZLED:
-        offset = tiles.swizzled_offset(column, block, num_blocks)
-        scale = tl.where(column < N, scale, 0)
-        tl.store(ptr + offset, scale, mask=(column < N_PADDED) & (block < (num_blocks + 3) // 4 * 4))
-    else:
-        offset = block.to(tl.int64) * N + column
-        tl.store(ptr + offset, scale, mask=(block < num_blocks) & (column < N))
-
-
-@triton.jit
 def quantize_kernel(
     x_ptr,
     rowwise_ptr,
@@ -84,7 +58,7 @@ def quantize_kernel(
     ELEM: tl.constexpr,
     ROUNDING: tl.constexpr,
     SQUARE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
+    TILED: tl.constexpr,
     NATIVE: tl.constexpr,
     PADDING: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,7 +76,6 @@ def quantize_kernel(
     x_offset = rows[:, None].to(tl.int64) * stride_xm + columns[None, :].to(tl.int64) * stride_xn
     x = tl.load(x_ptr + x_offset, mask=inside, other=0.0).to(tl.float32)
     out_offset = rows[:, None].to(tl.int64) * N + columns[None, :]
-    m_padded, n_padded = (M + 127) // 128 * 128, (N + 127) // 128 * 128
     if rowwise_ptr is not None:
         if SQUARE:
             codes, byte = tiles.quantize_square(x, ELEM, ROUNDING, NATIVE)
@@ -111,7 +84,7 @@ def quantize_kernel(
         else:
             codes, byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
         tl.store(rowwise_ptr + out_offset, codes, mask=inside)
-        _store_rowwise_scale(rowwise_scale_ptr, byte, rows, row_blocks, M, N, m_padded, SWIZZLED)
+        scale_bytes.store_rowwise(rowwise_scale_ptr, byte, rows, row_blocks, M, N, TILED)
     if columnwise_ptr is not None:
         column_blocks = pid_m * COLUMN_BLOCKS + tl.arange(0, COLUMN_BLOCKS)
         if SQUARE:
@@ -121,7 +94,7 @@ def quantize_kernel(
         else:
             codes, byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
         tl.store(columnwise_ptr + out_offset, codes, mask=inside)
-        _store_columnwise_scale(columnwise_scale_ptr, byte, column_blocks, columns, M, N, n_padded, SWIZZLED)
+        scale_bytes.store_columnwise(columnwise_scale_ptr, byte, column_blocks, columns, M, N, TILED)
 
 
 def scale_shape(m: int, n: int, layout: Layout, scales: ScaleLayout) -> tuple[int, ...]:
@@ -156,11 +129,11 @@ def plan(
         arguments[f"{kind}_scale_ptr"] = None if copy is None else copy.scale
     arguments |= {"M": m, "N": n, "stride_xm": x.stride(0), "stride_xn": x.stride(1)}
     config = chosen(QUANTIZE, "quantize", target).of(layout, x.element_size())
-    square, swizzled = fmt.tile is Tile.SQUARE, scales is ScaleLayout.TILED_128X4
+    square, tiled = fmt.tile is Tile.SQUARE, scales is ScaleLayout.TILED_128X4
     shortest = BLOCK if square or layout is not Layout.ROWWISE else 1
     block_m = power_of_two(m, shortest, config.block_m)
     block_n = power_of_two(n, BLOCK, config.block_n)
-    padding = TILE_ROWS if swizzled else 1
+    padding = TILE_ROWS if tiled else 1
     tiles_m, tiles_n = (
         ceil_div(ceil_div(length, padding) * padding, block) for length, block in ((m, block_m), (n, block_n))
     )
@@ -168,7 +141,7 @@ def plan(
         "ELEM": fmt.elem.name,
         "ROUNDING": str(fmt.rounding),
         "SQUARE": square,
-        "SWIZZLED": swizzled,
+        "TILED": tiled,
         "NATIVE": target.encodes_fp8,
         "PADDING": padding,
         "BLOCK_M": block_m,

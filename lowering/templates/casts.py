@@ -5,7 +5,8 @@
                                                           rounded to the dtype it would be stored in
 
 A template has one output; the other results are buffers it writes to. The tile always holds whole blocks of
-32, masked past the ends of the matrix, so that no two programs share a block.
+32, masked past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled;
+there the grid covers the padding too.
 
 For matrices on chips with an MX GEMM. Every other cast is lowered by `lowering.casts`.
 """
@@ -28,14 +29,16 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, elem_type
+from mxcompile.formats import BLOCK, ScaleLayout, elem_type
 from mxcompile.lowering import casts
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import configs
+from mxcompile.lowering.tiling import tiled_size
+from mxcompile.scale_tiles import TILE_ROWS
 
 _SOURCE = r"""
-from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels import scale_bytes, tiles
 
 {% if ROWWISE and COLUMNWISE %}
 {{def_kernel("X", "ROW_SCALE", "COLUMN", "COLUMN_SCALE")}}
@@ -56,24 +59,18 @@ from mxcompile.lowering.kernels import tiles
     x = x.to(DTYPE)
     blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
     blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
-    num_blocks_m = (M + 31) // 32
-    num_blocks_n = (N + 31) // 32
-    row_offsets = rm[:, None].to(INDEX) * num_blocks_n + blocks_n[None, :]
-    row_mask = (rm[:, None] < M) & (blocks_n[None, :] < num_blocks_n)
-    column_offsets = blocks_m[:, None].to(INDEX) * N + rn[None, :]
-    column_mask = (blocks_m[:, None] < num_blocks_m) & (rn[None, :] < N)
 {% if ROWWISE and COLUMNWISE %}
     column_codes, column_byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
     tl.store(COLUMN + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(column_codes, ELEM), mask=mask)
-    tl.store(COLUMN_SCALE + column_offsets, column_byte, mask=column_mask)
+    scale_bytes.store_columnwise(COLUMN_SCALE, column_byte, blocks_m, rn, M, N, TILED)
     codes, row_byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
-    tl.store(ROW_SCALE + row_offsets, row_byte, mask=row_mask)
+    scale_bytes.store_rowwise(ROW_SCALE, row_byte, rm, blocks_n, M, N, TILED)
 {% elif ROWWISE %}
     codes, byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
-    tl.store(SCALE + row_offsets, byte, mask=row_mask)
+    scale_bytes.store_rowwise(SCALE, byte, rm, blocks_n, M, N, TILED)
 {% else %}
     codes, byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
-    tl.store(SCALE + column_offsets, byte, mask=column_mask)
+    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, M, N, TILED)
 {% endif %}
     qdata = tiles.as_elem(codes, ELEM)
     {{store_output(("idx_m", "idx_n"), "qdata", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
@@ -82,7 +79,8 @@ from mxcompile.lowering.kernels import tiles
 
 @SymbolicGridFn
 def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+    padding = meta["PADDING"]
+    return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
 TEMPLATE = TritonTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
@@ -92,23 +90,30 @@ Results = tuple[ir.TensorBox, ...]
 
 @register_lowering(ops.quantize, type_promotion_kind=None)
 def lower_quantize(
-    x: ir.TensorBox, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool = False
+    x: ir.TensorBox,
+    block_dim: int,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    square: bool = False,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> Results:
     """Qdata and scale bytes."""
     target = _target(x)
     if square or target is None:
-        return casts.lower_quantize(x, block_dim, elem_dtype, rounding, square)
+        return casts.lower_quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)
     layout = "rowwise" if block_dim % 2 == 1 else "columnwise"
-    return _cast(x, layout, elem_dtype, rounding, target)
+    return _cast(x, layout, elem_dtype, rounding, ScaleLayout(scale_layout), target)
 
 
 @register_lowering(ops.quantize_both, type_promotion_kind=None)
-def lower_quantize_both(x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str) -> Results:
+def lower_quantize_both(
+    x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
+) -> Results:
     """Qdata and scale bytes in rows, then in columns."""
     target = _target(x)
     if target is None:
-        return casts.lower_quantize_both(x, elem_dtype, rounding)
-    return _cast(x, "both", elem_dtype, rounding, target)
+        return casts.lower_quantize_both(x, elem_dtype, rounding, scale_layout)
+    return _cast(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target)
 
 
 def _target(x: ir.TensorBox) -> Target | None:
@@ -122,14 +127,25 @@ def _target(x: ir.TensorBox) -> Target | None:
     return None if empty else target
 
 
-def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, target: Target) -> Results:
+def _cast(
+    x: ir.TensorBox,
+    layout: str,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    scale_layout: ScaleLayout,
+    target: Target,
+) -> Results:
     x = realize_inputs(x)
     device, (m, n) = x.get_device_or_error(), x.get_size()
-    rows, columns = ([m, _blocks(n)], torch.uint8), ([_blocks(m), n], torch.uint8)
+    tiled = scale_layout is ScaleLayout.TILED_128X4
+    if tiled:
+        rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
+    else:
+        rows, columns = [m, _blocks(n)], [_blocks(m), n]
     extra = {
-        "both": [rows, ([m, n], elem_dtype), columns],
-        "rowwise": [rows],
-        "columnwise": [columns],
+        "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
+        "rowwise": [(rows, torch.uint8)],
+        "columnwise": [(columns, torch.uint8)],
     }[layout]
     others = [empty_strided(shape, None, dtype=dtype, device=device) for shape, dtype in extra]
     for other in others:
@@ -148,6 +164,8 @@ def _cast(x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, rounding: str, 
         BLOCK_N=tile.block_n,
         ROWWISE=layout != "columnwise",
         COLUMNWISE=layout != "rowwise",
+        TILED=tiled,
+        PADDING=TILE_ROWS if tiled else 1,
         DTYPE=triton_type(x.get_dtype()),
         ELEM=repr(elem_type(elem_dtype).name),
         ROUNDING=repr(rounding),

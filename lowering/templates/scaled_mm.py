@@ -3,7 +3,7 @@
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused
 
-Operands are read where they are: each may be K-major or MN-major, scales are row-major bytes, no copy is
+Operands are read where they are: each may be K-major or MN-major, scales row-major or tiled, no copy is
 transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
 memory there holds. SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
 
@@ -30,6 +30,8 @@ from mxcompile.lowering.templates import scaled_bmm
 from mxcompile.lowering.templates.configs import products
 
 _SOURCE = r"""
+from mxcompile.lowering.kernels import scale_bytes
+
 {% if BIASED %}
 {{def_kernel("A", "SA", "B", "SB", "BIAS")}}
 {% else %}
@@ -38,7 +40,7 @@ _SOURCE = r"""
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     K = {{size("A", 1)}}
-    blocks_k = {{size("SA", 1)}}
+    blocks_k = (K + 31) // 32
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -54,8 +56,12 @@ _SOURCE = r"""
     in_n = rn[None, :] < N
     a_ptrs = A + rm[:, None].to(INDEX) * {{stride("A", 0)}} + rk[None, :].to(INDEX) * {{stride("A", 1)}}
     b_ptrs = B + rk[:, None].to(INDEX) * {{stride("B", 0)}} + rn[None, :].to(INDEX) * {{stride("B", 1)}}
+{% if not TILED_A %}
     sa_ptrs = SA + rm[:, None].to(INDEX) * {{stride("SA", 0)}} + rs[None, :].to(INDEX) * {{stride("SA", 1)}}
+{% endif %}
+{% if not TILED_B %}
     sb_ptrs = SB + rn[:, None].to(INDEX) * {{stride("SB", 1)}} + rs[None, :].to(INDEX) * {{stride("SB", 0)}}
+{% endif %}
 {% if SWAP %}
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
 {% else %}
@@ -65,25 +71,37 @@ _SOURCE = r"""
 {% if EVEN_K %}
 {% if EVEN_M %}
         a = tl.load(a_ptrs)
-        sa = tl.load(sa_ptrs)
 {% else %}
         a = tl.load(a_ptrs, mask=in_m, other=0.0)
-        sa = tl.load(sa_ptrs, mask=in_m, other=0)
 {% endif %}
 {% if EVEN_N %}
         b = tl.load(b_ptrs)
-        sb = tl.load(sb_ptrs)
 {% else %}
         b = tl.load(b_ptrs, mask=in_n, other=0.0)
-        sb = tl.load(sb_ptrs, mask=rn[:, None] < N, other=0)
 {% endif %}
 {% else %}
         in_k = start * BLOCK_K + rk < K
-        in_block = start * (BLOCK_K // 32) + rs < blocks_k
         a = tl.load(a_ptrs, mask=in_m & in_k[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
-        sa = tl.load(sa_ptrs, mask=in_m & in_block[None, :], other=0)
-        sb = tl.load(sb_ptrs, mask=(rn[:, None] < N) & in_block[None, :], other=0)
+{% endif %}
+{% if not EVEN_K and not (TILED_A and TILED_B) %}
+        in_block = (start * (BLOCK_K // 32) + rs < blocks_k)[None, :]
+{% endif %}
+{% if TILED_A %}
+        sa = scale_bytes.load_tiled(
+            SA, pid_m * BLOCK_M, start, M, K, BLOCK_M, BLOCK_K // 32, EVEN_M and EVEN_K)
+{% elif EVEN_M and EVEN_K %}
+        sa = tl.load(sa_ptrs)
+{% else %}
+        sa = tl.load(sa_ptrs, mask=in_m{% if not EVEN_K %} & in_block{% endif %}, other=0)
+{% endif %}
+{% if TILED_B %}
+        sb = scale_bytes.load_tiled(
+            SB, pid_n * BLOCK_N, start, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K)
+{% elif EVEN_N and EVEN_K %}
+        sb = tl.load(sb_ptrs)
+{% else %}
+        sb = tl.load(sb_ptrs, mask=(rn[:, None] < N){% if not EVEN_K %} & in_block{% endif %}, other=0)
 {% endif %}
 {% if SWAP %}
         acc = tl.dot_scaled(b.T, sb, ELEM_B, a.T, sa, ELEM_A, acc)
@@ -92,8 +110,12 @@ _SOURCE = r"""
 {% endif %}
         a_ptrs += BLOCK_K * {{stride("A", 1)}}
         b_ptrs += BLOCK_K * {{stride("B", 0)}}
+{% if not TILED_A %}
         sa_ptrs += (BLOCK_K // 32) * {{stride("SA", 1)}}
+{% endif %}
+{% if not TILED_B %}
         sb_ptrs += (BLOCK_K // 32) * {{stride("SB", 0)}}
+{% endif %}
 {% if SWAP %}
     idx_m = rm[None, :]
     idx_n = rn[:, None]
@@ -165,6 +187,8 @@ def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) 
             "EVEN_K": sizes.statically_known_multiple_of(k, tile.block_k),
             "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
             "BIASED": len(operands) > 4,
+            "TILED_A": len(operands[1].get_size()) == 1,
+            "TILED_B": len(operands[3].get_size()) == 1,
             "ELEM_A": repr(elements[0]),
             "ELEM_B": repr(elements[1]),
         }

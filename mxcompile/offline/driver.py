@@ -140,6 +140,7 @@ def _run_and_move(compilation: Compilation, graph: fx.Graph) -> None:
     if graph.owning_module is not None:
         constant_fold_uniform_value(graph.owning_module)
     move(graph, DEVICE)
+    compilation.lower_joint(graph)
 
 
 def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
