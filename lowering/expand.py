@@ -3,15 +3,14 @@
     scaled_mm(qa, sa, qb, sb) → mm(dequantize(qa, sa), dequantize(qb, sb))
 
 The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), so the vendor's BF16
-GEMM gives what an MX GEMM would, up to the order of accumulation. Where the cast is made in the same graph it
-never becomes FP8: quantize and dequantize are one operator that fuses with what comes before. FP8 copies that
-cross from forward to backward stay FP8.
+GEMM gives what an MX GEMM would, up to the order of accumulation. FP8 copies that cross from forward to
+backward stay FP8 (see `operands`).
 """
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,47 +20,55 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering.operands import Operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expand:
-    """No options."""
+    """reasons: why a product is not on a kernel it is for, by its node; the record then says so."""
 
+    reasons: Mapping[fx.Node, str] = field(default_factory=dict)
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> None:
         """Replace the mx GEMMs of `graph` without a kernel by aten GEMMs, and name those in their tags."""
-        expander = _Expander(graph)
+        expander = _Expander(graph, self.reasons)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
         graph.eliminate_dead_code()
 
 
-class _Expander:
-    """State of one run: the operands dequantized so far."""
+def working_dtype(out: torch.dtype) -> torch.dtype:
+    """What the operands of a product are dequantized to, by the dtype of its result."""
+    return torch.bfloat16 if out is torch.bfloat16 else torch.float32
 
-    def __init__(self, graph: fx.Graph) -> None:
+
+class _Expander:
+    """State of one run."""
+
+    def __init__(self, graph: fx.Graph, reasons: Mapping[fx.Node, str]) -> None:
         self._graph = graph
+        self._reasons = reasons
         self._build = Builder(graph, Expand.name)
-        self._values: dict[tuple[fx.Node, fx.Node, torch.dtype], fx.Node] = {}
+        self._operands = Operands(self._build)
 
     def expand(self, node: fx.Node) -> None:
         """Replace `node`, a product of mx operands."""
         out = tensor(node)
         assert out is not None
-        dtype = torch.bfloat16 if out.dtype is torch.bfloat16 else torch.float32
+        dtype = working_dtype(out.dtype)
         qa, sa, qb, sb = (argument(node, index) for index in range(4))
         extra: Any = node.args[4]
         with self._graph.inserting_before(node):
-            a = self._value(qa, sa, -1, dtype, node)
-            b = self._value(qb, sb, -2, dtype, node)
+            a = self._operands.value(qa, sa, -1, dtype, node)
+            b = self._operands.value(qb, sb, -2, dtype, node)
             if packet(node) is ops.scaled_grouped_mm.overloadpacket:
                 result = self._build.call(aten._grouped_mm.default, a, b, extra, like=node)
             else:
                 result = self._product(a, b, extra, dtype, node)
             kernel = f"{packet(result)} ({_word(dtype)}, dequantized)"
+            kernel = "; ".join(filter(None, (kernel, self._reasons.get(node))))
             set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
             result = self._cast(result, out.dtype, node)
         self._build.replace(node, result)
@@ -83,27 +90,6 @@ class _Expander:
             return node
         convert = torch.ops.prims.convert_element_type.default
         return self._build.call(convert, node, dtype, like=like)
-
-    def _value(self, qdata: Any, scale: Any, dim: int, dtype: torch.dtype, node: fx.Node) -> fx.Node:
-        """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`."""
-        qdata, swapped = untransposed(qdata)
-        scale, scale_swapped = untransposed(scale)
-        assert swapped == scale_swapped, "elements and scales of an operand are transposed alike"
-        dim = -3 - dim if swapped else dim
-        key = qdata, scale, dtype
-        if key not in self._values:
-            self._values[key] = self._emit(qdata, scale, dim, dtype, node)
-        value = self._values[key]
-        return transpose(value, self._build) if swapped else value
-
-    def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, node: fx.Node) -> fx.Node:
-        made = qdata.args[0] if qdata.target is operator.getitem else None
-        if isinstance(made, fx.Node) and made.target is ops.quantize:
-            square = len(made.args) > 4 and made.args[4]
-            if square or scale.target is operator.getitem:
-                arguments = (*made.args[:4], square)
-                return self._build.call(ops.quantize_dequantize, *arguments, dtype, like=node)
-        return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=node)
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -18,6 +18,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering import casts as casts  # registers the lowerings of the casts
+from mxcompile.lowering import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.expand import Expand
 from mxcompile.lowering.targets import Target
 
@@ -48,6 +49,30 @@ def _obstacle() -> str:
     return ""
 
 
+@functools.cache
+def _weight_only_obstacle() -> str:
+    """The same for the template of weight-only products."""
+    try:
+        from mxcompile.lowering.templates import weight_only  # noqa: F401
+    except (ImportError, AttributeError, TypeError) as error:
+        log.warning("weights are dequantized: no template with torch %s: %s", torch.__version__, error)
+        return f"no weight-only template with torch {torch.__version__}: {error}"
+    return ""
+
+
+def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[fx.Node, str]:
+    """Products of few rows on their kernel; or why those are not that it is for."""
+    if target.native or target.arch is None:
+        return {}
+    from mxcompile.lowering.weight_only import WeightOnly
+
+    chosen = WeightOnly(target=target, device=device.type)
+    if obstacle := _weight_only_obstacle():
+        return dict.fromkeys(chosen.products(graph), obstacle)
+    chosen.apply(graph)
+    return {}
+
+
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """What has to be decided where forward and backward are one graph; then as `run`."""
     if not target.native or _obstacle():
@@ -71,7 +96,7 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
 
         Native(target=target, device=device.type).apply(graph)
         Pair().apply(graph)
-    Expand().apply(graph)
+    Expand(reasons=_weight_only(graph, target, device)).apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)
         if tags and not tags[0].kernel:

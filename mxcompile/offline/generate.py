@@ -33,7 +33,7 @@ from mxcompile.roofline import estimate
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
 _CASTS = frozenset(str(cast) for cast in CASTS)
-_DOTS = "tl.dot", "tile_product("  # what a kernel that multiplies matrices says, or a function it calls
+_DOTS = "tl.dot", "tile_product(", "weight_only."  # what a kernel that multiplies matrices says, or calls
 
 
 def codegen(
@@ -101,6 +101,7 @@ def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
 
 def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
     written_by: dict[str, str] = {}
+    launched: set[str] = set()
     launches = []
     for call in module.calls:
         nodes = graph.origins.get(call.handle, ())
@@ -108,7 +109,11 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
         computed = tuple(name for name in operators if _packet(name) not in _MOVES)
         source = module.kernels.get(call.kernel, _DOTS[0])
         multiplies = any(dot in source for dot in _DOTS)
-        tags = [tag for node in nodes for tag in graph.gemms.get(node, ()) if multiplies]
+        products = [node for node in nodes if multiplies and node not in launched]
+        launched.update(
+            products
+        )  # what reads a product's parts, to sum them, has it among its origins as well
+        tags = [tag for node in products for tag in graph.gemms.get(node, ())]
         only_casts = bool(computed) and all(_packet(name) in _CASTS for name in computed)
         launches.append(
             Launch(

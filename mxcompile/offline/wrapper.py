@@ -18,6 +18,7 @@ import torch
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+)")
 _MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 _ALLOCATORS = re.compile(r"empty_strided_\w+$")
+_AS_DTYPE = "torch.ops.aten.view.dtype"  # the same memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,8 @@ class _Reader:
     def _assign(self, name: str, value: ast.expr) -> None:
         match value:
             case ast.Name(id=other) | ast.Subscript(value=ast.Name(id=other)):
+                self._alias(name, other)
+            case ast.Call(func=function, args=[ast.Name(id=other), _]) if ast.unparse(function) == _AS_DTYPE:
                 self._alias(name, other)
             case ast.Call(func=ast.Name(id=made), args=[size, _, dtype]) if _ALLOCATORS.match(made):
                 self._itemsize[name] = itemsize = _dtype(dtype).itemsize

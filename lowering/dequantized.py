@@ -1,0 +1,38 @@
+"""Inductor lowering of ``mx.weight_only_mm`` that runs everywhere: dequantize, then the library's product.
+
+    x · wᵀ  →  mm(x, dequantize(w)ᵀ)                  BF16 if that is what goes in and out, else FP32
+
+Where a chip has a kernel for it, `templates.weight_only` takes its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+
+from mxcompile import ops
+from mxcompile.lowering.casts import lower_dequantize
+
+_MM = lowerings[torch.ops.aten.mm.default]
+_ADD = lowerings[torch.ops.aten.add.Tensor]
+_PERMUTE = lowerings[torch.ops.aten.permute.default]
+
+
+@register_lowering(ops.weight_only_mm, type_promotion_kind=None)
+def lower_weight_only_mm(
+    x: ir.TensorBox,
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
+    narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
+    dtype = torch.bfloat16 if narrow else torch.float32
+    weight = _PERMUTE(lower_dequantize(qdata, scale, -1, dtype), [1, 0])
+    out: Any = _MM(to_dtype(x, dtype), weight)
+    result: ir.TensorBox = to_dtype(out if bias is None else _ADD(out, bias), out_dtype)
+    return result

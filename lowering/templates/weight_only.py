@@ -1,0 +1,177 @@
+"""Inductor template of ``mx.weight_only_mm``: MX weights decoded in registers, whatever follows fused behind.
+
+    acc[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])                       in FP32
+    out       = epilogue(acc)                                 K whole: the template's own epilogue
+    out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums, in one order
+
+The weight is read as it is stored, once for all rows of the dot form; the sums are device functions of
+`kernels.weight_only_mm`. Sizes may be anything; offsets into weights are 64 bits wide. What is not for the
+kernel is dequantized (see `lowering.dequantized`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.select_algorithm import (
+    SymbolicGridFn,
+    TritonTemplate,
+    autotune_select_algorithm,
+    realize_inputs,
+)
+from torch._inductor.virtualized import V
+
+from mxcompile import ops
+from mxcompile.formats import elem_type
+from mxcompile.lowering import dequantized
+from mxcompile.lowering.targets import Target, of_device
+from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
+
+_SOURCE = r"""
+from mxcompile.lowering.kernels import weight_only_mm as weight_only
+
+{% if BIASED %}
+{{def_kernel("X", "W", "SCALE", "BIAS")}}
+{% else %}
+{{def_kernel("X", "W", "SCALE")}}
+{% endif %}
+    M = {{size("X", 0)}}
+    N = {{size("W", 0)}}
+    K = {{size("X", 1)}}
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    part = tl.program_id(1)
+    column = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    span = tl.cdiv(tl.cdiv(K, BLOCK_K), PARTS) * BLOCK_K
+    first = part * span
+    last = tl.minimum(K, first + span)
+    codes = W.to(tl.pointer_type(tl.uint8), bitcast=True)
+{% if ON_TENSOR_CORES %}
+    row = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = weight_only.dot_sums(
+        X, codes, SCALE, row, column, first, last, M, N, K,
+        {{stride("X", 0)}}, {{stride("X", 1)}},
+        {{stride("W", 0)}}, {{stride("W", 1)}},
+        {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
+        ELEM, NATIVE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )
+    idx_m = row[None, :]
+    idx_n = column[:, None]
+{% else %}
+    row = pid // tiles_n
+    acc = weight_only.gemv_sums(
+        X, codes, SCALE, row, column, first, last, N, K,
+        {{stride("X", 0)}}, {{stride("X", 1)}},
+        {{stride("W", 0)}}, {{stride("W", 1)}},
+        {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
+        ELEM, NATIVE, BLOCK_N, BLOCK_K, STAGES,
+    )
+    idx_m = row + tl.zeros((1, 1), tl.int32)
+    idx_n = column[None, :]
+{% endif %}
+{% if BIASED %}
+    acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+    mask = (idx_m < M) & (idx_n < N)
+{% set indices = ("part", "idx_m", "idx_n") if PARTS > 1 else ("idx_m", "idx_n") %}
+{% set shape = ("BLOCK_N", "BLOCK_M") if ON_TENSOR_CORES else ("1", "BLOCK_N") %}
+    {{store_output(indices, "acc", "mask", val_shape=shape)}}
+"""
+
+
+@SymbolicGridFn
+def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, int, int]:
+    """Tiles of all rows and columns, as one number since only the first axis is long; then the parts."""
+    *_, m, n, meta = arguments
+    return cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), meta["PARTS"], 1
+
+
+TEMPLATE = TritonTemplate(name="mx_weight_only_mm", grid=_grid, source=_SOURCE)
+
+_EXPAND = lowerings[torch.ops.aten.expand.default]
+_ADD = lowerings[torch.ops.aten.add.Tensor]
+_SUM = lowerings[torch.ops.aten.sum.dim_IntList]
+_ACTIVATIONS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+@register_lowering(ops.weight_only_mm, type_promotion_kind=None)
+def lower_weight_only_mm(
+    x: ir.TensorBox,
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The product x [M, K] · wᵀ [N, K] (+ bias)."""
+    target = _target(x, qdata)
+    if target is None:
+        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype)
+    m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
+    rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
+    choices = forms(rows, columns, depth, x.get_dtype(), target)
+    parts = choices[0].parts
+    elem = elem_type(qdata.get_dtype()).name
+    operands = [realize_inputs(operand) for operand in (x, _readable(qdata, target), scale)]
+    inside = bias is not None and len(bias.get_size()) == 1 and parts == 1
+    if inside:
+        operands.append(realize_inputs(_EXPAND(bias, [n])))
+    alone = parts == 1 and (inside or bias is None)
+    device = x.get_device_or_error()
+    size = [m, n] if parts == 1 else [parts, m, n]
+    layout = ir.FixedLayout(device, out_dtype if alone else torch.float32, size)
+    made = _template(choices, operands, layout, elem, target)
+    if alone:
+        return made
+    total: Any = made if parts == 1 else _SUM(made, [0])
+    result: ir.TensorBox = to_dtype(total if bias is None else _ADD(total, bias), out_dtype)
+    return result
+
+
+def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
+    """The chip whose row gives the tile, or None if the template is not for this product."""
+    device = x.get_device_or_error()
+    if device.type != "cuda" or x.get_dtype() not in _ACTIVATIONS:
+        return None
+    target = of_device(device)
+    sizes = (*x.get_size(), *qdata.get_size())
+    empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in sizes)
+    return None if empty or row_of(target) is None else target
+
+
+def _readable(qdata: ir.TensorBox, target: Target) -> Any:
+    """`qdata`, as bytes where Triton has no pointers to its dtype; no copy is made."""
+    if target.decodes_fp8 or not isinstance(target.arch, int):
+        return qdata
+    return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
+
+
+def _template(
+    choices: list[Form], operands: list[Any], layout: ir.Layout, elem: str, target: Target
+) -> ir.TensorBox:
+    callers: list[Any] = []
+    for form in choices:
+        tile = form.tile
+        error = TEMPLATE.maybe_append_choice(
+            callers,
+            input_nodes=tuple(operands),
+            layout=layout,
+            num_stages=tile.num_stages,
+            num_warps=tile.num_warps,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            STAGES=tile.num_stages,
+            PARTS=form.parts,
+            ON_TENSOR_CORES=form.on_tensor_cores,
+            BIASED=len(operands) > 3,
+            ELEM=repr(elem),
+            NATIVE=target.decodes_fp8,
+        )
+        if error is not None:
+            raise error
+    chosen: Any = autotune_select_algorithm("mx_weight_only_mm", callers, operands, layout)
+    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    return out

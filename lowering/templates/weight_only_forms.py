@@ -1,0 +1,104 @@
+"""Which form of the weight-only product a compiled graph runs, with which tile, K split how often.
+
+    gemv   one row a program, in FP32: one token, or activations that are not BF16
+    dot    all rows of BF16 on the tensor cores
+
+The forms are those of `kernels.weight_only_mm`, the tiles its table's, and what autotuning tries beside them.
+Sizes that are not known are taken by their hints; a form is right for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch._inductor import config
+
+from mxcompile.lowering.kernels.configs import WEIGHT_ONLY_MM, Absent, MatmulConfig, WeightOnlyChoices
+from mxcompile.lowering.kernels.weight_only_mm import split
+from mxcompile.lowering.targets import Target
+
+_DOT_ROWS = 16  # the least a tensor core takes
+_WIDE_ROWS = 32  # more rows at a time, so that a weight is read once
+
+_MORE_GEMV = (
+    MatmulConfig(block_m=1, block_n=4, block_k=1024, num_warps=4, num_stages=3),
+    MatmulConfig(block_m=1, block_n=16, block_k=256, num_warps=4, num_stages=3),
+)
+_MORE_DOT = (
+    MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4),
+    MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=8, num_stages=3),
+)
+_AMD_STAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How one product runs. parts: K is split into so many, summed afterwards; 1: it is not."""
+
+    on_tensor_cores: bool
+    tile: MatmulConfig
+    parts: int
+
+    def __str__(self) -> str:
+        tile = f"{self.tile.block_m}x{self.tile.block_n}x{self.tile.block_k}"
+        return f"{self._kind} {tile}{self._split}"
+
+    @property
+    def _kind(self) -> str:
+        return "dot" if self.on_tensor_cores else "gemv"
+
+    @property
+    def _split(self) -> str:
+        return f" split {self.parts}" if self.parts > 1 else ""
+
+    def one_of(self, count: int) -> str:
+        """Words for a choice among `count` tiles of this form."""
+        return str(self) if count == 1 else f"{self._kind} autotuned of {count}{self._split}"
+
+
+def row_of(target: Target) -> WeightOnlyChoices | None:
+    """The chip's row of the table, if it has one."""
+    row = WEIGHT_ONLY_MM.get(target.name)
+    return None if isinstance(row, Absent) else row
+
+
+def most_rows(target: Target, dtype: torch.dtype) -> int:
+    """Up to how many rows of activations of `dtype` the product is for; 0 on a chip without it."""
+    row = row_of(target)
+    if row is None:
+        return 0
+    return row.dot_rows if dtype is torch.bfloat16 else row.gemv_rows
+
+
+def forms(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> list[Form]:
+    """How to multiply `rows` rows of `dtype` by a weight [n, k], on a chip with a row in the table.
+
+    The default; where Inductor is told to autotune, others after it that split K alike.
+    """
+    tiles = _tiles(rows, dtype, target)
+    default = next(tiles)
+    parts, _ = split(rows, n, k, default, target)
+    tuned = config.max_autotune or config.max_autotune_gemm
+    on_tensor_cores = _on_tensor_cores(rows, dtype)
+    return [
+        Form(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
+        for tile in ([default, *tiles] if tuned else [default])
+    ]
+
+
+def _on_tensor_cores(rows: int, dtype: torch.dtype) -> bool:
+    return rows > 1 and dtype is torch.bfloat16
+
+
+def _tiles(rows: int, dtype: torch.dtype, target: Target) -> Iterator[MatmulConfig]:
+    row = row_of(target)
+    assert row is not None, f"{target.name} has weight-only kernels"
+    on_tensor_cores = _on_tensor_cores(rows, dtype)
+    default = row.dot if on_tensor_cores else row.gemv
+    for tile in (default, *(_MORE_DOT if on_tensor_cores else _MORE_GEMV)):
+        if on_tensor_cores and rows > _DOT_ROWS:
+            tile = replace(tile, block_m=_WIDE_ROWS)
+        stages = min(tile.num_stages, _AMD_STAGES) if target.warp_size > 32 else tile.num_stages
+        yield replace(tile, num_stages=stages)
