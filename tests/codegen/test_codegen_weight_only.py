@@ -1,0 +1,130 @@
+"""Code for decoding with stored MXFP8 weights on GPUs without an MX GEMM: no weight is ever dequantized."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from llama_block import FFN, KV_HEADS, WIDTH, Block
+from llama_block import HEADS as QUERY_HEADS
+from stored_weights import with_stored_weights
+
+from mxcompile.lowering import pipeline
+from mxcompile.offline import CodegenResult, codegen
+
+KV = WIDTH * KV_HEADS // QUERY_HEADS
+SIZES = {
+    "attention.q": (WIDTH, WIDTH),
+    "attention.k": (KV, WIDTH),
+    "attention.v": (KV, WIDTH),
+    "attention.o": (WIDTH, WIDTH),
+    "ffn.gate": (FFN, WIDTH),
+    "ffn.up": (FFN, WIDTH),
+    "ffn.down": (WIDTH, FFN),
+}
+DECODE = [("sm_90", 1), ("sm_90", 8), ("sm_80", 8), ("sm_89", 1), ("gfx942", 8)]
+MMA = {"sm_80": "mma.sync", "sm_90": "wgmma", "gfx942": "v_mfma"}
+
+
+@functools.cache
+def generate(target: str, tokens: int) -> CodegenResult:
+    with torch.device("meta"):
+        model = with_stored_weights(Block().to(torch.bfloat16))
+        x = torch.empty(1, tokens, WIDTH, dtype=torch.bfloat16)
+    return codegen(model, x, target=target, training=False)
+
+
+def products(result: CodegenResult):
+    """The launch of every layer's product, by the layer's name."""
+    found = [(launch.gemms, launch) for launch in result.launches if "attention" not in launch.kernel]
+    return {gemm.removesuffix(" fprop"): launch for gemms, launch in found for gemm in gemms}
+
+
+@pytest.mark.parametrize(("target", "tokens"), DECODE)
+def test_every_chosen_gemm_reads_its_weight_as_stored(target, tokens):
+    result = generate(target, tokens)
+    kernels = {gemm.name: gemm.kernel for gemm in result.report.gemms if gemm.precision == "mxfp8"}
+    assert kernels.keys() == SIZES.keys()
+    form = "gemv 1x8x512" if tokens == 1 else "dot 16x64x128"
+    assert all(kernel.startswith(f"mx_weight_only_mm {form}") for kernel in kernels.values()), kernels
+    launches = products(result)
+    assert launches.keys() == SIZES.keys()
+    for name, launch in launches.items():
+        assert launch.generated
+        instructions = result.kernel(launch).binary.mma
+        assert (instructions == ()) == (tokens == 1), (name, instructions)
+        assert all(instruction.startswith(MMA[target]) for instruction in instructions)
+
+
+@pytest.mark.parametrize(("target", "tokens"), DECODE)
+def test_no_dequantized_weight_is_stored(target, tokens):
+    """What a product moves is its weight in FP8, a byte a block, and activations, which are small here."""
+    result = generate(target, tokens)
+    assert not any("mx.dequantize.default" in launch.operators for launch in result.launches)
+    for name, launch in products(result).items():
+        n, k = SIZES[name]
+        weight = n * k * 33 // 32
+        split = result_parts(result, name)
+        # x; then the parts in FP32, or the result and at most two tensors of its shape that follow it
+        others = 2 * tokens * k + (4 * split if split > 1 else 3 * 2) * tokens * n
+        assert weight < launch.num_bytes <= weight + others, name
+
+
+def result_parts(result: CodegenResult, name: str) -> int:
+    """Into how many parts the record says K is split."""
+    (kernel,) = (gemm.kernel for gemm in result.report.gemms if gemm.name == name)
+    return int(kernel.partition(" split ")[2] or 1)
+
+
+@pytest.mark.parametrize(("target", "tokens"), DECODE)
+def test_nothing_spills(target, tokens):
+    result = generate(target, tokens)
+    multiplying = {launch.kernel for launch in products(result).values()}
+    for kernel in result.kernels:
+        assert kernel.binary.spill_bytes == 0, kernel.name
+        if kernel.name in multiplying:
+            assert kernel.binary.registers > 0, f"{kernel.name} does not compile"
+
+
+def test_what_follows_is_in_the_product():
+    """One token: K is whole, so that the gate and both residual sums are computed where the product is."""
+    launches = products(generate("sm_90", 1))
+    assert "aten.exp.default" in launches["ffn.up"].operators
+    assert "aten.add.Tensor" in launches["ffn.down"].operators
+    generated = [launch for launch in generate("sm_90", 1).launches if launch.generated]
+    assert not [launch for launch in generated if set(launch.operators) == {"aten.add.Tensor"}]
+
+
+def test_parts_are_summed_where_the_result_is_read():
+    """Eight tokens: K is split; no kernel does nothing but sum."""
+    result = generate("sm_90", 8)
+    assert result_parts(result, "ffn.down") > 1
+    for launch in result.launches:
+        if "mx.weight_only_mm.default" in launch.operators and not launch.gemms:
+            assert len(launch.operators) > 1, launch
+
+
+def test_many_rows_are_left_to_the_vendors_gemm():
+    result = generate("sm_90", 64)
+    chosen = [gemm for gemm in result.report.gemms if gemm.precision == "mxfp8"]
+    assert {gemm.kernel for gemm in chosen} == {"aten.mm (bfloat16, dequantized)"}
+    casts = [launch for launch in result.launches if "mx.dequantize.default" in launch.operators]
+    assert len(casts) == len(SIZES), "each weight is dequantized from its stored copy, once"
+
+
+def test_native_targets_multiply_natively():
+    result = generate("sm_100", 8)
+    kernels = {gemm.kernel for gemm in result.report.gemms if gemm.precision == "mxfp8"}
+    assert all("block_scale" in kernel for kernel in kernels), kernels
+
+
+def test_without_the_template_weights_are_dequantized_and_the_record_says_why(monkeypatch):
+    monkeypatch.setattr(pipeline, "_weight_only_obstacle", lambda: "no weight-only template with torch 1.0")
+    with torch.device("meta"):
+        model = with_stored_weights(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        x = torch.empty(2, 64)
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    result = codegen(model, x, target="sm_90", training=False, policy=policy)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel == "aten.addmm (float32, dequantized); no weight-only template with torch 1.0"
