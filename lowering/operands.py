@@ -4,8 +4,9 @@
     dequantize(quantize(dequantize(q, s))) → dequantize(q, s)          of a weight that is stored quantized
     dequantize(q, s)                                                   of any other input
 
-The first fuses with what makes x and never becomes FP8. The second is the same value under the roundings
-that never saturate: their scale is no larger, so every element is exact again. Each operand is made once.
+The first fuses with what makes x and never becomes FP8. The second is the same value under rceil, whose scale
+for a stored block is no larger and never saturates, so that every element is exact again. Other roundings may
+change it. Each operand is made once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 
-_IDEMPOTENT = frozenset({Rounding.RCEIL, Rounding.CEIL})
 _EXACT = frozenset({torch.bfloat16, torch.float32})
 """Dtypes that have every FP8 element times a power of two, extreme scales aside."""
 
@@ -86,4 +86,4 @@ def _before_recast(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node] | 
     assert again is not None
     same = values.dtype is elem_dtype and scales.ndim == again.ndim == values.ndim
     same = same and (int(dim) - int(source.args[2])) % values.ndim == 0  # type: ignore[arg-type]
-    return (q, s) if same and rounding in _IDEMPOTENT and source.args[3] in _EXACT else None
+    return (q, s) if same and rounding == Rounding.RCEIL and source.args[3] in _EXACT else None

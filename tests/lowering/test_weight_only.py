@@ -1,0 +1,192 @@
+"""Which products become weight-only ones, what the others stay, and that both mean the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.weight_only import WeightOnly
+from mxcompile.policy import Gemm
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TAG = GemmTag(
+    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
+)
+
+
+def quantized(x: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
+    return ops.quantize(x, -1, E4M3, rounding)
+
+
+def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product as `rewrite` leaves it when elements and scales are inputs."""
+    return ops.scaled_mm(*quantized(x), qdata.t(), scale.t(), bias, x.dtype)
+
+
+def recast(x: Tensor, qdata: Tensor, scale: Tensor, rounding: str = "rceil") -> Tensor:
+    """As `rewrite` leaves a product with a weight that the model dequantizes."""
+    again = quantized(ops.dequantize(qdata, scale, -1, x.dtype), rounding)
+    return ops.scaled_mm(*quantized(x), again[0].t(), again[1].t(), None, x.dtype)
+
+
+def lowered(function, *inputs: Tensor, target: str = "sm_90", mode: str = "fake") -> fx.GraphModule:
+    """`function` as a graph with every product tagged, after the pass."""
+    module = make_fx(lambda *arguments: function(*arguments), tracing_mode=mode)(*inputs)
+    for node in module.graph.nodes:
+        if node.target is ops.scaled_mm:
+            set_tag(node, TAG)
+    WeightOnly(target=TARGETS[target], device="cpu").apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def operators(module: fx.GraphModule) -> list[str]:
+    return [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]
+
+
+def kernels(module: fx.GraphModule) -> list[str]:
+    return [tag.kernel for node in module.graph.nodes for tag in tags_of(node)]
+
+
+def inputs(rows: int, dtype: torch.dtype = BF16, n: int = 70, k: int = 100) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, k).to(dtype), *quantized(torch.randn(n, k))
+
+
+TAKEN = ["quantize_dequantize.default", "weight_only_mm.default"]
+
+
+@pytest.mark.parametrize("function", [linear, recast])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "gfx942"])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (32, BF16), (1, F32), (4, F32)])
+def test_few_rows_are_taken_and_mean_the_same(rows, dtype, target, function):
+    arguments = inputs(rows, dtype)
+    module = lowered(function, *arguments, target=target)
+    assert operators(module) == TAKEN
+    (kernel,) = kernels(module)
+    assert kernel.startswith("mx_weight_only_mm " + ("dot" if rows > 1 and dtype is BF16 else "gemv"))
+    torch.testing.assert_close(module(*arguments), function(*arguments))
+
+
+def test_fp16_results_are_computed_in_fp32():
+    arguments = inputs(2, F16)
+    module = lowered(linear, *arguments)
+    assert operators(module) == TAKEN
+    (x,) = (node for node in module.graph.nodes if node.target is ops.quantize_dequantize)
+    assert x.meta["val"].dtype is F32
+    torch.testing.assert_close(module(*arguments), linear(*arguments))
+
+
+@pytest.mark.parametrize("shape", [(70,), (1, 70), (3, 70), (1,)], ids=str)
+def test_a_bias_of_any_shape(shape):
+    arguments = (*inputs(3), torch.randn(shape, dtype=BF16))
+    module = lowered(linear, *arguments)
+    assert operators(module) == TAKEN
+    torch.testing.assert_close(module(*arguments), linear(*arguments))
+
+
+def test_a_weight_stored_along_the_other_dimension():
+    def function(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+        return ops.scaled_mm(*quantized(x), qdata, scale, None, x.dtype)
+
+    arguments = (torch.randn(3, 100).to(BF16), *ops.quantize(torch.randn(100, 70), -2, E5M2, "rceil"))
+    module = lowered(function, *arguments)
+    assert operators(module) == TAKEN
+    torch.testing.assert_close(module(*arguments), function(*arguments))
+
+
+def test_one_activation_for_several_weights_is_quantized_once():
+    def function(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        a = quantized(x)
+        pairs = zip(weights[::2], weights[1::2], strict=True)
+        return [ops.scaled_mm(*a, qdata.t(), scale.t(), None, BF16) for qdata, scale in pairs]
+
+    x, *first = inputs(3)
+    module = lowered(function, x, *first, *inputs(3, n=8)[1:])
+    assert operators(module) == [*TAKEN, "weight_only_mm.default"]
+
+
+@pytest.mark.parametrize("rows", [2, 31])
+def test_a_dynamic_number_of_rows_is_decided_by_its_hint(rows):
+    module = lowered(linear, *inputs(rows), mode="symbolic")
+    assert operators(module) == TAKEN
+    for other in (1, 40):
+        arguments = inputs(other)
+        torch.testing.assert_close(module(*arguments), linear(*arguments))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(33, BF16), (5, F32), (0, BF16)])
+def test_other_numbers_of_rows_stay(rows, dtype):
+    module = lowered(linear, *inputs(rows, dtype))
+    assert operators(module) == ["quantize.default", "scaled_mm.default"]
+    assert kernels(module) == [""]
+
+
+def test_a_weight_cast_in_the_graph_stays():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        qdata, scale = quantized(w)
+        return ops.scaled_mm(*quantized(x), qdata.t(), scale.t(), None, x.dtype)
+
+    module = lowered(function, torch.randn(3, 64).to(BF16), torch.randn(32, 64).to(BF16))
+    assert operators(module) == ["quantize.default", "quantize.default", "scaled_mm.default"]
+
+
+def test_batches_stay():
+    def function(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+        return ops.scaled_mm(*quantized(x), qdata.mT, scale.mT, None, x.dtype)
+
+    module = lowered(function, torch.randn(2, 3, 64).to(BF16), *quantized(torch.randn(2, 32, 64)))
+    assert operators(module) == ["quantize.default", "scaled_mm.default"]
+
+
+@pytest.mark.parametrize("rounding", ["floor", "ceil", "even"])
+def test_a_cast_that_may_change_a_stored_weight_is_made(rounding):
+    """A stored 240 is 480 over floor's scale, which saturates; ceil may double the scale."""
+    module = lowered(lambda x, q, s: recast(x, q, s, rounding), *inputs(3))
+    assert operators(module)[-1] == "scaled_mm.default"
+
+
+def every_block(elem: torch.dtype) -> Tensor:
+    """A row of blocks; the largest element of each is another positive finite code of the type."""
+    codes = torch.arange(256, dtype=torch.uint8).view(elem)
+    finite = codes[codes.float().isfinite() & (codes.float() > 0)]
+    blocks = []
+    for largest in finite:
+        below = finite[finite.float() <= largest.float()]
+        chosen = below[torch.randint(len(below), (31,))]
+        blocks.append(torch.cat([largest.view(torch.uint8)[None], chosen.view(torch.uint8)]))
+    return torch.cat(blocks).view(elem)[None]
+
+
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_casting_a_stored_block_again_keeps_its_values(dtype, elem):
+    """Every largest element times every scale at which the values exist in the dtype; NaN stays NaN."""
+    qdata = every_block(elem).expand(256, -1).contiguous()
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, qdata.shape[1] // 32).contiguous()
+    value = ops.dequantize(qdata, scale, -1, dtype)
+    again = ops.dequantize(*ops.quantize(value, -1, elem, "rceil"), -1, F32)
+    exact = ops.dequantize(qdata, scale, -1, torch.float64)
+    exists = (value.double() == exact) & (exact.abs() < 2.0**127)
+    inside = exists.unflatten(1, (-1, 32)).all(-1)
+    assert inside.float().mean() > 0.8
+    inside = inside.repeat_interleave(32, 1)
+    assert torch.equal(again.double()[inside], exact[inside])
+    assert again[255].isnan().all()
+
+
+def test_a_product_not_taken_says_why():
+    arguments = inputs(3)
+    module = make_fx(lambda *arguments: linear(*arguments), tracing_mode="fake")(*arguments)
+    (node,) = (node for node in module.graph.nodes if node.target is ops.scaled_mm)
+    set_tag(node, TAG)
+    taken = WeightOnly(target=TARGETS["sm_90"], device="cpu").products(module.graph)
+    Expand(reasons=dict.fromkeys(taken, "too old")).apply(module.graph)
+    assert kernels(module) == ["aten.mm (bfloat16, dequantized); too old"]
