@@ -15,8 +15,9 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
+from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates.configs import products
+from mxcompile.lowering.templates.configs import autotuning, contiguous, products, tiled_products
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -33,17 +34,29 @@ class Native:
         """Name the kernel in the tags of the products that stay."""
         for node in graph.nodes:
             if packet(node) in ops.PRODUCTS and self.runs(node):
-                kernel = f"{_name(node)} {self._config(node)} ({self.target.mma})"
+                kernel = f"{self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
 
     def _config(self, node: fx.Node) -> str:
-        """The tile the template takes, or that Inductor is to choose one."""
-        tiles = products(self.target.name, _rows(node))
-        if len(tiles) > 1:
-            return f"autotuned of {len(tiles)}"
+        """The template and its tile, or that Inductor is to choose them."""
+        tiled, tiles = self._tiled(node), products(self.target.name, _rows(node))
+        if autotuning():
+            return f"{_name(node)} autotuned of {len(tiled) + len(tiles)}"
+        if tiled:
+            return f"{_name(node)}_tiled {_shape(tiled[0])}"
         ((swap, tile),) = tiles
-        shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-        return f"{shape} swapped" if swap else shape
+        return f"{_name(node)} {_shape(tile)}{' swapped' if swap else ''}"
+
+    def _tiled(self, node: fx.Node) -> list[TiledConfig]:
+        """The tiles of the tiled form for `node`, if it fits."""
+        out, a, scale_a, b, scale_b = map(tensor, (node, *node.args[:4]))
+        if out is None or a is None or b is None or out.ndim != 2:
+            return []
+        if any(scale is None or scale.ndim != 1 for scale in (scale_a, scale_b)):
+            return []
+        if contiguous(a.stride()) is None or contiguous(b.stride()) is None:
+            return []
+        return tiled_products(self.target, *map(hint, out.shape))
 
     def runs(self, node: fx.Node) -> bool:
         """Whether the product `node` is one the target runs itself."""
@@ -56,6 +69,10 @@ class Native:
         if offs is not None and not isinstance(offs.shape[0], int):
             return False
         return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
+
+
+def _shape(tile: MatmulConfig | TiledConfig) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
 
 
 def _is_grouped(node: fx.Node) -> bool:

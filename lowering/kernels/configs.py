@@ -155,6 +155,7 @@ _NO_TENSOR_MEMORY = Absent(reason="no tensor memory; scaled_mm's pointer form is
 # Warp-specialised, 256 columns take more tensor memory than there is with Triton 3.9.
 _TILED = (
     TiledConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=4, halvings=2),
+    TiledConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4, halvings=1),
     TiledConfig(
         block_m=128,
         block_n=128,
@@ -177,14 +178,26 @@ SCALED_MM_TILED: dict[str, tuple[TiledConfig, ...] | Absent] = {
     "gfx942": _EMULATED,
     "gfx950": _NO_TENSOR_MEMORY,
 }
-"""Target → configs to choose among, the default first."""
+"""Target → configs to choose among, those of the widest tiles first; see `tiled_default`."""
 
 
 def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
-    """The rows of `SCALED_MM_TILED` for `target` that the installed Triton compiles, the default first."""
+    """The rows of `SCALED_MM_TILED` for `target` that the installed Triton compiles."""
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     rows = chosen(SCALED_MM_TILED, "scaled_mm_tiled", target)
     return tuple(config for config in rows if release >= config.since)
+
+
+def tiled_default(target: Target, m: int, n: int) -> TiledConfig:
+    """What runs a product [m, n] that is not autotuned: the widest tile of which there is one a processor.
+
+    The narrowest if there is none. Warp-specialised configs were never measured: they are for autotuning.
+    """
+    plain = [config for config in tiled_configs(target) if not config.warp_specialize]
+    for config in plain:
+        if -(-m // config.block_m) * -(-n // config.block_n) >= target.processors:
+            return config
+    return plain[-1]
 
 
 _FUSED_TCGEN05 = ScaledChoices(

@@ -45,7 +45,7 @@ def store_columnwise(ptr, scale, blocks, columns, M, N, TILED: tl.constexpr):
 
 @triton.jit
 def from_tiles(tiled, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Bytes [DOWN · 128, ACROSS · 4] of tiles, any shape of as many elements in the order they have in memory."""
+    """Bytes [DOWN · 128, ACROSS · 4] of tiles in the order they have in memory, of any shape."""
     return tiled.reshape(DOWN, ACROSS, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(DOWN * 128, ACROSS * 4)
 
 
@@ -78,3 +78,14 @@ def load_tiled(ptr, first_row, step, rows, K, ROWS: tl.constexpr, BLOCKS: tl.con
             inside = (row < tl.cdiv(rows, 128) * 128) & (block < across * 4)
             scale = tl.load(ptr + offset, mask=inside, other=0)
     return scale
+
+
+@triton.jit
+def tiled_descriptor(ptr, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A descriptor of a tiled scale of [rows, K / 32], for loads of [ROWS, BLOCKS], whole tiles."""
+    down, across = tl.cdiv(rows, 128), tl.cdiv(K, 128)
+    width = across.to(tl.int64) * 512
+    shape = [1, down, across, 2, 256]
+    return tl.make_tensor_descriptor(
+        ptr, shape, [down * width, width, 512, 256, 1], [1, ROWS // 128, BLOCKS // 4, 2, 256]
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mxcompile.formats import BLOCK, elem_type
-from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels import scale_bytes, tiles
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.kernels.launch import Launch, ceil_div
 from mxcompile.lowering.kernels.scaled_mm import Operand, tile_of
@@ -30,28 +30,38 @@ _ALIGNMENT = 16
 
 
 @triton.jit
-def _load_scale(desc, tile_row, tile_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Bytes [ROWS, BLOCKS], in the order of a row-major matrix, from tiles of 128×4."""
+def load_scale(desc, tile_row, tile_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Bytes [ROWS, BLOCKS], in the order of a row-major matrix, from a descriptor of tiles of 128×4."""
     DOWN: tl.constexpr = ROWS // 128
     ACROSS: tl.constexpr = BLOCKS // 4
     tiled = desc.load([0, tile_row * DOWN, tile_column * ACROSS, 0, 0])
-    return tiled.reshape(DOWN, ACROSS, 32, 4, 4).trans(0, 3, 2, 1, 4).reshape(ROWS, BLOCKS)
+    return scale_bytes.from_tiles(tiled, DOWN, ACROSS)
 
 
 @triton.jit
-def _store(
-    out_desc, bias_ptr, part, row, column, N, H: tl.constexpr, W: tl.constexpr, HALVINGS: tl.constexpr
-):
-    """Add the bias to `part` [H, W], round, store, in 2^HALVINGS parts of its columns."""
+def columns_of(x, HALVINGS: tl.constexpr):
+    """`x` [H, W] as a tuple of 2^HALVINGS tensors, its columns in order."""
     if HALVINGS == 0:
-        if bias_ptr is not None:
-            at = column + tl.arange(0, W)
-            part += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
-        out_desc.store([row, column], part.to(out_desc.dtype))
+        parts = (x,)
     else:
-        left, right = part.reshape(H, 2, W // 2).permute(0, 2, 1).split()
-        _store(out_desc, bias_ptr, left, row, column, N, H, W // 2, HALVINGS - 1)
-        _store(out_desc, bias_ptr, right, row, column + W // 2, N, H, W // 2, HALVINGS - 1)
+        H: tl.constexpr = x.shape[0]
+        W: tl.constexpr = x.shape[1]
+        left, right = x.reshape(H, 2, W // 2).permute(0, 2, 1).split()
+        parts = columns_of(left, HALVINGS - 1) + columns_of(right, HALVINGS - 1)
+    return parts
+
+
+@triton.jit
+def _store(out_desc, bias_ptr, accumulator, row, column, N, HALVINGS: tl.constexpr):
+    """Add the bias to a tile, round, store, in 2^HALVINGS parts of its columns."""
+    WIDTH: tl.constexpr = accumulator.shape[1] >> HALVINGS
+    parts = columns_of(accumulator, HALVINGS)
+    for index in tl.static_range(2**HALVINGS):
+        part, start = parts[index], column + index * WIDTH
+        if bias_ptr is not None:
+            at = start + tl.arange(0, WIDTH)
+            part += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
+        out_desc.store([row, start], part.to(out_desc.dtype))
 
 
 @triton.jit
@@ -87,10 +97,10 @@ def scaled_mm_tiled_kernel(
             k = step * BLOCK_K
             a = a_desc.load([row, k]) if A_K_MAJOR else a_desc.load([k, row]).T
             b = b_desc.load([column, k]).T if B_K_MAJOR else b_desc.load([k, column])
-            a_scale = _load_scale(a_scale_desc, pid_m, step, BLOCK_M, BLOCKS)
-            b_scale = _load_scale(b_scale_desc, pid_n, step, BLOCK_N, BLOCKS)
+            a_scale = load_scale(a_scale_desc, pid_m, step, BLOCK_M, BLOCKS)
+            b_scale = load_scale(b_scale_desc, pid_n, step, BLOCK_N, BLOCKS)
             accumulator = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, accumulator)
-        _store(out_desc, bias_ptr, accumulator, row, column, N, BLOCK_M, BLOCK_N, HALVINGS)
+        _store(out_desc, bias_ptr, accumulator, row, column, N, HALVINGS)
 
 
 def _along(x: Tensor) -> int | None:

@@ -6,13 +6,27 @@ any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
+import torch
 from torch._inductor import config
 
-from mxcompile.lowering.kernels.configs import QUANTIZE, SCALED_MM, Absent, MatmulConfig, TileConfig, chosen
+from mxcompile.lowering.kernels.configs import (
+    QUANTIZE,
+    SCALED_MM,
+    SCALED_MM_TILED,
+    Absent,
+    MatmulConfig,
+    ScaledChoices,
+    TileConfig,
+    TiledConfig,
+    chosen,
+    tiled_configs,
+    tiled_default,
+)
 from mxcompile.lowering.targets import Target
 
 _WARPS = 8  # an epilogue holds more than the accumulator: half of it a thread leaves room for that
@@ -46,7 +60,7 @@ def products(name: str, rows: int) -> list[tuple[bool, MatmulConfig]]:
     The default; where Inductor is told to autotune, others after it.
     """
     found = _products(name, rows)
-    return list(found) if config.max_autotune or config.max_autotune_gemm else [next(found)]
+    return list(found) if autotuning() else [next(found)]
 
 
 def _products(name: str, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
@@ -59,6 +73,45 @@ def _products(name: str, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
         yield False, replace(row.many, num_warps=_WARPS)
         for tile in _MORE.get(name, ()):
             yield False, tile
+
+
+def tiled_products(target: Target, m: int, n: int) -> list[TiledConfig]:
+    """The tiles of the tiled form for a product [m, n] that fits it; none where few rows are on the N side.
+
+    The default; where Inductor is told to autotune, others after it.
+    """
+    row = SCALED_MM.get(target.name)
+    tensor_memory = not isinstance(SCALED_MM_TILED.get(target.name, _NONE), Absent)
+    if not tensor_memory or not isinstance(row, ScaledChoices) or m <= row.few_rows:
+        return []
+    default = tiled_default(target, m, n)
+    if not autotuning():
+        return [default]
+    return [default, *(tile for tile in tiled_configs(target) if tile != default)]
+
+
+_NONE = Absent(reason="no row")
+
+
+def autotuning() -> bool:
+    """Whether Inductor is told to time several kernels of a product and take the fastest."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def contiguous(strides: Sequence[Any]) -> int | None:
+    """The dimension in which an FP8 matrix is contiguous and the tensor memory accelerator can read it.
+
+    None if it cannot: the other stride has to be a multiple of 16 bytes. strides: as integers, or symbolic.
+    """
+    plain = [stride.node.expr if isinstance(stride, torch.SymInt) else stride for stride in strides]
+    for dim in (1, 0):
+        if plain[dim] == 1 and plain[1 - dim] % ALIGNMENT == 0:
+            return dim
+    return None
+
+
+ALIGNMENT = 16
+"""Bytes: of the accelerator's strides, and of where a tensor starts."""
 
 
 _PER_THREAD = 64  # elements: a producer computed in the same registers needs as many again

@@ -26,8 +26,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import scaled_bmm
-from mxcompile.lowering.templates.configs import products
+from mxcompile.lowering.templates import configs, scaled_bmm, scaled_mm_tiled, vendor
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes
@@ -154,7 +153,6 @@ def lower_scaled_mm(
     """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `lowering.native` has left."""
     if len(a.get_size()) == 3:
         return scaled_bmm.lower(a, scale_a, b, scale_b, bias, out_dtype)
-    elements = elem_type(a.get_dtype()).name, elem_type(b.get_dtype()).name
     operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]
     m, n = operands[0].get_size()[0], operands[2].get_size()[1]
     if bias is not None and len(bias.get_size()) == 1:
@@ -165,8 +163,8 @@ def lower_scaled_mm(
         return sum_
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
     choices: list[Any] = []
-    for keywords in _choices(operands, layout, elements):
-        error = TEMPLATE.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
+    for kind, keywords in _choices(operands, layout):
+        error = kind.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
         if error is not None:
             raise error
     chosen: Any = autotune_select_algorithm("mx_scaled_mm", choices, operands, layout)
@@ -174,24 +172,39 @@ def lower_scaled_mm(
     return out
 
 
-def _choices(operands: list[Any], layout: ir.Layout, elements: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """The template's arguments for each configuration to try; the default alone unless autotuning."""
-    m, n = layout.size
-    k = operands[0].get_size()[1]
-    sizes = V.graph.sizevars
-    for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(m)):
-        yield {
-            **_blocks(tile, swap=swap),
-            "EVEN_M": sizes.statically_known_multiple_of(m, tile.block_n if swap else tile.block_m),
-            "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
-            "EVEN_K": sizes.statically_known_multiple_of(k, tile.block_k),
-            "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
-            "BIASED": len(operands) > 4,
-            "TILED_A": len(operands[1].get_size()) == 1,
-            "TILED_B": len(operands[3].get_size()) == 1,
-            "ELEM_A": repr(elements[0]),
-            "ELEM_B": repr(elements[1]),
-        }
+def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """What to try, with its arguments, the default first; that alone unless autotuning."""
+    m, n = map(V.graph.sizevars.optimization_hint, layout.size)
+    shared = {
+        "BIASED": len(operands) > 4,
+        "ELEM_A": repr(elem_type(operands[0].get_dtype()).name),
+        "ELEM_B": repr(elem_type(operands[2].get_dtype()).name),
+    }
+    target = of_device(layout.device)
+    tiled = configs.tiled_products(target, m, n) if scaled_mm_tiled.fits(operands) else []
+    for config in tiled:
+        yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
+    if tiled and not configs.autotuning():
+        return
+    for swap, tile in configs.products(target.name, m):
+        yield TEMPLATE, {**shared, **_arguments(operands, layout, tile, swap=swap)}
+    if configs.autotuning() and vendor.fits(operands, layout.dtype):
+        yield vendor.CHOICE, {}
+
+
+def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
+    """The arguments of the template for one tile, beside those that all forms have."""
+    (m, n), k = layout.size, operands[0].get_size()[1]
+    known_multiple = V.graph.sizevars.statically_known_multiple_of
+    return {
+        **_blocks(tile, swap=swap),
+        "EVEN_M": known_multiple(m, tile.block_n if swap else tile.block_m),
+        "EVEN_N": known_multiple(n, tile.block_m if swap else tile.block_n),
+        "EVEN_K": known_multiple(k, tile.block_k),
+        "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+        "TILED_A": len(operands[1].get_size()) == 1,
+        "TILED_B": len(operands[3].get_size()) == 1,
+    }
 
 
 def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:

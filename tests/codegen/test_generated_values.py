@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import pytest
 import torch
 from eager import NVIDIA, product
+from interpreted import interpret
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxcompile.offline import codegen
-
-HERE = Path(__file__).parent
 
 
 class FeedForward(nn.Module):
@@ -50,23 +45,16 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return product(x, weight.t(), NVIDIA, weight.dtype)
 
 
-def _interpret(folder: Path) -> list[Tensor]:
-    paths = [str(HERE.parent / "triton_interpreter"), str(HERE.parent)]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_interpreted.py"), str(folder)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    return torch.load(folder / "results.pt")
-
-
-def test_a_feed_forward_layer(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "form"),
+    [
+        ((70, 72, 104), "mx_scaled_mm 128x128x128"),  # rows that the accelerator cannot read
+        ((150, 160, 272), "mx_scaled_mm_tiled 128x128x128"),
+    ],
+)
+def test_a_feed_forward_layer(sizes, form, tmp_path):
     """Tokens and widths that are no multiples of 32, of a tile or of the other layout's blocks."""
-    tokens, width, hidden = 70, 72, 104
+    tokens, width, hidden = sizes
     model = FeedForward(width, hidden).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():  # blocks of many binades
@@ -74,19 +62,18 @@ def test_a_feed_forward_layer(tmp_path):
     x = torch.randn(tokens, width).mul_(torch.exp2(torch.randint(-8, 8, (tokens, 1)))).to(torch.bfloat16)
     x.requires_grad_()
     result = codegen(model, x, target="sm_100", out_dir=tmp_path)
-    assert (
-        len({launch.kernel for launch in result.launches if "mx.quantize_both.default" in launch.operators})
-        > 1
-    )
+    casts = {launch.kernel for launch in result.launches if "mx.quantize_both.default" in launch.operators}
+    assert len(casts) > 1
+    assert {gemm.kernel.removesuffix(" (tcgen05.mma block_scale)") for gemm in result.report.gemms} == {form}
+    products = [result.kernel(launch) for launch in result.launches if launch.gemms]
+    assert all(("make_tensor_descriptor" in kernel.source) == ("tiled" in form) for kernel in products)
 
     expected = _expected(x, *model.parameters())
     gradient = torch.randn_like(expected)
     norm, *others = model.parameters()
     inputs = [norm, x, *others]  # in the order of their first use
     wanted = torch.autograd.grad(expected, inputs, gradient)
-    torch.save(inputs, tmp_path / "inputs.pt")
-    torch.save(gradient, tmp_path / "gradient.pt")
-    out, *gradients = _interpret(tmp_path)
+    out, *gradients = interpret(tmp_path, inputs, gradient)
     assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
     for computed, reference in zip(gradients, wanted, strict=True):
         assert sqnr_db(reference, computed) > 100
