@@ -83,3 +83,15 @@ def test_empty(shape):
     m, n, k = shape
     out = weight_only_mm(torch.empty(m, k), operand(n, k), None, torch.float32, TARGETS["sm_90"])
     assert torch.equal(out, torch.zeros(m, n))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_rows_more_than_two_gigabytes_apart(m):
+    """Offsets into a weight are 64 bits wide. Only the pages that are written take memory."""
+    n, k, apart = 3, 64, 2**30 + 64
+    memory = torch.empty(n * apart, dtype=torch.uint8)
+    w = operand(n, k)
+    far = memory.as_strided((n, k), (apart, 1))
+    far.copy_(w.qdata.view(torch.uint8))
+    w = replace(w, qdata=far.view(w.qdata.dtype))
+    check(activation(m, k), w, None, torch.bfloat16, SMALL["sm_90"])

@@ -1,0 +1,76 @@
+"""The forms a compiled graph chooses among, each compiled for its chip: no spills, wide loads, it fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from offline import compile_launch
+from torch._inductor import config
+
+from mxcompile.lowering.kernels import configs, weight_only_mm
+from mxcompile.lowering.kernels.scaled_mm import Operand
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates.weight_only_forms import Form, forms, most_rows
+
+BF16, F32 = torch.bfloat16, torch.float32
+EMULATED = [name for name, target in TARGETS.items() if target.arch is not None and not target.native]
+WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
+
+
+def compiled(form: Form, rows: int, dtype: torch.dtype, target: str, monkeypatch):
+    """The kernel that `form` is, for a weight [1024, 4096]."""
+    row = configs.WeightOnlyChoices(gemv=form.tile, dot=form.tile)
+    monkeypatch.setitem(configs.WEIGHT_ONLY_MM, target, row)
+    x = torch.empty(rows, 4096, dtype=dtype, device="meta")
+    qdata = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    w = Operand(qdata=qdata, scale=torch.empty(1024, 128, dtype=torch.uint8, device="meta"))
+    chip = TARGETS[target]
+    return compile_launch(weight_only_mm.plan(x, w, None, dtype, chip)[0][0], chip)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
+@pytest.mark.parametrize("target", EMULATED)
+def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
+    with config.patch(max_autotune=True):
+        tried = forms(rows, 1024, 4096, dtype, TARGETS[target])
+    assert len(tried) == len({form.tile for form in tried}) == 3
+    assert len({form.parts for form in tried}) == 1, "the parts are summed alike, whichever wins"
+    for form in tried:
+        result = compiled(form, rows, dtype, target, monkeypatch)
+        assert result.spilled_bytes == 0, form
+        assert result.shared_bytes <= TARGETS[target].shared_bytes, form
+        assert re.search(WIDE_LOAD, result.assembly), form
+
+
+def test_a_weight_is_read_once_by_up_to_32_rows():
+    for rows in range(2, 33):
+        (form,) = forms(rows, 4096, 4096, BF16, TARGETS["sm_90"])
+        assert form.tile.block_m >= rows
+
+
+@pytest.mark.parametrize("target", EMULATED)
+def test_k_is_split_until_the_chip_is_busy(target):
+    chip = TARGETS[target]
+    for n, k in ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)):
+        for rows in (1, 16):
+            (form,) = forms(rows, n, k, BF16, chip)
+            programs = -(-n // form.tile.block_n) * form.parts
+            longest = -(-k // form.tile.block_k) // 2  # a part takes at least two steps
+            assert programs >= 1.5 * chip.processors or form.parts >= longest * 0.5, (n, k, rows, str(form))
+
+
+def test_words():
+    (form,) = forms(1, 4096, 4096, BF16, TARGETS["sm_90"])
+    assert str(form) == "gemv 1x8x512"
+    (form,) = forms(1, 1024, 4096, BF16, TARGETS["sm_90"])
+    assert str(form) == "gemv 1x8x512 split 3"
+    assert form.one_of(1) == str(form)
+    assert form.one_of(3) == "gemv autotuned of 3 split 3"
+
+
+def test_limits_are_the_tables():
+    assert most_rows(TARGETS["sm_90"], BF16) == configs.WEIGHT_ONLY_MM["sm_90"].dot_rows
+    assert most_rows(TARGETS["sm_90"], F32) == configs.WEIGHT_ONLY_MM["sm_90"].gemv_rows
+    assert most_rows(TARGETS["cpu"], BF16) == 0
