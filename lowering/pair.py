@@ -50,9 +50,9 @@ def _key(node: fx.Node) -> tuple[Any, ...] | None:
         return None
     source, dim, elem_dtype, rounding, square, scale_layout = (*node.args, *_OPTIONAL[len(node.args) - 4 :])  # type: ignore[misc]
     value = tensor(source)
-    if value is None or value.ndim != 2 or square:
+    if value is None or value.ndim < 2 or square:
         return None
-    side = int(dim) if dim < 0 else int(dim) - 2  # type: ignore[operator, arg-type]
+    side = int(dim) if dim < 0 else int(dim) - value.ndim  # type: ignore[operator, arg-type]
     return source, side, elem_dtype, rounding, str(scale_layout)
 
 

@@ -8,7 +8,10 @@ A template has one output; the other results are buffers it writes to. The tile 
 32, masked past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled;
 there the grid covers the padding too.
 
-For matrices on chips with an MX GEMM. Every other cast is lowered by `lowering.casts`.
+A batch is its matrices one below the other. Where blocks run down their columns and ENTRY, the rows each has,
+is no multiple of 32, the rows of the grid are those of the batch with every entry padded to whole blocks.
+
+For chips with an MX GEMM. Every other cast is lowered by `lowering.casts`.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import empty_strided, register_lowering
+from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
     autotune_select_algorithm,
     realize_inputs,
 )
-from torch._inductor.utils import triton_type
+from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
@@ -51,6 +54,13 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
     pid_n = tl.program_id(1)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+{% if ENTRY %}
+    padded = (ENTRY + 31) // 32 * 32
+    end_m = M // ENTRY * padded
+    rm = tl.where(rm % padded < ENTRY, rm // padded * ENTRY + rm % padded, M)
+{% else %}
+    end_m = M
+{% endif %}
     idx_m = rm[:, None]
     idx_n = rn[None, :]
     mask = (idx_m < M) & (idx_n < N)
@@ -62,7 +72,7 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
 {% if ROWWISE and COLUMNWISE %}
     column_codes, column_byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
     tl.store(COLUMN + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(column_codes, ELEM), mask=mask)
-    scale_bytes.store_columnwise(COLUMN_SCALE, column_byte, blocks_m, rn, M, N, TILED)
+    scale_bytes.store_columnwise(COLUMN_SCALE, column_byte, blocks_m, rn, end_m, N, TILED)
     codes, row_byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
     scale_bytes.store_rowwise(ROW_SCALE, row_byte, rm, blocks_n, M, N, TILED)
 {% elif ROWWISE %}
@@ -70,7 +80,7 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
     scale_bytes.store_rowwise(SCALE, byte, rm, blocks_n, M, N, TILED)
 {% else %}
     codes, byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
-    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, M, N, TILED)
+    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, end_m, N, TILED)
 {% endif %}
     qdata = tiles.as_elem(codes, ELEM)
     {{store_output(("idx_m", "idx_n"), "qdata", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
@@ -80,12 +90,16 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
 @SymbolicGridFn
 def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
     padding = meta["PADDING"]
+    if meta["ENTRY"]:
+        m = cdiv(m, meta["ENTRY"]) * (cdiv(meta["ENTRY"], BLOCK) * BLOCK)
     return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
 TEMPLATE = TritonTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
 
 Results = tuple[ir.TensorBox, ...]
+
+_VIEW = lowerings[torch.ops.aten.view.default]
 
 
 @register_lowering(ops.quantize, type_promotion_kind=None)
@@ -98,11 +112,12 @@ def lower_quantize(
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> Results:
     """Qdata and scale bytes."""
-    target = _target(x)
-    if square or target is None:
+    rank = len(x.get_size())
+    layout = {rank - 1: "rowwise", rank - 2: "columnwise"}.get(block_dim % rank)
+    target = _target(x, layout)
+    if square or target is None or layout is None:
         return casts.lower_quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)
-    layout = "rowwise" if block_dim % 2 == 1 else "columnwise"
-    return _cast(x, layout, elem_dtype, rounding, ScaleLayout(scale_layout), target)
+    return _batch(x, layout, elem_dtype, rounding, ScaleLayout(scale_layout), target)
 
 
 @register_lowering(ops.quantize_both, type_promotion_kind=None)
@@ -110,21 +125,49 @@ def lower_quantize_both(
     x: ir.TensorBox, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
 ) -> Results:
     """Qdata and scale bytes in rows, then in columns."""
-    target = _target(x)
+    target = _target(x, "both")
     if target is None:
         return casts.lower_quantize_both(x, elem_dtype, rounding, scale_layout)
-    return _cast(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target)
+    return _batch(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target)
 
 
-def _target(x: ir.TensorBox) -> Target | None:
+def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     """The chip whose row gives the tile, or None if the template is not for this cast."""
-    if len(x.get_size()) != 2 or x.get_device_or_error().type != "cuda":
+    if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())
     if not target.native or isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
         return None
     empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size())
-    return None if empty else target
+    unknown = layout != "rowwise" and _short_blocks(x) and not x.get_size()[-2].is_number
+    return None if empty or unknown else target
+
+
+def _short_blocks(x: ir.TensorBox) -> bool:
+    """Whether blocks down the columns of a batch would cross its entries, were they one matrix."""
+    return len(x.get_size()) > 2 and not V.graph.sizevars.statically_known_multiple_of(
+        x.get_size()[-2], BLOCK
+    )
+
+
+def _batch(
+    x: ir.TensorBox,
+    layout: str,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    scale_layout: ScaleLayout,
+    target: Target,
+) -> Results:
+    """Qdata and scale bytes of the matrices of `x`, of any number."""
+    *batch, m, n = x.get_size()
+    if not batch:
+        return _cast(x, layout, elem_dtype, rounding, scale_layout, target)
+    entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
+    flat = _VIEW(x, [sympy_product(batch) * m, n])
+    made = _cast(flat, layout, elem_dtype, rounding, scale_layout, target, entry=entry)
+    rowwise, columnwise = [[m, n], [m, _blocks(n)]], [[m, n], [_blocks(m), n]]
+    sizes = {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[layout]
+    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(made, sizes, strict=True))
 
 
 def _cast(
@@ -134,14 +177,17 @@ def _cast(
     rounding: str,
     scale_layout: ScaleLayout,
     target: Target,
+    *,
+    entry: int = 0,
 ) -> Results:
+    """The casts of one matrix, or of a batch whose entries have `entry` rows each."""
     x = realize_inputs(x)
     device, (m, n) = x.get_device_or_error(), x.get_size()
     tiled = scale_layout is ScaleLayout.TILED_128X4
     if tiled:
         rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
     else:
-        rows, columns = [m, _blocks(n)], [_blocks(m), n]
+        rows, columns = [m, _blocks(n)], [_column_blocks(m, entry), n]
     extra = {
         "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
         "rowwise": [(rows, torch.uint8)],
@@ -165,6 +211,7 @@ def _cast(
         ROWWISE=layout != "columnwise",
         COLUMNWISE=layout != "rowwise",
         TILED=tiled,
+        ENTRY=entry,
         PADDING=TILE_ROWS if tiled else 1,
         DTYPE=triton_type(x.get_dtype()),
         ELEM=repr(elem_type(elem_dtype).name),
@@ -177,6 +224,10 @@ def _cast(
     made: Any = autotune_select_algorithm("mx_cast", choices, inputs, choices[0].layout)
     qdata: ir.TensorBox = made[0] if isinstance(made, tuple) else made
     return (qdata, *others)
+
+
+def _column_blocks(rows: Any, entry: int) -> Any:
+    return FloorDiv(rows, entry) * _blocks(entry) if entry else _blocks(rows)
 
 
 def _blocks(length: Any) -> Any:

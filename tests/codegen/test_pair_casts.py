@@ -65,9 +65,23 @@ def test_casts_of_different_tensors_stay():
     assert _casts(module) == ["quantize.default"] * 2
 
 
-def test_batches_stay():
+def test_a_pair_of_a_batch_is_merged():
     def both(x):
-        return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x, -2, E4M3, "rceil"))
+        return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x, 1, E4M3, "rceil"))
+
+    x = torch.randn(2, 70, 96)
+    module = _graph(both, x)
+    expected = module(x)
+    Pair().apply(module.graph)
+    module.recompile()
+    assert _casts(module) == ["quantize_both.default"]
+    for got, wanted in zip(module(x), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_casts_along_a_batch_stay():
+    def both(x):
+        return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x, 0, E4M3, "rceil"))
 
     module = _graph(both, torch.randn(2, 64, 64))
     Pair().apply(module.graph)

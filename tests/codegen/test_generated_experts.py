@@ -1,0 +1,114 @@
+"""Experts as batched and as grouped products: native instructions, no spills, and what they compute.
+
+Values are those of the generated kernels in Triton's interpreter, held to the reference casts. Sizes are no
+multiples of 32, of a tile, or of each other's blocks; groups end inside blocks, one is empty, and rows are
+left over past the last.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eager import NVIDIA, grouped_product, product
+from interpreted import interpret
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxcompile.offline import codegen
+
+ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+BLOCK_SCALED = {"sm_100": "block_scale", "sm_120": "block_scale", "gfx950": "v_mfma_scale"}
+
+
+def _spread(*shape: int) -> Tensor:
+    """BF16 of many binades: equal scales would hide wrong ones."""
+    binades = torch.randint(-6, 4, (*shape[:-1], -(-shape[-1] // 8))).repeat_interleave(8, -1)
+    return torch.randn(shape).mul_(torch.exp2(binades[..., : shape[-1]])).to(torch.bfloat16)
+
+
+class Batched(nn.Module):
+    """x + down(gelu(up x)) for each expert; one weight is stored transposed, one product has a bias."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(_spread(experts, 1, hidden))
+        self.up = nn.Parameter(_spread(experts, width, hidden))
+        self.down = nn.Parameter(_spread(experts, width, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(torch.baddbmm(self.bias, x, self.up))
+        return x + torch.bmm(y, self.down.mT)
+
+    def expected(self, x: Tensor) -> Tensor:
+        """With the reference casts, rounded to BF16 where a kernel stores."""
+        up, down = self.up, self.down.mT
+        y = torch.stack([product(part, w, NVIDIA, torch.float32) for part, w in zip(x, up, strict=True)])
+        y = F.gelu((y + self.bias.float()).to(x.dtype).float()).to(x.dtype)
+        out = [product(part, w, NVIDIA, x.dtype) for part, w in zip(y, down, strict=True)]
+        return (x.float() + torch.stack(out).float()).to(x.dtype)
+
+
+class Grouped(nn.Module):
+    """The same by F.grouped_mm."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(_spread(experts, width, hidden))
+        self.down = nn.Parameter(_spread(experts, width, hidden))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        y = F.gelu(F.grouped_mm(x, self.up, offs=offs))
+        return x + F.grouped_mm(y, self.down.mT, offs=offs)
+
+    def expected(self, x: Tensor, offs: Tensor) -> Tensor:
+        """With the reference casts."""
+        inside = x[: int(offs[-1])]
+        y = F.gelu(grouped_product(inside, self.up, offs, NVIDIA))
+        y = grouped_product(y, self.down.mT, offs, NVIDIA)
+        return x + F.pad(y, (0, 0, 0, len(x) - len(y)))
+
+
+def _native(result, target: str, gemms: int) -> None:
+    """Every GEMM of `result` is on the chip's instruction, and nothing spills."""
+    assert [gemm.precision for gemm in result.report.gemms] == ["mxfp8"] * gemms
+    launches = [launch for launch in result.launches if launch.gemms]
+    assert len({gemm for launch in launches for gemm in launch.gemms}) == gemms
+    for launch in launches:
+        names = result.kernel(launch).binary.mma if launch.generated else ()
+        assert names, launch.kernel
+        assert all(BLOCK_SCALED[target] in name for name in names), (launch.kernel, names)
+    assert result.problems == ()
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+
+
+def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Outputs and gradients of the code in `folder` are those of the graph that made `expected`."""
+    gradient = torch.randn_like(expected)
+    wanted = torch.autograd.grad(
+        expected, [tensor for tensor in inputs if tensor.is_floating_point()], gradient
+    )
+    out, *gradients = interpret(folder, inputs, gradient)
+    assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
+    found = [gradient for gradient in gradients if gradient is not None]
+    for computed, reference in zip(found, wanted, strict=True):
+        assert sqnr_db(reference, computed) > 40
+
+
+@pytest.mark.parametrize("tokens", [70, 3])
+def test_batched_experts(tmp_path, tokens: int):
+    model, x = Batched(3, 72, 104), _spread(3, tokens, 72).requires_grad_()
+    result = codegen(model, x, target="sm_100", policy=ALL, out_dir=tmp_path)
+    _native(result, "sm_100", 6)
+    assert all(gemm.kernel.startswith("mx_scaled_bmm ") for gemm in result.report.gemms)
+    _check(tmp_path, model.expected(x), [model.bias, model.up, x, model.down])
+
+
+@pytest.mark.parametrize("ends", [(70, 70, 271, 300), (1, 2, 2, 40)], ids=str)
+def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
+    model, x = Grouped(4, 72, 104), _spread(max(307, ends[-1]), 72).requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32)
+    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
+    _native(result, "sm_100", 6)
+    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm ") for gemm in result.report.gemms)
+    _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
