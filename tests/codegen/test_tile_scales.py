@@ -1,0 +1,140 @@
+"""Choosing the casts that write tiled scales, and what reads those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.tile_scales import TileScales
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def _tiled(function, *inputs, target="sm_100") -> tuple[fx.GraphModule, list[int]]:
+    """The graph of `function` after the pass, and the ranks of the scales its casts write."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    TileScales(target=TARGETS[target], device="cpu").apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    casts = [node for node in module.graph.nodes if node.target is ops.quantize]
+    assert all((cast.meta["val"][1].ndim == 1) == ("128x4" in cast.args) for cast in casts)
+    return module, [cast.meta["val"][1].ndim for cast in casts]
+
+
+def _quantize(x, dim, *square):
+    return ops.quantize(x, dim, E4M3, "rceil", *square)
+
+
+def _t(operand):
+    return tuple(side.t() for side in operand)
+
+
+def _step(x, w, dy):
+    """fprop, dgrad and wgrad of a linear layer as the passes write them: x·wᵀ, dy·w, dyᵀ·x."""
+    y = ops.scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1)), None, BF16)
+    dx = ops.scaled_mm(*_quantize(dy, -1), *_quantize(w, -2), None, BF16)
+    dw = ops.scaled_mm(*_t(_quantize(dy, -2)), *_quantize(x, -2), None, BF16)
+    return y, dx, dw
+
+
+def _matrices(*shapes):
+    return [torch.randn(shape).mul_(torch.exp2(torch.randint(-20, 20, shape))) for shape in shapes]
+
+
+def test_all_casts_of_a_layer_and_the_same_results():
+    matrices = _matrices((150, 72), (40, 72), (150, 40))
+    module, ranks = _tiled(_step, *matrices)
+    assert ranks == [1] * 6
+    for found, expected in zip(module(*matrices), _step(*matrices), strict=True):
+        assert torch.equal(found, expected)
+    assert not [
+        n for n in module.graph.nodes if str(n.target) == "aten.t.default" and n.meta["val"].ndim == 1
+    ]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx950", "cpu"])
+def test_not_where_the_chip_reads_rows(target):
+    assert _tiled(_step, *_matrices((64, 64), (64, 64), (64, 64)), target=target)[1] == [2] * 6
+
+
+def test_a_scale_that_something_else_reads_stays():
+    def step(x, w):
+        rowwise = _quantize(x, -1)
+        again = ops.dequantize(*rowwise, -1, torch.float32)  # one copy kept, the other made from it
+        columnwise, weight = _quantize(again, -2), _quantize(w, -2)
+        return (
+            ops.scaled_mm(*rowwise, *weight, None, BF16),
+            ops.scaled_mm(*_t(columnwise), *weight, None, BF16),
+        )
+
+    x, w = _matrices((64, 64), (64, 96))
+    assert _tiled(step, x, w)[1] == [2, 1, 1]
+
+
+def test_a_scale_that_the_model_returns_stays():
+    def step(x, w):
+        a = _quantize(x, -1)
+        return ops.scaled_mm(*a, *_quantize(w, -2), None, BF16), a[1]
+
+    assert _tiled(step, *_matrices((64, 64), (64, 96)))[1] == [2, 1]
+
+
+def test_squares_batches_and_what_is_empty_stay():
+    def squares(x, w):
+        return ops.scaled_mm(*_quantize(x, -1), *_t(_quantize(w, -1, True)), None, BF16)
+
+    def batches(x, w):
+        return ops.scaled_mm(*_quantize(x, -1), *_quantize(w, -2), None, BF16)
+
+    assert _tiled(squares, *_matrices((64, 64), (96, 64)))[1] == [1, 2]
+    assert _tiled(batches, *_matrices((2, 64, 64), (2, 64, 96)))[1] == [2 + 1] * 2
+    assert _tiled(batches, *_matrices((0, 64), (64, 96)))[1] == [2, 2]
+
+
+def test_a_weight_that_is_stored_quantized_stays():
+    def step(x, w, scale):
+        return ops.scaled_mm(*_quantize(x, -1), w.t(), scale.t(), None, BF16)
+
+    x, w = _matrices((150, 72), (40, 72))
+    stored = _quantize(w, -1)
+    module, ranks = _tiled(step, x, *stored)
+    assert ranks == [1]
+    assert torch.equal(module(x, *stored), step(x, *stored))
+
+
+def test_another_device_than_the_targets_stays():
+    module = make_fx(_step, tracing_mode="fake")(*_matrices((64, 64), (64, 64), (64, 64)))
+    TileScales(target=TARGETS["sm_100"], device="cuda").apply(module.graph)
+    assert not [node for node in module.graph.nodes if "128x4" in node.args]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_not_native_after_all_is_dequantized(transposed):
+    """A backward graph holds tiled scales it was given, and dequantizes them."""
+
+    def backward(a, scale_a, b, scale_b):
+        return ops.scaled_mm(a.t() if transposed else a, scale_a, b, scale_b, None, torch.float32)
+
+    x, w = _matrices((72, 150) if transposed else (150, 72), (72, 40))
+    a = ops.quantize(x, -2 if transposed else -1, E4M3, "rceil", False, "128x4")
+    b = ops.quantize(w, -2, E4M3, "rceil", False, "128x4")
+    module = make_fx(backward, tracing_mode="fake")(*a, *b)
+    Expand().apply(module.graph)
+    module.recompile()
+    assert not [node for node in module.graph.nodes if node.target is ops.scaled_mm]
+    torch.testing.assert_close(module(*a, *b), backward(*a, *b), rtol=1e-5, atol=0)
+
+
+def test_a_target_that_reads_rows_is_the_layout_of_its_row():
+    """The pass asks the table, not the name of the chip."""
+    rows = replace(TARGETS["sm_100"], scale_layout=TARGETS["sm_120"].scale_layout)
+    module = make_fx(_step, tracing_mode="fake")(*_matrices((64, 64), (64, 64), (64, 64)))
+    TileScales(target=rows, device="cpu").apply(module.graph)
+    assert not [node for node in module.graph.nodes if "128x4" in node.args]
