@@ -50,6 +50,7 @@ _CONFIG: dict[str, Any] = {
     "max_autotune": False,  # nothing can be timed: the defaults
     "max_autotune_gemm": False,
     "max_autotune_pointwise": False,
+    "shape_padding": False,  # of BF16 products, by timing them
     "joint_graph_constant_folding": False,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,
