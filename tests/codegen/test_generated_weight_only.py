@@ -1,0 +1,87 @@
+"""What generated weight-only products compute: run in Triton's interpreter, against FP64."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import interpret
+from reference import round_trip, sqnr_db
+from stored_weights import FeedForward, StoredLinear, binades, expected, with_stored_weights
+from torch import Tensor, nn
+
+from mxcompile.lowering.reference.weight_only_mm import weight_only_mm as reference
+from mxcompile.offline import CodegenResult, codegen
+
+sys.path.append(str(Path(__file__).parents[1] / "triton_interpreter"))
+from operands import assert_within
+
+BF16, F32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One linear layer. kernel: what its record says."""
+
+    target: str
+    rows: int
+    k: int
+    n: int
+    kernel: str
+    dtype: torch.dtype = BF16
+    elem: torch.dtype = E4M3
+    bias: bool = True
+
+
+CASES = {
+    "one_row": Case(target="sm_90", rows=1, k=300, n=70, kernel="gemv 1x8x512"),
+    "one_row_split": Case(target="sm_90", rows=1, k=4100, n=21, kernel="gemv 1x8x512 split 3", bias=False),
+    "rows_split": Case(target="sm_90", rows=5, k=1100, n=40, kernel="dot 16x64x128 split 3"),
+    "rows_by_integers": Case(target="sm_80", rows=20, k=260, n=130, kernel="dot 32x64x128"),
+    "rows_in_fp32": Case(target="sm_90", rows=3, k=200, n=40, kernel="gemv 1x8x512", dtype=F32),
+    "amd_e5m2": Case(target="gfx942", rows=2, k=96, n=33, kernel="dot 16x64x128", elem=E5M2),
+}
+
+
+def generate(model: nn.Module, x: Tensor, target: str, elem: str, folder: Path) -> CodegenResult:
+    rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "elem_dtype": elem}}
+    policy = {"version": 1, "rules": [rule]}
+    result = codegen(model, x, target=target, training=False, policy=policy, out_dir=folder)
+    (folder / "inference.py").rename(folder / "forward.py")
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer(name, tmp_path):
+    case = CASES[name]
+    linear = nn.Linear(case.k, case.n, bias=case.bias)
+    with torch.no_grad():
+        linear.weight.copy_(binades(case.n, case.k))
+    model = StoredLinear(linear.to(case.dtype), case.elem)
+    x = binades(case.rows, case.k).to(case.dtype)
+    elem = {E4M3: "e4m3", E5M2: "e5m2"}[case.elem]
+    result = generate(model, x, case.target, elem, tmp_path)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel == f"mx_weight_only_mm {case.kernel}"
+
+    bias = [model.bias] if case.bias else []
+    (out,) = interpret(tmp_path, [model.qdata, model.scale, *bias, x])
+    wanted = reference(round_trip(x.float(), 1, elem), model.qdata, model.scale, model.bias)
+    assert out.dtype is case.dtype
+    assert_within(out, *wanted, case.k)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_what_follows_is_fused_and_right(rows, tmp_path):
+    model = with_stored_weights(FeedForward(88, 650).to(BF16))
+    x = binades(rows, 88).to(BF16)
+    result = generate(model, x, "sm_90", "e4m3", tmp_path)
+    assert all("mx_weight_only_mm" in gemm.kernel for gemm in result.report.gemms)
+    gate, up, down = model.gate, model.up, model.down
+    inputs = [gate.qdata, gate.scale, x, up.qdata, up.scale, down.qdata, down.scale, down.bias]
+    (out,) = interpret(tmp_path, inputs)
+    assert sqnr_db(expected(model, x), out) > 45
