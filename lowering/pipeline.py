@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +26,23 @@ from mxcompile.lowering.targets import Target
 log = logging.getLogger(__name__)
 
 
-def config_patches(target: Target, uuid: str) -> dict[str, Any]:
-    """What Inductor's configuration needs for `target`. uuid: of mxcompile's code, for Inductor's caches."""
-    if not target.native or _obstacle():
+def config_patches(target: Target, uuid: str, tell: Callable[[Mapping[int, str]], None]) -> dict[str, Any]:
+    """What Inductor's configuration needs for `target`.
+
+    uuid: of mxcompile's code, for Inductor's caches. tell: takes the kernels that Inductor chooses by timing,
+    by the index of their GEMM.
+    """
+    if target.device != "cuda" or _obstacle():
         return {}
     from mxcompile.lowering.prologues import Prologues
+    from mxcompile.lowering.winners import Winners
 
-    return {"_pre_fusion_custom_pass": Prologues(uuid, config._pre_fusion_custom_pass)}
+    patches: dict[str, Any] = {
+        "_post_fusion_custom_pass": Winners(uuid, config._post_fusion_custom_pass, tell)
+    }
+    if target.native:
+        patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
+    return patches
 
 
 @functools.cache
@@ -41,8 +52,13 @@ def _obstacle() -> str:
     They build on parts of Inductor that are not public, and on Triton, which not every machine has.
     """
     try:
-        from mxcompile.lowering import native, pair, prologues, tile_scales  # noqa: F401
-        from mxcompile.lowering.templates import casts, scaled_grouped_mm, scaled_mm  # noqa: F401
+        from mxcompile.lowering import fuse, native, pair, prologues, tile_scales, winners  # noqa: F401
+        from mxcompile.lowering.templates import (  # noqa: F401
+            casts,
+            fused_quantize_mm,
+            scaled_grouped_mm,
+            scaled_mm,
+        )
     except (ImportError, AttributeError, TypeError) as error:
         log.warning("MX GEMMs are dequantized: no templates with torch %s: %s", torch.__version__, error)
         return f"no MX templates with torch {torch.__version__}: {error}"
@@ -91,10 +107,12 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
+        from mxcompile.lowering.fuse import Fuse
         from mxcompile.lowering.native import Native
         from mxcompile.lowering.pair import Pair
 
         Native(target=target, device=device.type).apply(graph)
+        Fuse(target=target).apply(graph)
         Pair().apply(graph)
     Expand(reasons=_weight_only(graph, target, device)).apply(graph)
     for node in graph.nodes:

@@ -19,30 +19,16 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
-
-try:
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass
-except ImportError:  # older torch: its cache knows a scheduler pass by the base of graph passes
-    from torch._inductor.custom_graph_pass import (  # type: ignore[assignment]
-        CustomGraphPass as CustomSchedulerPass,
-    )
+from mxcompile.lowering.scheduling import Nodes, SchedulerPass
 
 _MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them
 
-Nodes = list[BaseSchedulerNode]
 
+class Prologues(SchedulerPass):
+    """Fuses producers into casts."""
 
-class Prologues(CustomSchedulerPass):
-    """Fuses producers into casts. uuid: of mxcompile's own code. user: a pass configured before."""
-
-    def __init__(self, uuid: str, user: Any = None) -> None:
-        self._uuid = uuid
-        self._user = user
-
-    def __call__(self, nodes: Nodes) -> Nodes:
+    def apply(self, nodes: Nodes) -> Nodes:
         """`nodes`, in an order that respects their dependencies, with pairs fused."""
-        if self._user is not None:
-            nodes = self._user(nodes)
         producers = {node.get_name(): node for node in nodes if _is_pointwise(node)}
         fused: dict[str, BaseSchedulerNode] = {}
         result: Nodes = []
@@ -55,13 +41,6 @@ class Prologues(CustomSchedulerPass):
             result.append(_fuse(producer, node))
             fused[producer.get_name()] = result[-1]
         return result
-
-    def uuid(self) -> Any:
-        """Identity for Inductor's caches; None, which turns them off, if the user's pass has none."""
-        if self._user is None:
-            return self._uuid
-        theirs = self._user.uuid() if isinstance(self._user, CustomSchedulerPass) else None
-        return None if theirs is None else (self._uuid, theirs)
 
 
 def _is_pointwise(node: BaseSchedulerNode) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.policy import Gemm
-from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
+from mxcompile.report import REGISTRY, Ledger, Part
 from mxcompile.rules import check_rules, layers_of, shared_code, with_complaints
 from mxcompile.trace import trace
 
@@ -97,7 +97,7 @@ class Compilation:
             ),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
-            **lowering.config_patches(self.target, base),
+            **lowering.config_patches(self.target, base, self.name_kernels),
         }
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -163,10 +163,14 @@ class Compilation:
         start = time.perf_counter()
         lowering.run(graph, self.target, self.found.device)
         self._lowered = True
-        self._update(
-            gemms=_with_kernels(self._part.gemms, graph),
-            pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6,
-        )
+        self._update(pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
+
+    def name_kernels(self, kernels: Mapping[int, str]) -> None:
+        """What runs GEMMs, by their index in the graph: when it is lowered, and when Inductor has chosen."""
+        gemms = enumerate(self._part.gemms)
+        named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)
+        self._update(gemms=tuple(named))
         if self._index is not None:
             self._publish()
 
@@ -206,14 +210,6 @@ class Compilation:
         self._index = REGISTRY.put(self._ledger, self._index, self._part)
         if self._lowered:
             store.save(self._key(), self._part)
-
-
-def _with_kernels(gemms: tuple[GemmRecord, ...], graph: fx.Graph) -> tuple[GemmRecord, ...]:
-    kernels = {tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)}
-    return tuple(
-        dataclasses.replace(gemm, kernel=kernels[index]) if index in kernels else gemm
-        for index, gemm in enumerate(gemms)
-    )
 
 
 def _cache_state() -> str:

@@ -19,7 +19,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.kernel.mm_common import mm_grid
 from torch._inductor.lowering import lowerings, register_lowering, to_dtype
-from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm, realize_inputs
+from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
@@ -27,6 +27,7 @@ from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs, scaled_bmm, scaled_mm_tiled, vendor
+from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes
@@ -167,9 +168,7 @@ def lower_scaled_mm(
         error = kind.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
         if error is not None:
             raise error
-    chosen: Any = autotune_select_algorithm("mx_scaled_mm", choices, operands, layout)
-    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
-    return out
+    return choose("mx_scaled_mm", choices, operands, layout)
 
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
+from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
+from mxcompile.lowering.winners import choose
 
 TILE = r"""
     in_m = rm < end_m
@@ -69,9 +70,7 @@ def select(
         error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
         if error is not None:
             raise error
-    chosen: Any = autotune_select_algorithm(template.name, choices, list(operands), layout)
-    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
-    return out
+    return choose(template.name, choices, operands, layout)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,6 @@ from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
-    autotune_select_algorithm,
     realize_inputs,
 )
 from torch._inductor.virtualized import V
@@ -29,6 +28,7 @@ from mxcompile.formats import elem_type
 from mxcompile.lowering import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
+from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import weight_only_mm as weight_only
@@ -172,6 +172,4 @@ def _template(
         )
         if error is not None:
             raise error
-    chosen: Any = autotune_select_algorithm("mx_weight_only_mm", callers, operands, layout)
-    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
-    return out
+    return choose("mx_weight_only_mm", callers, operands, layout, [str(form) for form in choices])

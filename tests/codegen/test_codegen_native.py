@@ -120,7 +120,7 @@ def test_a_product_that_cannot_is_dequantized_and_says_so():
 @pytest.mark.parametrize(
     ("tokens", "kernel"),
     [
-        (1, "mx_scaled_mm 128x32x256 swapped (tcgen05.mma block_scale)"),
+        (1, "mx_quantize_mm 128x32x128 swapped (tcgen05.mma block_scale)"),
         (300, "mx_scaled_mm 128x128x128 (tcgen05.mma block_scale)"),
     ],
 )

@@ -83,6 +83,16 @@ def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
     torch.testing.assert_close(ops.scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [None, 30])
+@pytest.mark.parametrize("competes", [False, True])
+def test_a_product_that_casts_passes_opcheck_and_means_the_same(competes: bool, bias: int | None):
+    x, added = torch.randn(40, 70, dtype=BF16), None if bias is None else torch.randn(bias)
+    a, b = ops.quantize(x, -1, E5M2, "even"), ops.quantize(torch.randn(70, 30), -2, E4M3, "rceil")
+    arguments = (x, *b, added, E5M2, "even", BF16, *(a if competes else ()))
+    opcheck(ops.quantize_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    assert torch.equal(ops.quantize_mm(*arguments), ops.scaled_mm(*a, *b, added, BF16))
+
+
 def test_grouped_product_passes_opcheck():
     a, scale_a = ops.quantize(torch.randn(40, 64), -1, E4M3, "rceil")
     b, scale_b = ops.quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")

@@ -1,0 +1,245 @@
+"""Inductor template of ``mx.quantize_mm``: the product's kernel casts its activation, in registers.
+
+    out = epilogue(round(quantize(x)[M, K] · b[K, N] (+ bias[N])))        FP32 accumulation, one rounding
+
+x is read as it is, by the main loop, and quantized bit for bit as the cast does it (`kernels.tiles`); no FP8
+copy of it is stored. The price: each row of x is quantized again for every tile of N. With few rows that is
+little beside reading the weight, and the cast's launch is saved: there it is what runs. For many rows it is
+tried, if Inductor is told to autotune and N is narrow, against the cast and the product that would run
+without it, timed together.
+
+Scales of b are row-major bytes or tiled. SWAP computes outᵀ, as in ``scaled_mm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.subgraph import SubgraphChoiceCaller
+from torch._inductor.kernel.mm_common import mm_grid
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
+from torch._inductor.utils import triton_type
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.formats import ScaleLayout, elem_type
+from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM, Absent, MatmulConfig
+from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates.configs import autotuning
+from mxcompile.lowering.winners import choose
+
+_SOURCE = r"""
+from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels.scaled_mm import scale_offsets, tile_of
+
+{% if BIASED %}
+{{def_kernel("X", "B", "SB", "BIAS")}}
+{% else %}
+{{def_kernel("X", "B", "SB")}}
+{% endif %}
+    M = {{size("X", 0)}}
+    N = {{size("B", 1)}}
+    K = {{size("X", 1)}}
+    num_blocks = (K + 31) // 32
+    pid_m, pid_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    rm = pid_m.to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n.to(INDEX) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rk = tl.arange(0, BLOCK_K)
+    rs = tl.arange(0, BLOCK_K // 32)
+    in_n = rn < N
+    b_ptrs = B + rk[:, None].to(INDEX) * {{stride("B", 0)}} + rn[None, :] * {{stride("B", 1)}}
+{% if SWAP %}
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+{% else %}
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+{% endif %}
+    for start in range(0, K, BLOCK_K):
+        k = (start + rk).to(INDEX)
+        block = start // 32 + rs
+        idx_m = rm[:, None]
+        idx_k = k[None, :]
+        x_mask = (idx_m < M) & (idx_k < K)
+        {{load_input("X", "x", ("idx_m", "idx_k"), mask="x_mask", indent_width=8,
+                     index_shape=("BLOCK_M", "BLOCK_K"))}}
+        codes, scale = tiles.quantize_rowwise(x.to(DTYPE), ELEM_X, ROUNDING, NATIVE)
+{% if TILED %}
+        sb_ptrs = SB + scale_offsets(rn, block, num_blocks, 0, 0, True)
+{% else %}
+        sb_ptrs = SB + scale_offsets(rn, block, num_blocks, {{stride("SB", 1)}}, {{stride("SB", 0)}}, False)
+{% endif %}
+{% if EVEN_K %}
+        b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
+        sb = tl.load(sb_ptrs, mask=in_n[:, None], other=0)
+{% else %}
+        b = tl.load(b_ptrs, mask=(k[:, None] < K) & in_n[None, :], other=0.0)
+        sb = tl.load(sb_ptrs, mask=in_n[:, None] & (block[None, :] < num_blocks), other=0)
+{% endif %}
+{% if SWAP %}
+        acc = tl.dot_scaled(b.T, sb, ELEM_B, codes.T, scale, ELEM_X, acc)
+{% else %}
+        acc = tl.dot_scaled(codes, scale, ELEM_X, b, sb, ELEM_B, acc)
+{% endif %}
+        b_ptrs += BLOCK_K * {{stride("B", 0)}}
+{% if SWAP %}
+    idx_m = rm[None, :]
+    idx_n = rn[:, None]
+{% else %}
+    idx_m = rm[:, None]
+    idx_n = rn[None, :]
+{% endif %}
+{% if BIASED %}
+    acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
+{% endif %}
+    mask = (idx_m < M) & (idx_n < N)
+{% if SWAP %}
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
+{% else %}
+    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+{% endif %}
+"""
+
+TEMPLATE = TritonTemplate(name="mx_quantize_mm", grid=mm_grid, source=_SOURCE)
+
+NARROW = 1024
+"""Most columns for which many rows are tried: 8 tiles of 128, so that no row is quantized more often."""
+
+_FEW = MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=3)
+_MANY = MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=2)
+_WIDER = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=2)
+
+_MORE: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
+    "sm_100": {"few": (_FEW,), "many": (_MANY,)},
+    "sm_103": {"few": (_FEW,), "many": (_MANY,)},
+    "sm_120": {"few": (_WIDER,)},
+    "gfx950": {"few": (_WIDER,)},
+}
+"""What autotuning tries beside the defaults."""
+
+Tiles = list[tuple[bool, MatmulConfig]]
+
+_EXPAND = lowerings[torch.ops.aten.expand.default]
+
+
+def tiles(name: str, rows: int, columns: int) -> Tiles:
+    """Whether to swap the operands, and the tile, of each form worth trying on the target called `name`.
+
+    For a product with `rows` rows and `columns` columns; one where nothing is timed, none where the cast of
+    its own is better.
+    """
+    row = FUSED_QUANTIZE_MM.get(name)
+    if row is None or isinstance(row, Absent):
+        return []
+    more = _MORE.get(name, {}) if autotuning() else {}
+    if rows <= row.few_rows:
+        return [(row.swap_few, tile) for tile in (row.few, *more.get("few", ()))]
+    if autotuning() and columns <= NARROW:
+        return [(False, tile) for tile in (row.many, *more.get("many", ()))]
+    return []
+
+
+@register_lowering(ops.quantize_mm, type_promotion_kind=None)
+def lower_quantize_mm(
+    x: ir.TensorBox,
+    b: ir.TensorBox,
+    scale_b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    out_dtype: torch.dtype,
+    qdata: ir.TensorBox | None = None,
+    scale: ir.TensorBox | None = None,
+) -> ir.TensorBox:
+    """The product, for what `lowering.fuse` has made; qdata and scale are there if they may win."""
+    (m, _), n = x.get_size(), b.get_size()[1]
+    operands = [realize_inputs(operand) for operand in (x, b, scale_b)]
+    if bias is not None:
+        operands.append(realize_inputs(_EXPAND(bias, [n])))
+    layout = ir.FixedLayout(x.get_device_or_error(), out_dtype, [m, n])
+    choices: list[Any] = []
+    for keywords in _choices(operands, layout, elem_dtype, rounding):
+        error = TEMPLATE.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
+        if error is not None:
+            raise error
+    if qdata is not None and scale is not None:
+        product = [qdata, scale, b, scale_b, bias, out_dtype]
+        cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
+        choices.append(Separate(operands, layout, cast, product))
+    return choose(TEMPLATE.name, choices, operands, layout, return_multi_template=False)
+
+
+class Separate(SubgraphChoiceCaller):
+    """The choice of a cast and a product: timed as a graph of both, lowered as `lowering.fuse` found them.
+
+    cast: arguments of ``mx.quantize`` behind its source. product: of ``mx.scaled_mm``, the cast's results in
+    the graph that is lowered, which vanish if this does not win.
+    """
+
+    def __init__(self, operands: list[Any], layout: ir.Layout, cast: list[Any], product: list[Any]) -> None:
+        out_dtype = product[-1]
+
+        def both(x: Any, b: Any, scale_b: Any, *bias: Any) -> Any:
+            return ops.scaled_mm(*ops.quantize(x, *cast), b, scale_b, *(bias or [None]), out_dtype)
+
+        super().__init__(
+            name="mx_quantize_then_scaled_mm_0",
+            input_nodes=operands,
+            layout=layout,
+            description="",
+            make_fx_graph=make_fx(both),
+        )
+        self._product = product
+
+    def output_node(self) -> ir.TensorBox:
+        """The product of the cast that is in the graph."""
+        out: ir.TensorBox = lowerings[ops.scaled_mm](*self._product)
+        return out
+
+
+def _choices(
+    operands: list[Any], layout: ir.Layout, elem_dtype: torch.dtype, rounding: str
+) -> Iterator[dict[str, Any]]:
+    """The template's arguments for each tile."""
+    (x, b, scale_b, *_), (m, n) = operands, layout.size
+    target, sizes = of_device(layout.device), V.graph.sizevars
+    for swap, tile in tiles(target.name, sizes.optimization_hint(m), sizes.optimization_hint(n)):
+        yield {
+            **_blocks(tile, swap=swap),
+            "EVEN_K": sizes.statically_known_multiple_of(x.get_size()[1], tile.block_k),
+            "INDEX": "tl.int32" if _fits_int32(operands, layout) else "tl.int64",
+            "BIASED": len(operands) > 3,
+            "TILED": len(scale_b.get_size()) == 1,
+            "DTYPE": triton_type(x.get_dtype()),
+            "ELEM_X": repr(elem_type(elem_dtype).name),
+            "ELEM_B": repr(elem_type(b.get_dtype()).name),
+            "ROUNDING": repr(rounding),
+            "NATIVE": target.encodes_fp8,
+        }
+
+
+def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
+    """A tile's shape; of a swapped product block_m counts columns of `out`, block_n rows."""
+    return {
+        "BLOCK_M": tile.block_n if swap else tile.block_m,
+        "BLOCK_N": tile.block_m if swap else tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "SWAP": swap,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _layout_of(scale: ir.TensorBox) -> str:
+    return ScaleLayout.TILED_128X4 if len(scale.get_size()) == 1 else ScaleLayout.ROW_MAJOR
+
+
+def _fits_int32(operands: list[Any], layout: ir.Layout) -> bool:
+    """Whether every element of the operands and the result is less than 2^31 from its start, with room."""
+    limit = 2**31 - 2**21
+    known = V.graph.sizevars.statically_known_lt
+    layouts = [layout, *(operand.get_layout() for operand in operands)]
+    return all(known(one.storage_size(), limit) for one in layouts)

@@ -1,0 +1,128 @@
+"""winners: which kernel Inductor has chosen for each GEMM, for the record.
+
+    a product's buffer after fusion  →  the choice it was finalized with, or will be  →  name and tile
+
+Read after Inductor has timed and fused; nothing is changed. A choice made at once, before anything is
+scheduled, leaves a buffer that does not say which it was: `choose`, which makes those of the templates here,
+notes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch._inductor import ir
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.select_algorithm import (
+    ExternKernelCaller,
+    TritonTemplateCaller,
+    autotune_select_algorithm,
+)
+
+from mxcompile.graph.tags import tag_of
+from mxcompile.lowering.scheduling import Nodes, SchedulerPass
+
+Tell = Callable[[Mapping[int, str]], None]
+"""Takes kernels by the index of their GEMM in the graph."""
+
+_CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
+"""Choices by the function that writes their kernel, which is all that a finished buffer has of them."""
+
+_CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""By the same, the words of a template for its configuration, where it has its own."""
+
+_CALLS = {"mx_vendor_scaled_mm": "torch._scaled_mm"}
+"""What a library's choice calls, where its name is that of a function around it."""
+
+
+def choose(
+    name: str,
+    choices: list[Any],
+    operands: Sequence[Any],
+    layout: ir.Layout,
+    configs: Sequence[str] = (),
+    **keywords: Any,
+) -> ir.TensorBox:
+    """The result of the choice that Inductor takes, which it may put off.
+
+    configs: what the record says of each choice; its tile if there are none. keywords: of Inductor's own.
+    """
+    for choice in choices:
+        if isinstance(choice, TritonTemplateCaller):
+            _CALLERS[choice.make_kernel_render] = choice
+    for choice, config in zip(choices, configs, strict=False):
+        _CONFIGS[choice.make_kernel_render] = config
+    chosen: Any = autotune_select_algorithm(name, choices, list(operands), layout, **keywords)
+    out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    return out
+
+
+class Winners(SchedulerPass):
+    """Tells the kernels of the GEMMs of a graph that Inductor has chosen among several."""
+
+    def __init__(self, uuid: str, user: Any, tell: Tell) -> None:
+        super().__init__(uuid, user)
+        self._tell = tell
+
+    def apply(self, nodes: Nodes) -> Nodes:
+        """`nodes` as they are."""
+        found = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
+        if found:
+            self._tell(found)
+        return nodes
+
+
+def _kernels(node: BaseSchedulerNode) -> Iterable[tuple[int, str]]:
+    """Index and kernel of the GEMM that `node` computes, if its kernel was chosen."""
+    if not isinstance(node.node, ir.TritonTemplateBuffer):
+        return
+    tags = [tag for origin in node.node.origins if (tag := tag_of(origin)) is not None]
+    winner = _winner(node, node.node) if tags else None
+    if winner is not None:
+        for tag in tags:
+            yield tag.index, renamed(tag.kernel, winner)
+
+
+def _winner(node: BaseSchedulerNode, buffer: ir.TritonTemplateBuffer) -> ir.ChoiceCaller | None:
+    """The choice behind `buffer`; None if there was none, or the kernel's name so far says it."""
+    if not isinstance(buffer, ir.MultiTemplateBuffer):
+        return _CALLERS.get(buffer.make_kernel_render)
+    if buffer.make_kernel_render is not None:  # what follows was fused into this one
+        same = (choice for choice in buffer.choices if isinstance(choice, TritonTemplateCaller))
+        return next(choice for choice in same if choice.make_kernel_render is buffer.make_kernel_render)
+    if node.scheduler._has_layout_conflict_for_template(buffer):
+        return None  # Inductor then takes the library's, which the name so far is
+    return buffer.get_min_choice()[0]
+
+
+def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
+    """The name `kernel` had before the choice, with the winner's name and tile in the place of its own."""
+    found = re.fullmatch(r"(.*?)((?: \(|; ).*)?", kernel, re.DOTALL)
+    assert found is not None
+    before, remark = found.groups(default="")
+    if isinstance(winner, TritonTemplateCaller):
+        name = re.sub(r"_\d+$", "", winner.name)
+        words = name.removeprefix("triton_") if name.startswith("triton_mx_") else name, _config(winner)
+        return " ".join(filter(None, words)) + remark
+    if not isinstance(winner, ExternKernelCaller):
+        return re.sub(r"_\d+$", "", winner.name) + remark
+    if before.startswith("aten."):
+        return kernel  # the library's own
+    return _CALLS.get(winner.choice.name, str(winner.choice.call_name()))
+
+
+def _config(choice: TritonTemplateCaller) -> str:
+    """Words for the configuration of a choice: its tile, as of the product that it computes.
+
+    Inductor keeps the template's arguments in its description, as text.
+    """
+    if choice.make_kernel_render in _CONFIGS:
+        return _CONFIGS[choice.make_kernel_render]
+    said = dict(re.findall(r"(\w+)=([^,]*)", choice.description))
+    m, n, k = (said.get(f"BLOCK_{side}", "") for side in "MNK")
+    if not (m and n and k):
+        return ""
+    return f"{n}x{m}x{k} swapped" if said.get("SWAP") == "True" else f"{m}x{n}x{k}"

@@ -1,0 +1,59 @@
+"""Autotuning on a machine without the GPU: Inductor chooses as if it had timed, by times made up here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
+
+from mxcompile.offline import driver
+
+_ON = {"max_autotune_gemm": True, "autotune_in_subproc": False}
+
+
+@contextmanager
+def fastest(prefers: Callable[[str, dict[str, str]], bool]) -> Iterator[list[str]]:
+    """While it lasts `codegen` autotunes, and what `prefers` holds for is the fastest of its kind.
+
+    prefers: takes a choice's name and the constants of its template. Yields the names of all that were timed.
+    """
+    seen: list[str] = []
+
+    def timings(*arguments: Any, **_: Any) -> Any:
+        choices = arguments[6]
+        seen.extend(choice.name for choice in choices)
+        return {choice: _time(prefers(choice.name, _constants(choice))) for choice in choices}
+
+    def fused(_: Any, module: Any, device: Any) -> tuple[float, str]:
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        name = re.search(r"def (triton_\w+)\(", source)
+        found = dict(re.findall(r"(\w+) : tl\.constexpr = ([\w.]+)", source))
+        return _time(prefers(name.group(1) if name else "", found)) / 2, ""
+
+    with (
+        patch.dict(driver._CONFIG, _ON),
+        patch.object(
+            torch._C, "_cuda_getCurrentRawStream", int, create=True
+        ),  # modules to be timed import it
+        patch.object(AlgorithmSelectorCache, "do_autotuning", timings),
+        patch.object(Scheduler, "benchmark_codegened_module", fused),
+        patch.object(Scheduler, "benchmark_fused_nodes", lambda *_: (1.0, "")),
+    ):
+        yield seen
+
+
+def _time(preferred: bool) -> float:
+    return 1.0 if preferred else 2.0
+
+
+def _constants(choice: Any) -> dict[str, str]:
+    if not isinstance(choice, TritonTemplateCaller):
+        return {}
+    return dict(re.findall(r"(\w+)=([^,]*)", choice.description))

@@ -1,0 +1,124 @@
+"""Fusing a cast into the one product that reads it: which graphs, and which not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor import config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering.fuse import Fuse
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates.fused_quantize_mm import NARROW
+from mxcompile.policy import Gemm
+
+E4M3 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, **keywords: object) -> Tensor:
+    a = ops.quantize(x, dim, E4M3, "rceil", **keywords)
+    return ops.scaled_mm(*a, *ops.quantize(w, -2, E4M3, "rceil"), bias, BF16)
+
+
+def _fused(
+    function: Callable, *inputs: Tensor, target: str = "sm_100", native: bool = True
+) -> fx.GraphModule:
+    """`function` on fake `inputs`, its products marked as the native ones are, after the pass."""
+    module = make_fx(lambda *given: function(*given), tracing_mode="fake")(*inputs)
+    for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.scaled_mm)):
+        tag = GemmTag(
+            layer=node.name, name="layer", module="Linear", source="", gemm=Gemm.FPROP,
+            kind=Kind.LINEAR, tensors=("x", "w"), index=index, kernel="mx_scaled_mm" if native else "",
+        )  # fmt: skip
+        set_tag(node, tag)
+    Fuse(target=TARGETS[target]).apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _operators(module: fx.GraphModule) -> list[str]:
+    return [
+        node.target.__name__.partition(".")[0] for node in module.graph.nodes if "mx." in str(node.target)
+    ]
+
+
+X, W, BIAS = torch.randn(40, 70), torch.randn(70, 30), torch.randn(30)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_one_operator_that_means_the_same(bias):
+    inputs = [X, W] if bias is None else [X, W, bias]
+    module = _fused(_product, *inputs)
+    assert _operators(module) == ["quantize", "quantize_mm"]
+    (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
+    (tag,) = tags_of(node)
+    assert tag.kernel == "mx_quantize_mm 128x32x128 swapped (tcgen05.mma block_scale)"
+    torch.testing.assert_close(module(*inputs), _product(*inputs), rtol=0, atol=0)
+
+
+def test_what_may_be_timed_reads_the_cast_too():
+    with config.patch(max_autotune_gemm=True):
+        module = _fused(_product, X, W)
+    assert _operators(module) == ["quantize", "quantize", "quantize_mm"]
+    (node,) = module.graph.find_nodes(op="call_function", target=ops.quantize_mm)
+    assert [argument.target.__name__ for argument in node.args[-2:]] == ["getitem", "getitem"]
+    assert tags_of(node)[0].kernel == "mx_quantize_mm autotuned of 3 (tcgen05.mma block_scale)"
+    torch.testing.assert_close(module(X, W), _product(X, W), rtol=0, atol=0)
+
+
+def _of_several(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
+    return ops.scaled_mm(*a, *b, None, BF16), ops.scaled_mm(*a, *b, None, torch.float32)
+
+
+def _kept(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ops.quantize(x, -1, E4M3, "rceil"), ops.quantize(w, -2, E4M3, "rceil")
+    return ops.scaled_mm(*a, *b, None, BF16), a[1]
+
+
+def _in_both_layouts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return _product(x, w), *ops.quantize(x, -2, E4M3, "rceil")
+
+
+def _square(x: Tensor, w: Tensor) -> Tensor:
+    return _product(x, w, square=True)
+
+
+def _with_a_matrix(x: Tensor, w: Tensor) -> Tensor:
+    return _product(x, w, x[:, :30])
+
+
+@pytest.mark.parametrize("function", [_of_several, _kept, _in_both_layouts, _square, _with_a_matrix])
+def test_what_others_need_or_the_kernel_cannot_stays(function):
+    assert "quantize_mm" not in _operators(_fused(function, X, W))
+
+
+def test_batches_stay():
+    assert "quantize_mm" not in _operators(_fused(_product, torch.randn(2, 40, 70), torch.randn(2, 70, 30)))
+
+
+@pytest.mark.parametrize(
+    ("autotune", "rows", "columns", "fuses"),
+    [
+        (False, 64, 4096, True),
+        (False, 65, 64, False),
+        (True, 65, NARROW, True),
+        (True, 65, NARROW + 1, False),
+    ],
+)
+def test_few_rows_or_a_narrow_result_that_is_timed(autotune, rows, columns, fuses):
+    with config.patch(max_autotune_gemm=autotune):
+        module = _fused(_product, torch.randn(rows, 32), torch.randn(32, columns))
+    assert ("quantize_mm" in _operators(module)) is fuses
+
+
+def test_what_is_dequantized_stays():
+    assert "quantize_mm" not in _operators(_fused(_product, X, W, native=False))
+    assert "quantize_mm" not in _operators(_fused(_product, X, W, target="sm_90"))

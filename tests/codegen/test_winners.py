@@ -1,0 +1,150 @@
+"""After autotuning the record names the kernel that is launched, and its tile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_timing import fastest
+from torch import nn
+from torch._inductor import config
+
+import mxcompile
+from mxcompile import backend
+from mxcompile.compilation import Compilation
+
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+MMA = "(tcgen05.mma block_scale)"
+Choice = Callable[[str, dict[str, str]], bool]
+
+
+class Wide(nn.Module):
+    """A product with an epilogue, and one without; their casts are shared with none."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def _generate(rows: int, choice: Choice, target: str = "sm_100") -> mxcompile.offline.CodegenResult:
+    model = Wide(128, 2048).to("meta", torch.bfloat16)
+    x = torch.empty(rows, 128, device="meta", dtype=torch.bfloat16)
+    before = config.get_config_copy()
+    with fastest(choice):
+        result = mxcompile.codegen(model, x, target=target, training=False, policy=POLICY)
+    assert config.get_config_copy() == before
+    return result
+
+
+def _launched(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
+    """What the generated code launches for each product, by the constants in its kernels."""
+    found = {}
+    for launch in result.launches:
+        for gemm in launch.gemms:
+            source = result.kernel(launch).source if launch.generated else ""
+            said = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
+            name = "mx_scaled_mm_tiled" if "WARP_SPECIALIZE" in said else "mx_scaled_mm"
+            name = "mx_quantize_mm" if "quantize_rowwise" in source else name
+            name = "triton_mm" if "dot_scaled" not in source else name
+            m, n, k = (said.get(f"BLOCK_{side}") for side in "MNK")
+            tile = f"{n}x{m}x{k} swapped" if said.get("SWAP") == "True" else f"{m}x{n}x{k}"
+            found[gemm] = f"{name} {tile}" if launch.generated else launch.kernel
+    return found
+
+
+def _recorded(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
+    return {f"{gemm.name} {gemm.gemm}": gemm.kernel for gemm in result.report.gemms}
+
+
+def _quantizes(tile: str) -> Choice:
+    return lambda name, said: "quantize_mm" in name and said["BLOCK_M"] == tile
+
+
+def _separate(name: str, said: dict[str, str]) -> bool:
+    return "then_scaled_mm" in name
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [
+        (_quantizes("32"), "mx_quantize_mm 128x32x128 swapped"),
+        (_quantizes("64"), "mx_quantize_mm 128x64x128 swapped"),
+        (_separate, "mx_scaled_mm 128x32x256 swapped"),
+    ],
+)
+def test_fused_or_separate(choice, kernel):
+    """Few rows: the cast and the product that would run without the fused form compete with its tiles."""
+    result = _generate(16, choice)
+    assert _recorded(result) == dict.fromkeys(("up fprop", "down fprop"), f"{kernel} {MMA}")
+    assert _launched(result) == dict.fromkeys(_recorded(result), kernel)
+    casts = [launch for launch in result.launches if launch.cast in ("generated", "library")]
+    assert casts == []
+    assert len(result.launches) == (6 if choice is _separate else 4)
+
+
+@pytest.mark.parametrize(
+    ("tiled", "n", "k"),
+    [(False, "128", "128"), (False, "64", "128"), (True, "128", "128"), (True, "256", "128")],
+)
+def test_a_tile_of_the_product(tiled, n, k):
+    """Many rows: timed alone, and for one of them with what is fused behind."""
+
+    def choice(_: str, said: dict[str, str]) -> bool:
+        return ("WARP_SPECIALIZE" in said, said.get("BLOCK_N"), said.get("BLOCK_K")) == (tiled, n, k)
+
+    result = _generate(300, choice)
+    kernel = f"mx_scaled_mm{'_tiled' if tiled else ''} 128x{n}x{k}"
+    assert set(_recorded(result).values()) == {f"{kernel} {MMA}"}
+    assert set(_launched(result).values()) == {kernel}
+
+
+def test_the_vendors_product():
+    result = _generate(304, lambda name, _: "vendor" in name)
+    assert _launched(result)["down fprop"] == "extern_kernels.mx_vendor_scaled_mm"
+    assert _recorded(result)["down fprop"] == "torch._scaled_mm"
+
+
+def test_a_template_of_inductor():
+    result = _generate(300, lambda name, said: "triton_mm" in name, "sm_90")
+    launched = _launched(result)
+    assert all(kernel.startswith("triton_mm ") for kernel in launched.values())
+    assert _recorded(result) == {name: f"{k} (bfloat16, dequantized)" for name, k in launched.items()}
+
+
+def test_the_library():
+    result = _generate(300, lambda name, said: "triton" not in name, "sm_90")
+    assert _launched(result)["down fprop"] == "extern_kernels.mm"
+    assert _recorded(result)["down fprop"] == "aten.mm (bfloat16, dequantized)"
+
+
+def _train(kernel: str, monkeypatch: pytest.MonkeyPatch) -> tuple[mxcompile.Report, list[Compilation]]:
+    """A compile in which Inductor chooses `kernel` for the first product; its report."""
+    made: list[Compilation] = []
+
+    class Chosen(Compilation):
+        def lower(self, graph: torch.fx.Graph) -> None:
+            super().lower(graph)
+            self.name_kernels({0: kernel})
+            made.append(self)
+
+    monkeypatch.setattr(backend, "Compilation", Chosen)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
+    torch.compile(model, backend="mxfp8", options={"policy": POLICY})(torch.randn(21, 48)).sum().backward()
+    return mxcompile.reports()[-1], made
+
+
+def test_the_report_and_the_one_kept_for_warm_caches(monkeypatch):
+    first, made = _train("chosen 1x2x3", monkeypatch)
+    assert first.gemms[0].kernel == "chosen 1x2x3"
+    made[0].name_kernels({1: "chosen later"})  # as for a backward, lowered when the report is out
+    assert [gemm.kernel for gemm in mxcompile.reports()[-1].gemms[:2]] == ["chosen 1x2x3", "chosen later"]
+    torch._dynamo.reset()
+    again, made = _train("not asked", monkeypatch)
+    assert (again.summary.cache, made) == ("hit", [])
+    assert [gemm.kernel for gemm in again.gemms[:2]] == ["chosen 1x2x3", "chosen later"]
