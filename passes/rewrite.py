@@ -107,22 +107,27 @@ class _Writer:
         assert out is not None
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
-            left, right = (self._zero_past_end(side, offs, node) for side in (left, right))
+            left = self._zero_past_end(left, -1, offs, node)
+            right = self._zero_past_end(right, -2, offs, node)
         a = self._quantize(left, -1, formats[0], tag, node)
         b = self._quantize(right, -2, formats[1], tag, node)
         result = self._build.call(ops.scaled_grouped_mm, *a, *b, offs, out.dtype, like=node)
         set_tag(result, tag)
         return result
 
-    def _zero_past_end(self, side: fx.Node, offs: fx.Node, node: fx.Node) -> fx.Node:
+    def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
+        """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""
         base, swapped = untransposed(side)
+        dim = -3 - dim if swapped else dim
         value = tensor(base)
         assert value is not None
         call = self._build.call
-        length = self._build.size(base, 0, like=node)
+        length = self._build.size(base, dim % 2, like=node)
         rows = self._build.range(length, value.device, node)
         end = call(aten.select.int, offs, 0, -1, like=node)
-        mask = call(aten.unsqueeze.default, call(aten.lt.Tensor, rows, end, like=node), 1, like=node)
+        mask = call(aten.lt.Tensor, rows, end, like=node)
+        if dim == -2:
+            mask = call(aten.unsqueeze.default, mask, 1, like=node)
         zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
         kept = call(aten.where.self, mask, base, zero, like=node)
         return transpose(kept, self._build) if swapped else kept

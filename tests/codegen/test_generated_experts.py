@@ -11,6 +11,7 @@ import pytest
 import torch
 from eager import NVIDIA, grouped_product, product
 from interpreted import interpret
+from models import mixtral
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,3 +113,51 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
     _native(result, "sm_100", 6)
     assert all(gemm.kernel.startswith("mx_scaled_grouped_mm ") for gemm in result.report.gemms)
     _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+
+
+class Columns(nn.Module):
+    """Groups of columns: weights on the left, tokens side by side."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(_spread(experts, hidden, width))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(self.weight, x.t(), offs=offs)
+
+
+def test_groups_of_columns(tmp_path):
+    model, x = Columns(3, 72, 104), _spread(80, 72).requires_grad_()
+    offs = torch.tensor((41, 41, 80), dtype=torch.int32)
+    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
+    _native(result, "sm_100", 3)
+    expected = grouped_product(x, model.weight.mT, offs, NVIDIA).t().contiguous()
+    _check(tmp_path, expected, [model.weight, x, offs])
+
+
+@pytest.mark.parametrize("target", ["sm_120", "gfx950"])
+@pytest.mark.parametrize("form", [Batched, Grouped])
+def test_experts_on_other_chips(target: str, form: type[nn.Module]):
+    experts, width, hidden = 4, 256, 384
+    x = torch.empty(experts, 200, width, dtype=torch.bfloat16, requires_grad=True)
+    inputs = [x] if form is Batched else [x[0], torch.empty(experts, dtype=torch.int32)]
+    _native(codegen(form(experts, width, hidden), *inputs, target=target, policy=ALL), target, 6)
+
+
+def test_mixtral():
+    """As transformers writes it: tokens sorted by expert, grouped products, in a block with attention."""
+    case = mixtral(1)
+    result = codegen(case.model, target="sm_100", **case.kwargs)
+    experts = [gemm for gemm in result.report.gemms if gemm.role in ("expert_in", "expert_out")]
+    assert len(experts) == 6
+    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm ") for gemm in experts)
+    chosen = [gemm for gemm in result.report.gemms if gemm.precision == "mxfp8"]
+    assert len(chosen) == 3 * 6
+    assert all(gemm.kernel.endswith("(tcgen05.mma block_scale)") for gemm in chosen)
+    launches = [launch for launch in result.launches if launch.generated and launch.gemms]
+    computed = {gemm for launch in launches for gemm in launch.gemms}
+    assert {f"{gemm.name} {gemm.gemm}" for gemm in chosen} <= computed
+    for launch in launches:
+        assert any("block_scale" in name for name in result.kernel(launch).binary.mma), launch.kernel
+    assert result.problems == ()
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
