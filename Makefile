@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint check gpu gpu-tests gpu-kernels gpu-training bench clean
+.PHONY: demo test lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxcompile demo
@@ -22,7 +22,7 @@ check: lint test
 # All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
 GPU_PYTHON ?= $(PYTHON)
 
-gpu: gpu-tests gpu-kernels gpu-training
+gpu: gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity
 
 gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu -rs tests
@@ -30,12 +30,19 @@ gpu-tests:
 gpu-kernels:
 	$(GPU_PYTHON) benchmarks/gpu_kernels.py
 
+gpu-gemms:
+	$(GPU_PYTHON) benchmarks/gpu_gemms.py
+
 gpu-training:
 	$(GPU_PYTHON) benchmarks/gpu_training.py
+
+gpu-parity:
+	$(GPU_PYTHON) benchmarks/parity.py --device cuda
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/parity.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo_out

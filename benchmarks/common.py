@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import platform
@@ -37,6 +38,18 @@ def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads:
         use_cache=False,
     )
     return LlamaForCausalLM(config).bfloat16()
+
+
+def torchao_model(model: nn.Module, *, emulated: bool) -> nn.Module:
+    """A copy with its linear layers, but the head, in torchao's MXFP8. Raises ImportError without torchao."""
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    copied = copy.deepcopy(model)
+    recipe = MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL if emulated else MXFP8TrainingRecipe.MXFP8_RCEIL
+    config = MXFP8TrainingOpConfig.from_recipe(recipe)
+    quantize_(copied, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "head" not in name)
+    return copied
 
 
 def alternate(
@@ -104,5 +117,4 @@ def write(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print `rows` as a table that pastes into Markdown."""
-    cells = [list(row.values()) for row in rows]
-    print(tabulate(cells, headers=list(rows[0]), tablefmt="github", disable_numparse=True))
+    print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

@@ -1,6 +1,7 @@
-"""Training step of a Llama of about one billion parameters on the GPU of this machine, MXFP8 against BF16.
+"""Training step of a Llama of about one billion parameters on the GPU of this machine: BF16, MXFP8, torchao.
 
 Forward and backward, no optimizer; copies of one model, alternating in one process; peak memory of each.
+torchao takes part where it is installed, emulated where the chip has no MX GEMM.
 Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_training.py [--layers 16]
 """
 
@@ -8,14 +9,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import common
 import torch
+from gpu_common import device
+from torch import nn
 
 import mxcompile
+from mxcompile.lowering import targets
 
 VOCABULARY = 32768
 
@@ -31,9 +36,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("gpu_training: skipped, no CUDA or ROCm device")
         return
-    backends = {"bf16 inductor": "inductor", "mxcompile mxfp8": "mxfp8"}
-    peaks = {name: peak_bytes(backend, options) for name, backend in backends.items()}
-    runs = {name: step(backend, options) for name, backend in backends.items()}
+    models = ways(options)
+    peaks = {name: peak_bytes(make) for name, make in models.items()}
+    runs = {name: step(make) for name, make in models.items()}
     times = common.alternate(runs, repeats=options.repeats)
     rows = [
         {
@@ -48,29 +53,53 @@ def main() -> None:
     ]
     common.show(rows)
     print(mxcompile.reports()[-1])
-    common.write("gpu_training", rows)
+    common.write("gpu_training", [row | device() for row in rows])
 
 
-def step(backend: str, options: argparse.Namespace) -> Callable[[], None]:
-    """Forward and backward of a fresh model under `backend`, waited for."""
-    torch._dynamo.reset()
-    model: Any = common.llama(
-        layers=options.layers, width=options.width, feed_forward=4 * options.width, vocabulary=VOCABULARY
-    ).cuda()
-    compiled = torch.compile(model, backend=backend)
-    tokens = torch.randint(VOCABULARY, (options.batch, options.length), device="cuda")
+def ways(options: argparse.Namespace) -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]]:
+    """By name of the run: what makes its compiled model and its tokens [batch, length]."""
+    native = targets.of_device(torch.device("cuda")).native
+
+    def bare() -> nn.Module:
+        torch._dynamo.reset()
+        return common.llama(
+            layers=options.layers,
+            width=options.width,
+            feed_forward=4 * options.width,
+            vocabulary=VOCABULARY,
+            heads=options.width // 128,
+        ).cuda()
+
+    def made(compiled: Any) -> tuple[nn.Module, torch.Tensor]:
+        return compiled, torch.randint(VOCABULARY, (options.batch, options.length), device="cuda")
+
+    found = {
+        "bf16 inductor": lambda: made(torch.compile(bare())),
+        "mxcompile mxfp8": lambda: made(torch.compile(bare(), backend="mxfp8")),
+    }
+    if importlib.util.find_spec("torchao") is None:
+        print("torchao is not installed: left out")
+        return found
+    name = "torchao mxfp8" if native else "torchao mxfp8 (emulated)"
+    found[name] = lambda: made(torch.compile(common.torchao_model(bare(), emulated=not native)))
+    return found
+
+
+def step(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> Callable[[], None]:
+    """Forward and backward of a fresh model, waited for."""
+    model, tokens = make()
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
-        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=tokens, labels=tokens).loss.backward()
         torch.cuda.synchronize()
 
     return run
 
 
-def peak_bytes(backend: str, options: argparse.Namespace) -> int:
+def peak_bytes(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> int:
     """The most memory a step needs, weights and gradients included."""
-    run = step(backend, options)
+    run = step(make)
     run()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -14,7 +14,6 @@ from typing import Any
 
 import common
 import torch
-from torch import nn
 
 MODELS = {
     "llama 2×512": {"layers": 2, "width": 512, "feed_forward": 1408, "vocabulary": 4096},
@@ -45,7 +44,9 @@ def measure(name: str, repeats: int, *, with_torchao: bool) -> list[dict[str, An
         "mxcompile mxfp8": step(torch.compile(copy.deepcopy(model), backend="mxfp8"), tokens),
     }
     if with_torchao:
-        runs["torchao mxfp8 (emulated)"] = step(torch.compile(torchao_model(model)), tokens)
+        runs["torchao mxfp8 (emulated)"] = step(
+            torch.compile(common.torchao_model(model, emulated=True)), tokens
+        )
     times = common.alternate(runs, repeats=repeats)
     return [
         {
@@ -68,17 +69,6 @@ def step(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
     return run
-
-
-def torchao_model(model: nn.Module) -> nn.Module:
-    """A copy with the same linear layers in torchao's MXFP8, emulated; the head stays BF16."""
-    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
-    from torchao.quantization import quantize_
-
-    copied = copy.deepcopy(model)
-    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    quantize_(copied, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "head" not in name)
-    return copied
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def add_to(commands: Any) -> None:
         help="a preset (nvidia, ocp, hybrid) or a policy file; more than one is compared (default nvidia)",
     )
     command.add_argument("--steps", type=_positive, help="training steps per run")
+    command.add_argument("--device", help="where to train, cpu or cuda (default: cuda if there is one)")
     command.add_argument("--out", type=Path, default=Path("demo_out"), help="default: demo_out")
     command.set_defaults(run=run)
 
@@ -36,6 +37,18 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def _device(asked: str | None) -> str:
+    """`asked`, or the accelerator if there is one. Raises `OptionError` for one that is not there."""
+    import torch
+
+    from mxcompile.errors import OptionError, not_allowed
+
+    present = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    if asked is not None and asked not in present:
+        raise OptionError(not_allowed("device", asked, present))
+    return asked or present[0]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,13 +61,14 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.policy import Policy
 
     policies = [Policy.resolve(name) for name in options.policy or ["nvidia"]]
-    settings = demo.Settings()
+    settings = demo.Settings(device=_device(options.device))
     if options.steps:
         settings = dataclasses.replace(settings, steps=options.steps)
     text = demo.standard_library()
     print(
         f"Llama of {settings.layers} layers, {settings.width} wide, on {len(text.train):,} bytes of"
-        f" Python source; {settings.steps} steps of {settings.batch}×{settings.length} bytes a run."
+        f" Python source; {settings.steps} steps of {settings.batch}×{settings.length} bytes a run,"
+        f" on {settings.device}."
     )
     print("Each run compiles first, which takes up to a minute.\n")
 

@@ -84,6 +84,12 @@ def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
     assert "Traceback" not in streams.err
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 2
+    assert "unknown device 'cuda'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["", *NAMES])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_:
