@@ -28,8 +28,8 @@ class Settings:
     """Size of the model, of the data and of the run. Defaults take a few minutes on two cores.
 
     They keep chance small beside what is compared: early steps amplify any rounding, so the warm-up is long
-    and the optimizer's second moment slow (`benchmarks/parity.py` measures what is left). What a format's noise
-    costs falls with the width, which spreads it over more dimensions than the text uses.
+    and the optimizer's second moment slow; `benchmarks/parity.py` measures what is left. What a format's
+    noise costs falls with the width, which spreads it over more dimensions than the text uses.
     """
 
     layers: int = 2
