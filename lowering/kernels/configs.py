@@ -155,7 +155,7 @@ _NO_TENSOR_MEMORY = Absent(reason="no tensor memory; scaled_mm's pointer form is
 # Warp-specialised, 256 columns take more tensor memory than there is with Triton 3.9.
 _TILED = (
     TiledConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=4, halvings=2),
-    TiledConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4, halvings=1),
+    TiledConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=4, halvings=2),
     TiledConfig(
         block_m=128,
         block_n=128,

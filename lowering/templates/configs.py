@@ -34,7 +34,6 @@ _WARPS = 8  # an epilogue holds more than the accumulator: half of it a thread l
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
 _TCGEN05_MORE = (
-    MatmulConfig(block_m=128, block_n=256, block_k=128, num_warps=8, num_stages=3),
     MatmulConfig(block_m=128, block_n=128, block_k=256, num_warps=8, num_stages=2),
     MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=4, num_stages=4),
 )

@@ -1,0 +1,194 @@
+"""The kernels Inductor chooses among for a product: which are offered, that each compiles, what they mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from eager import NVIDIA, product
+from interpreted import interpret
+from reference import sqnr_db
+from torch._inductor.select_algorithm import ExternKernelCaller
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.lowering import winners
+from mxcompile.lowering.fuse import Fuse
+from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import configs, vendor
+from mxcompile.offline.standin import DEVICE, stand_in
+from mxcompile.scale_tiles import untile_scale
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Function that makes Inductor take the choice of that number; it returns the lists it chose from."""
+
+    def chosen(number: int) -> list[list]:
+        offered: list[list] = []
+
+        plain = winners.autotune_select_algorithm
+
+        def select(name, choices, operands, layout, **keywords):
+            if name != "mx_scaled_mm":
+                return plain(name, choices, operands, layout, **keywords)
+            offered.append(choices)
+            return choices[min(number, len(choices) - 1)].output_node()
+
+        monkeypatch.setattr(configs, "autotuning", lambda: True)
+        monkeypatch.setattr(Fuse, "apply", lambda *_: None)  # casts stay apart
+        monkeypatch.setattr(winners, "autotune_select_algorithm", select)
+        return offered
+
+    return chosen
+
+
+def _linear(k: int, n: int, **options) -> torch.nn.Module:
+    return torch.nn.Linear(k, n, device="meta", dtype=BF16, **options)
+
+
+def _generate(model, tokens, *, training=False, target="sm_100", **options):
+    width = next(model.parameters()).shape[1]
+    x = torch.empty(tokens, width, device="meta", dtype=next(model.parameters()).dtype)
+    return mxcompile.codegen(model, x, target=target, training=training, policy=POLICY, **options)
+
+
+def _forms(choices) -> list[str]:
+    """What each choice is: the vendor's, or the template with its tile."""
+    return [
+        "vendor"
+        if isinstance(choice, ExternKernelCaller)
+        else re.sub(r"triton_(mx_scaled_mm\w*?)_\d+", r"\1", choice.name)
+        for choice in choices
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "n", "target", "expected"),
+    [
+        (4096, 512, 1024, "sm_100", {"mx_scaled_mm_tiled", "mx_scaled_mm", "vendor"}),
+        (4096, 512, 1000, "sm_100", {"mx_scaled_mm_tiled", "mx_scaled_mm"}),  # N is no multiple of 16
+        (4096, 520, 1024, "sm_100", {"mx_scaled_mm"}),  # nor K
+        (32, 512, 1024, "sm_100", {"mx_scaled_mm", "vendor"}),  # few rows are swapped
+        (4096, 512, 1024, "sm_120", {"mx_scaled_mm"}),
+    ],
+)
+def test_what_is_offered(choose, tokens, k, n, target, expected):
+    offered = choose(0)
+    _generate(_linear(k, n), tokens, target=target)
+    (choices,) = offered
+    assert set(_forms(choices)) == expected
+    assert ("vendor" in expected) == (_forms(choices)[-1] == "vendor")  # never the default
+
+
+def test_the_vendors_is_for_bf16_and_k_major(choose):
+    """Backward reads operands along their other dimension; FP32 results are not the vendor's."""
+    offered = choose(0)
+    _generate(torch.nn.Sequential(_linear(512, 512), _linear(512, 512)), 256, training=True)
+    assert sorted("vendor" in _forms(choices) for choices in offered) == [False] * 3 + [True] * 2
+    offered.clear()
+    _generate(_linear(512, 512).float(), 256)
+    assert ["vendor" in _forms(choices) for choices in offered] == [False]
+
+
+NUM_TILED = len(tiled_configs(TARGETS["sm_100"]))  # they come first
+NUM_POINTERS = 3
+
+
+@pytest.mark.parametrize("number", range(NUM_TILED + NUM_POINTERS))
+def test_every_choice_compiles_clean(choose, number):
+    """With an epilogue that adds a bias, goes through an activation, gates and adds."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate = _linear(512, 1024), _linear(512, 1024)
+
+        def forward(self, x):
+            return x.repeat(1, 2) + torch.nn.functional.gelu(self.up(x)) * self.gate(x)
+
+    offered = choose(number)
+    x = torch.empty(1024, 512, device="meta", dtype=BF16)
+    result = mxcompile.codegen(Gated(), x, target="sm_100", training=False, policy=POLICY)
+    assert {len(choices) for choices in offered} == {NUM_TILED + NUM_POINTERS + 1}, "and the vendor's"
+    assert result.problems == ()
+    products = [result.kernel(launch).binary for launch in result.launches if launch.gemms]
+    assert len(products) == 2
+    for binary in products:
+        assert all("block_scale" in name for name in binary.mma)
+        assert binary.spill_bytes == 0
+        assert binary.tmem_columns <= 512
+        narrow = "BLOCK_N=64" in binary.config
+        assert ("tcgen05.cp.cta_group::1.warpx4" in binary.text["ptx"]) or narrow
+        assert ("cp.async.bulk.tensor" in binary.text["ptx"]) == (number < NUM_TILED)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_vendors_call(choose, bias):
+    """Elements and tiled scale bytes as the casts wrote them, the weight transposed by its strides."""
+    choose(100)
+    result = _generate(_linear(512, 1024, bias=bias), 300)
+    (call,) = re.findall(r"extern_kernels\.mx_vendor_scaled_mm\((.*)\)", result.wrappers["inference"])
+    a, scale_a, b, scale_b, *others = re.findall(r"(?:reinterpret_tensor\(.*?\), \d+\)|[^,]+)(?:, |$)", call)
+    assert len(others) == 1 + bias
+    assert "reinterpret_tensor" in b
+    assert "(512, 1024), (1, 512)" in b
+    assert not any("reinterpret" in side for side in (a, scale_a, scale_b))
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("shape", [(300, 272, 96), (1, 16, 32), (128, 128, 512)])
+def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes):
+    """A stand-in that reads them as documented gives what the operator means."""
+    m, n, k = shape
+    bias = torch.randn(n).to(BF16)
+
+    def documented(a, b, scale_a, scale_b, bias, *, out_dtype, out):
+        assert scale_a.dtype is scale_b.dtype is torch.float8_e8m0fnu
+        assert (a.stride(1), b.stride(0)) == (1, 1)
+        sides = []
+        for codes, scale in ((a, scale_a), (b.t(), scale_b)):
+            blocks = untile_scale(scale.view(torch.uint8), codes.shape[0], -(-k // 32))
+            values = torch.exp2(blocks.double() - 127).repeat_interleave(32, 1)[:, :k]
+            sides.append(codes.double() * values)
+        out.copy_((sides[0] @ sides[1].t() + bias.double()).to(out_dtype))
+
+    a = ops.quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
+    weight = torch.randn(n, k).mul_(torch.exp2(torch.randint(-9, 9, (n, k))))
+    b = ops.quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
+    operands = (*a, b[0].t(), b[1], bias)
+    monkeypatch.setattr(torch, "_scaled_mm", documented)
+    out = vendor.mx_vendor_scaled_mm(*operands, out=torch.empty(m, n, dtype=BF16))
+    torch.testing.assert_close(out, ops.scaled_mm(*operands, BF16), rtol=2**-7, atol=1e-3)
+
+
+def test_torch_accepts_the_vendors_arguments(monkeypatch):
+    """By its own checks of layouts, sizes and scales, which only its form without `out` has here."""
+    checked = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *args, out, **options: out.copy_(checked(*args, **options))
+    )
+    with stand_in(TARGETS["sm_100"]), FakeTensorMode():
+        x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (272, 96)))
+        a, b = (ops.quantize(side, -1, E4M3, "rceil", False, "128x4") for side in (x, w))
+        out = torch.empty(300, 272, dtype=BF16, device=DEVICE)
+        assert vendor.mx_vendor_scaled_mm(*a, b[0].t(), b[1], out=out).shape == (300, 272)
+
+
+@pytest.mark.parametrize("number", [0, 1, NUM_TILED, NUM_TILED + 1])
+def test_values(choose, number, tmp_path):
+    """Configs that are not the default, in the interpreter, at sizes that end inside every tile."""
+    model = torch.nn.Linear(288, 272).to(BF16)
+    x = torch.randn(300, 288).mul_(torch.exp2(torch.randint(-8, 8, (300, 1)))).to(BF16)
+    choose(number)
+    mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY, out_dir=tmp_path)
+    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
+    (out,) = interpret(tmp_path, [model.weight.detach(), model.bias.detach(), x])
+    exact = product(x, model.weight.detach().t(), NVIDIA, torch.float32) + model.bias.detach().float()
+    assert sqnr_db(exact.to(BF16), out) > 50
