@@ -54,15 +54,26 @@ class FeedForward(nn.Module):
 
 
 def expected(model: FeedForward, x: Tensor) -> Tensor:
-    """What `model`, its weights stored and its activations quantized, gives for `x` [tokens, width]."""
+    """What `model`, its weights stored and its activations quantized, gives for `x` [tokens, width].
+
+    Every product is rounded to the dtype of `x`, as in an eager model.
+    """
 
     def product(x: Tensor, layer: StoredLinear) -> Tensor:
         weight = ops.dequantize(layer.qdata, layer.scale, -1, torch.float32)
         bias = 0.0 if layer.bias is None else layer.bias.float()
-        return (round_trip(x.float(), 1) @ weight.t() + bias).to(x.dtype)
+        return (round_trip(x.float(), 1) @ weight.t() + bias).to(x.dtype).float()
 
-    gated = F.silu(product(x, model.gate).float()) * product(x, model.up).float()
-    return (x.float() + product(gated.to(x.dtype), model.down).float()).to(x.dtype)
+    gated = (F.silu(product(x, model.gate)) * product(x, model.up)).to(x.dtype)
+    return (x.float() + product(gated, model.down)).to(x.dtype)
+
+
+LEAST_DB = 40
+"""SQNR that a compiled FeedForward reaches at least over `expected`.
+
+Where it fuses it keeps FP32, and a rounding that is not made turns an FP8 element here and there: 43 dB were
+seen. The casts themselves are at 28.
+"""
 
 
 def binades(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from reference import sqnr_db
-from stored_weights import FeedForward, binades, expected, with_stored_weights
+from stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 
 import mxcompile
 from mxcompile.lowering.targets import of_device
@@ -40,7 +40,7 @@ def test_a_step_equals_the_reference(tokens, mode):
     on_kernel = ["mx_weight_only_mm" in gemm.kernel for gemm in report.gemms]
     few = tokens <= 32 and not of_device(torch.device("cuda")).native
     assert on_kernel == [few] * 3, [gemm.kernel for gemm in report.gemms]
-    assert sqnr_db(expected(model, x), out) > 45
+    assert sqnr_db(expected(model, x), out) > LEAST_DB
 
 
 def test_a_step_gives_the_same_bits_every_time():
@@ -58,4 +58,4 @@ def test_another_number_of_tokens_stays_right():
     for tokens in (3, 8, 100):
         x = torch.randn(tokens, 512).to(torch.bfloat16)
         with torch.no_grad():
-            assert sqnr_db(expected(model, x), step(x.to("cuda")).cpu()) > 45
+            assert sqnr_db(expected(model, x), step(x.to("cuda")).cpu()) > LEAST_DB
