@@ -214,7 +214,7 @@ FUSED_QUANTIZE_MM: dict[str, ScaledChoices | Absent] = {
     "sm_100": _FUSED_TCGEN05,
     "sm_103": _FUSED_TCGEN05,
     "sm_120": ScaledChoices(
-        many=MatmulConfig(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        many=MatmulConfig(block_m=64, block_n=128, block_k=64, num_warps=8, num_stages=3),
         few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=3),
         few_rows=32,
         swap_few=False,

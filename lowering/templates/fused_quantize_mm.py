@@ -34,8 +34,8 @@ from mxcompile.lowering.templates.configs import autotuning
 from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
-from mxcompile.lowering.kernels import tiles
-from mxcompile.lowering.kernels.scaled_mm import scale_offsets, tile_of
+from mxcompile.lowering.kernels import scale_bytes, tiles
+from mxcompile.lowering.kernels.scaled_mm import tile_of
 
 {% if BIASED %}
 {{def_kernel("X", "B", "SB", "BIAS")}}
@@ -60,23 +60,23 @@ from mxcompile.lowering.kernels.scaled_mm import scale_offsets, tile_of
 {% endif %}
     for start in range(0, K, BLOCK_K):
         k = (start + rk).to(INDEX)
-        block = start // 32 + rs
         idx_m = rm[:, None]
         idx_k = k[None, :]
         x_mask = (idx_m < M) & (idx_k < K)
         {{load_input("X", "x", ("idx_m", "idx_k"), mask="x_mask", indent_width=8,
                      index_shape=("BLOCK_M", "BLOCK_K"))}}
         codes, scale = tiles.quantize_rowwise(x.to(DTYPE), ELEM_X, ROUNDING, NATIVE)
-{% if TILED %}
-        sb_ptrs = SB + scale_offsets(rn, block, num_blocks, 0, 0, True)
-{% else %}
-        sb_ptrs = SB + scale_offsets(rn, block, num_blocks, {{stride("SB", 1)}}, {{stride("SB", 0)}}, False)
-{% endif %}
 {% if EVEN_K %}
         b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
-        sb = tl.load(sb_ptrs, mask=in_n[:, None], other=0)
 {% else %}
         b = tl.load(b_ptrs, mask=(k[:, None] < K) & in_n[None, :], other=0.0)
+{% endif %}
+{% if TILED %}
+        sb = scale_bytes.load_tiled(
+            SB, pid_n * BLOCK_N, start // BLOCK_K, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K)
+{% else %}
+        block = start // 32 + rs
+        sb_ptrs = SB + rn[:, None] * {{stride("SB", 1)}} + block[None, :].to(INDEX) * {{stride("SB", 0)}}
         sb = tl.load(sb_ptrs, mask=in_n[:, None] & (block[None, :] < num_blocks), other=0)
 {% endif %}
 {% if SWAP %}
@@ -108,8 +108,8 @@ TEMPLATE = TritonTemplate(name="mx_quantize_mm", grid=mm_grid, source=_SOURCE)
 NARROW = 1024
 """Most columns for which many rows are tried: 8 tiles of 128, so that no row is quantized more often."""
 
-_FEW = MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=3)
-_MANY = MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=2)
+_FEW = MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=4)
+_MANY = MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2)
 _WIDER = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=2)
 
 _MORE: dict[str, dict[str, tuple[MatmulConfig, ...]]] = {
@@ -209,6 +209,7 @@ def _choices(
     for swap, tile in tiles(target.name, sizes.optimization_hint(m), sizes.optimization_hint(n)):
         yield {
             **_blocks(tile, swap=swap),
+            "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
             "EVEN_K": sizes.statically_known_multiple_of(x.get_size()[1], tile.block_k),
             "INDEX": "tl.int32" if _fits_int32(operands, layout) else "tl.int64",
             "BIASED": len(operands) > 3,

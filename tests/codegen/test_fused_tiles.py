@@ -1,0 +1,75 @@
+"""Every tile that a fused cast and product may run with: on the chip's instruction, without spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_timing import fastest
+from test_codegen_native import MMA
+from torch import Tensor, nn
+from torch._inductor import config
+
+from mxcompile.lowering.templates.fused_quantize_mm import NARROW, tiles
+from mxcompile.offline import codegen
+
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+FEW, MANY = 40, 500
+
+
+class Layer(nn.Module):
+    """y + gelu(linear(relu(x))): an epilogue that needs registers."""
+
+    def __init__(self, k: int, n: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(k, n)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return y + nn.functional.gelu(self.linear(torch.relu(x)))
+
+
+def _all() -> list:
+    with config.patch(max_autotune_gemm=True):
+        return [
+            pytest.param(
+                target, rows, swap, tile, id=f"{target}-{rows}-{tile.block_m}x{tile.block_n}x{tile.block_k}"
+            )
+            for target in MMA
+            for rows in (FEW, MANY)
+            for swap, tile in tiles(target, rows, NARROW)
+            if target != "sm_103"  # the row of sm_100
+        ]
+
+
+@pytest.mark.parametrize(("target", "rows", "swap", "tile"), _all())
+@pytest.mark.parametrize(("k", "n"), [(1000, 500), (250, 130)])
+def test_a_tile(target, rows, swap, tile, k, n):
+    """Sizes of which neither a tile nor 32 is a divisor, so that everything is masked."""
+    block_m, block_n = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)
+    wanted = {
+        "SWAP": str(swap),
+        "BLOCK_M": str(block_m),
+        "BLOCK_N": str(block_n),
+        "BLOCK_K": str(tile.block_k),
+    }
+    model = Layer(k, n).to("meta", torch.bfloat16)
+    x, y = (torch.empty(rows, width, device="meta", dtype=torch.bfloat16) for width in (k, n))
+    with fastest(lambda name, said: "quantize_mm" in name and wanted.items() <= said.items()):
+        result = codegen(model, x, y, target=target, training=False, policy=POLICY)
+    (launch,) = (launch for launch in result.launches if launch.gemms)
+    kernel = result.kernel(launch)
+    assert "quantize_rowwise" in kernel.source
+    assert all(f"{name} : tl.constexpr = {value}" in kernel.source for name, value in wanted.items())
+    assert result.problems == ()
+    assert kernel.binary.mma
+    assert all(name.startswith(MMA[target]) for name in kernel.binary.mma)
+    assert kernel.binary.spill_bytes == 0
+
+
+def test_scales_are_read_as_whole_tiles():
+    """On Blackwell they go from shared to tensor memory as they lie, the copy that the MMA reads."""
+    model = Layer(1024, 512).to("meta", torch.bfloat16)
+    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (1024, 512))
+    result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
+    (launch,) = (launch for launch in result.launches if launch.gemms)
+    assert "load_tiled" in result.kernel(launch).source
+    assert "tcgen05.cp" in result.kernel(launch).binary.text["ptx"]
