@@ -22,6 +22,7 @@ from torch._inductor.select_algorithm import (
     realize_inputs,
 )
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from mxcompile import ops
 from mxcompile.formats import elem_type
@@ -172,4 +173,8 @@ def _template(
         )
         if error is not None:
             raise error
-    return choose("mx_weight_only_mm", callers, operands, layout, [str(form) for form in choices])
+    out = choose(TEMPLATE.name, callers, operands, layout, [str(form) for form in choices])
+    # x is a buffer now, but was not when this lowering began: what it was made of, which may be another
+    # product's parts, is no origin of this one
+    out.data.data.origins = OrderedSet([V.graph.current_node])
+    return out

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
+from fake_timing import fastest
 from llama_block import FFN, KV_HEADS, WIDTH, Block
 from llama_block import HEADS as QUERY_HEADS
 from stored_weights import with_stored_weights
@@ -52,6 +54,7 @@ def test_every_chosen_gemm_reads_its_weight_as_stored(target, tokens):
     assert launches.keys() == SIZES.keys()
     for name, launch in launches.items():
         assert launch.generated
+        assert launched(result, name) == kernels[name]
         instructions = result.kernel(launch).binary.mma
         assert (instructions == ()) == (tokens == 1), (name, instructions)
         assert all(instruction.startswith(MMA[target]) for instruction in instructions)
@@ -69,6 +72,27 @@ def test_no_dequantized_weight_is_stored(target, tokens):
         # x; then the parts in FP32, or the result and at most two tensors of its shape that follow it
         others = 2 * tokens * k + (4 * split if split > 1 else 3 * 2) * tokens * n
         assert weight < launch.num_bytes <= weight + others, name
+
+
+def launched(result: CodegenResult, name: str) -> str:
+    """The kernel of a layer as its record should name it, by the constants in its source."""
+    source = result.kernel(products(result)[name]).source
+    said = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
+    form = "dot" if said["ON_TENSOR_CORES"] == "True" else "gemv"
+    tile = "x".join(said[f"BLOCK_{side}"] for side in "MNK")
+    parts = f" split {said['PARTS']}" if said["PARTS"] != "1" else ""
+    return f"mx_weight_only_mm {form} {tile}{parts}"
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, "16"), (8, "32")])
+def test_the_record_names_what_autotuning_chose(tokens, columns):
+    with fastest(lambda name, constants: constants.get("BLOCK_N") == columns) as timed:
+        result = generate.__wrapped__("sm_90", tokens)
+    assert len([name for name in timed if "mx_weight_only_mm" in name]) >= 3
+    for gemm in result.report.gemms:
+        if gemm.precision == "mxfp8":
+            assert gemm.kernel == launched(result, gemm.name)
+            assert f"x{columns}x" in gemm.kernel
 
 
 def result_parts(result: CodegenResult, name: str) -> int:
