@@ -83,6 +83,7 @@ class _Reader:
         self._bytes = dict(input_bytes)
         self._itemsize: dict[str, int] = {}
         self._root = {name: name for name in input_bytes}
+        self._new: set[str] = set()  # memory that holds nothing yet: its first launch writes it
         self.calls: list[Call] = []
 
     def read(self, function: ast.FunctionDef) -> None:
@@ -91,6 +92,8 @@ class _Reader:
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._assign(name, value)
+                    if self._lines[statement.lineno - 1].endswith("# reuse"):
+                        self._new.add(name)
                 case ast.Expr(value=ast.Call(func=ast.Name(id="assert_size_stride"), args=args)):
                     self._size(args)
                 case ast.Expr(value=ast.Call() as call):
@@ -106,6 +109,7 @@ class _Reader:
                 self._itemsize[name] = itemsize = _dtype(dtype).itemsize
                 self._bytes[name] = _elements(size) * itemsize
                 self._root[name] = name
+                self._new.add(name)
             case ast.Call(func=ast.Name(id="reinterpret_tensor"), args=[ast.Name(id=other), size, *_]):
                 self._alias(name, other)
                 if name in self._itemsize:
@@ -133,8 +137,17 @@ class _Reader:
             parameters = _parameters(kernel, self._kernels[kernel])
             changed = _mutated(self._kernels[kernel])
             pairs = list(zip(parameters, arguments, strict=False))
-            written = [name for parameter, name in pairs if "out_ptr" in parameter or parameter in changed]
-            new = [name for parameter, name in pairs if parameter.startswith("out_ptr")]
+            new = [
+                name
+                for parameter, name in pairs
+                if parameter.startswith("out_ptr") or (name in self._new and "out_ptr" not in parameter)
+            ]
+            self._root |= {name: name for name in new}
+            written = [
+                name
+                for parameter, name in pairs
+                if "out_ptr" in parameter or parameter in changed or name in new
+            ]
             self._add(kernel, call, [name for name in arguments if name not in new], written, True)
         elif target.startswith(("extern_kernels.", "torch.ops.")):
             arguments = [name for argument in call.args for name in _names(argument)]
@@ -149,6 +162,7 @@ class _Reader:
     def _add(self, kernel: str, call: ast.Call, reads: list[str], writes: list[str], generated: bool) -> None:
         known = self._bytes
         moved = [*dict.fromkeys(reads), *dict.fromkeys(writes)]
+        self._new.difference_update(moved)
         self.calls.append(
             Call(
                 kernel=kernel,

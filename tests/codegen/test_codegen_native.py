@@ -100,6 +100,15 @@ def test_gradients_are_read_once_for_both_layouts(generated):
     assert len(both) == 7
 
 
+def test_casts_of_the_backward_on_their_own(generated):
+    """The residual's gradient, which a row's sum makes and others read too; the attention's, of a library."""
+    backward = generated("sm_100", True).phase("backward")
+    alone = [launch.cast for launch in backward if BOTH in launch.operators and launch.cast]
+    assert sorted(alone) == ["generated", "input", "library"]
+    single = [launch.cast for launch in backward if launch.cast and BOTH not in launch.operators]
+    assert single == ["input"] * 8, "seven weights, and the attention's output, which it has saved for itself"
+
+
 def _gates(launch):
     return "prims.convert_element_type.default" in launch.operators and any(
         name.startswith(("aten.exp", "aten.sigmoid", "aten.neg")) for name in launch.operators
