@@ -1,7 +1,8 @@
 """The casts and the weight-only products on the GPU of this machine, each beside its baseline.
 
     casts    every layout, as a share of the bandwidth a copy of the same tensor reaches
-    decode   weight-only matmul, 1 to 32 tokens, against cuBLAS in BF16
+    decode   weight-only matmul, 1 to 32 tokens, against cuBLAS in BF16: the kernel, and a compiled layer with
+             its weight stored, which casts the activation too
 
 Every kernel is first compared with its torch reference on the device: casts bit for bit, products within
 FP32 accumulation. Calls are captured in CUDA graphs, over enough copies of the operands to defeat the L2
@@ -11,7 +12,7 @@ cache, and timed in alternating rounds; figures are medians. Without a GPU it sa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ from gpu_common import (
     product_row,
     quantized,
 )
+from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
+from mxcompile import ops
 from mxcompile.errors import TargetError
 from mxcompile.formats import Format, ScaleLayout
 from mxcompile.lowering import targets
@@ -36,6 +40,8 @@ from mxcompile.lowering.targets import Target
 
 CAST_SHAPES = ((8192, 4096), (16384, 8192), (8192, 14336))
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32)
+COMPILED_TOKENS = (1, 8, 32)
+"""Each of them takes a compile."""
 
 
 def casts(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
@@ -73,6 +79,32 @@ def casts(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
             }
 
 
+class StoredLinear(nn.Module):
+    """A linear layer [N, K] whose weight is stored in MXFP8."""
+
+    def __init__(self, qdata: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("qdata", qdata)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [M, K] · Wᵀ."""
+        return functional.linear(x, ops.dequantize(self.qdata, self.scale, -1, x.dtype))
+
+
+def compiled_layers(weights: Sequence[Any]) -> list[Callable[[Tensor], Tensor]]:
+    """A compiled layer for each weight; all run the same code."""
+    torch._dynamo.reset()
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    return [
+        torch.compile(
+            StoredLinear(w.qdata, w.scale), backend="mxfp8", dynamic=False, options={"policy": policy}
+        )
+        for w in weights
+    ]
+
+
+@torch.no_grad()
 def decode(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
     """Weight-only products of few tokens over cuBLAS in BF16."""
     from mxcompile.lowering.kernels import weight_only_mm
@@ -94,7 +126,15 @@ def decode(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
                 "baseline": [lambda w=w, x=x: x @ w.t() for w in dense],
                 "weight_only_mm": [lambda launches=launches: run_all(launches) for launches, _ in plans],
             }
-            yield product_row("decode", "weight_only_mm", (m, n, k), graph_times(runs, repeats))
+            if m in COMPILED_TOKENS:
+                layers = compiled_layers(weights)
+                seen = ops.quantize_dequantize(x, -1, weights[0].qdata.dtype, "rceil", False, x.dtype)
+                wanted = reference(seen, weights[0].qdata, weights[0].scale, None)
+                check_product(layers[0](x), *wanted, k, "compiled layer")
+                runs["compiled layer"] = [lambda layer=layer, x=x: layer(x) for layer in layers]
+            times = graph_times(runs, repeats)
+            for kernel in list(runs)[1:]:
+                yield product_row("decode", kernel, (m, n, k), times)
 
 
 PARTS = {"casts": casts, "decode": decode}

@@ -173,8 +173,9 @@ def _template(
         )
         if error is not None:
             raise error
-    out = choose(TEMPLATE.name, callers, operands, layout, [str(form) for form in choices])
+    out: Any = choose(TEMPLATE.name, callers, operands, layout, [str(form) for form in choices])
     # x is a buffer now, but was not when this lowering began: what it was made of, which may be another
     # product's parts, is no origin of this one
     out.data.data.origins = OrderedSet([V.graph.current_node])
-    return out
+    result: ir.TensorBox = out
+    return result
