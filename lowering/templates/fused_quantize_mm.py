@@ -30,7 +30,7 @@ from mxcompile import ops
 from mxcompile.formats import ScaleLayout, elem_type
 from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM, Absent, MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates.configs import autotuning
+from mxcompile.lowering.templates.configs import autotuning, products
 from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
@@ -206,7 +206,10 @@ def _choices(
     """The template's arguments for each tile."""
     (x, b, scale_b, *_), (m, n) = operands, layout.size
     target, sizes = of_device(layout.device), V.graph.sizevars
-    for swap, tile in tiles(target.name, sizes.optimization_hint(m), sizes.optimization_hint(n)):
+    rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
+    # none if the size was not known before, or if the option `target` named another chip than this
+    found = tiles(target.name, rows, columns) or products(target.name, rows)[:1]
+    for swap, tile in found:
         yield {
             **_blocks(tile, swap=swap),
             "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),

@@ -9,6 +9,8 @@ from test_codegen_native import MMA
 from torch import Tensor, nn
 from torch._inductor import config
 
+from mxcompile.lowering import fuse
+from mxcompile.lowering.templates import fused_quantize_mm
 from mxcompile.lowering.templates.fused_quantize_mm import NARROW, tiles
 from mxcompile.offline import codegen
 
@@ -73,3 +75,16 @@ def test_scales_are_read_as_whole_tiles():
     (launch,) = (launch for launch in result.launches if launch.gemms)
     assert "load_tiled" in result.kernel(launch).source
     assert "tcgen05.cp" in result.kernel(launch).binary.text["ptx"]
+
+
+def test_on_a_chip_for_which_the_cast_was_not_fused(monkeypatch):
+    """As when the option `target` names another: a tile that the plain product would have."""
+    monkeypatch.setattr(fuse, "tiles", fused_quantize_mm.tiles)
+    monkeypatch.setattr(fused_quantize_mm, "tiles", lambda *_: [])
+    model = Layer(250, 130).to("meta", torch.bfloat16)
+    x, y = (torch.empty(16, width, device="meta", dtype=torch.bfloat16) for width in (250, 130))
+    result = codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
+    (launch,) = (launch for launch in result.launches if launch.gemms)
+    assert "quantize_rowwise" in result.kernel(launch).source
+    assert "BLOCK_K : tl.constexpr = 256" in result.kernel(launch).source
+    assert result.problems == ()
