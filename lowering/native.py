@@ -56,7 +56,7 @@ class Native:
             return []
         if contiguous(a.stride()) is None or contiguous(b.stride()) is None:
             return []
-        return tiled_products(self.target, *map(hint, out.shape))
+        return tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
     def runs(self, node: fx.Node) -> bool:
         """Whether the product `node` is one the target runs itself."""

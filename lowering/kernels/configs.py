@@ -188,14 +188,15 @@ def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
     return tuple(config for config in rows if release >= config.since)
 
 
-def tiled_default(target: Target, m: int, n: int) -> TiledConfig:
-    """What runs a product [m, n] that is not autotuned: the widest tile of which there is one a processor.
+def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
+    """What runs a product [m, k] · [k, n] without autotuning: the widest tile, if each processor has one.
 
-    The narrowest if there is none. Warp-specialised configs were never measured: they are for autotuning.
+    The narrowest if there is none, and where K is a single step: the widest then spills on some Tritons.
+    Warp-specialised configs were never measured: they are for autotuning.
     """
     plain = [config for config in tiled_configs(target) if not config.warp_specialize]
     for config in plain:
-        if -(-m // config.block_m) * -(-n // config.block_n) >= target.processors:
+        if k > config.block_k and -(-m // config.block_m) * -(-n // config.block_n) >= target.processors:
             return config
     return plain[-1]
 

@@ -61,7 +61,7 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
 {% else %}
     end_m = M
 {% endif %}
-    idx_m = rm[:, None]
+    idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :]
     mask = (idx_m < M) & (idx_n < N)
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,

@@ -74,8 +74,8 @@ def _products(name: str, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
             yield False, tile
 
 
-def tiled_products(target: Target, m: int, n: int) -> list[TiledConfig]:
-    """The tiles of the tiled form for a product [m, n] that fits it; none where few rows are on the N side.
+def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
+    """The tiles of the tiled form for a product [m, k] · [k, n] that fits it; none for few rows, swapped.
 
     The default; where Inductor is told to autotune, others after it.
     """
@@ -83,7 +83,7 @@ def tiled_products(target: Target, m: int, n: int) -> list[TiledConfig]:
     tensor_memory = not isinstance(SCALED_MM_TILED.get(target.name, _NONE), Absent)
     if not tensor_memory or not isinstance(row, ScaledChoices) or m <= row.few_rows:
         return []
-    default = tiled_default(target, m, n)
+    default = tiled_default(target, m, n, k)
     if not autotuning():
         return [default]
     return [default, *(tile for tile in tiled_configs(target) if tile != default)]

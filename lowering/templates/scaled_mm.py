@@ -117,7 +117,7 @@ from mxcompile.lowering.kernels import scale_bytes
         sb_ptrs += (BLOCK_K // 32) * {{stride("SB", 0)}}
 {% endif %}
 {% if SWAP %}
-    idx_m = rm[None, :]
+    idx_m = rm[None, :].to(INDEX_DTYPE)
     idx_n = rn[:, None]
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ from mxcompile.lowering.kernels import scale_bytes
     mask = (idx_m < M) & (idx_n < N)
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
 {% else %}
-    idx_m = rm[:, None]
+    idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :]
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
@@ -173,14 +173,14 @@ def lower_scaled_mm(
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
     """What to try, with its arguments, the default first; that alone unless autotuning."""
-    m, n = map(V.graph.sizevars.optimization_hint, layout.size)
+    m, n, k = map(V.graph.sizevars.optimization_hint, (*layout.size, operands[0].get_size()[1]))
     shared = {
         "BIASED": len(operands) > 4,
         "ELEM_A": repr(elem_type(operands[0].get_dtype()).name),
         "ELEM_B": repr(elem_type(operands[2].get_dtype()).name),
     }
     target = of_device(layout.device)
-    tiled = configs.tiled_products(target, m, n) if scaled_mm_tiled.fits(operands) else []
+    tiled = configs.tiled_products(target, m, n, k) if scaled_mm_tiled.fits(operands) else []
     for config in tiled:
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
     if tiled and not configs.autotuning():

@@ -49,10 +49,12 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_mm_tiled
     sb_desc = scale_bytes.tiled_descriptor(SB, N, K, BLOCK_N, BLOCK_K // 32)
     WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    steps = tl.cast(tl.cdiv(K, BLOCK_K), tl.int32)
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_SMS, warp_specialize=WARP_SPECIALIZE):
         pid_m, pid_n = scaled_mm.tile_of(tile, M, N, BLOCK_M, BLOCK_N)
+        pid_m, pid_n = pid_m.to(tl.int32), pid_n.to(tl.int32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(tl.cdiv(K, BLOCK_K)):
+        for step in range(steps):
 {% if A_K_MAJOR %}
             a = a_desc.load([pid_m * BLOCK_M, step * BLOCK_K])
 {% else %}
@@ -70,7 +72,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_mm_tiled
         for part in tl.static_range(2**HALVINGS):
             rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
             rn = pid_n * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH)
-            idx_m = rm[:, None]
+            idx_m = rm[:, None].to(INDEX_DTYPE)
             idx_n = rn[None, :]
             mask = (idx_m < M) & (idx_n < N)
             columns = parts[part]

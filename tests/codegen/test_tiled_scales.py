@@ -1,0 +1,110 @@
+"""Tiled scales in the code of a Llama block: from casts to tensor memory, through forward and backward."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import mxcompile
+
+COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
+BOTH = "mx.quantize_both.default"
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+def _products(result):
+    return [launch for launch in result.launches if launch.gemms and launch.generated]
+
+
+def test_scales_reach_tensor_memory_without_registers(generated):
+    """Of every product, and its operands come through the tensor memory accelerator."""
+    result = generated("sm_100", True)
+    assert len(_products(result)) == 3 * 7
+    for launch in _products(result):
+        ptx = result.kernel(launch).binary.text["ptx"]
+        copies = len(re.findall(re.escape(COPY), ptx))
+        assert copies >= 2, (launch.kernel, copies)
+        assert "cp.async.bulk.tensor.2d" in ptx
+        assert not re.search(r"ld\.global\S*\.b8|ld\.global\S*\.u8", ptx)
+    forms = {gemm.kernel.split()[0] for gemm in result.report.gemms if gemm.precision == "mxfp8"}
+    assert forms == {"mx_scaled_mm_tiled"}
+
+
+def test_casts_write_whole_tiles(generated):
+    """A copy's scale is a vector of whole tiles, in what forward makes, keeps for backward and uses there."""
+    result = generated("sm_100", True)
+    for phase in ("forward", "backward"):
+        bytes_ = re.findall(
+            r"= empty_strided_cuda\((\(.*?\)), \(.*?\), torch\.uint8\)", result.wrappers[phase]
+        )
+        shapes = {tuple(map(int, re.findall(r"\d+", shape))) for shape in bytes_}
+        assert shapes
+        assert all(len(shape) == 1 and shape[0] % 512 == 0 for shape in shapes), shapes
+    returned = result.wrappers["forward"].rpartition("return (")[2]
+    saved = re.findall(r"\w+", returned)
+    made = re.findall(
+        r"(\w+) = empty_strided_cuda\(\(\d+, \), \(1, \), torch\.uint8\)", result.wrappers["forward"]
+    )
+    assert len(set(saved) & set(made)) == 3, "x of QKV, of gate and up, of down; attention keeps its result"
+
+
+def test_nothing_lies_between_a_saved_cast_and_wgrad(generated):
+    """Every kernel of backward computes something: none only moves bytes."""
+    backward = generated("sm_100", True).phase("backward")
+    assert [launch.kernel for launch in backward if launch.generated and not launch.operators] == []
+    assert sum(bool(launch.gemms) and launch.generated for launch in backward) == 2 * 7
+
+
+@pytest.mark.parametrize("target", ["sm_103"])
+def test_the_other_chip_of_the_family(target):
+    model = torch.nn.Linear(512, 1024, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(256, 512, device="meta", dtype=torch.bfloat16)
+    result = mxcompile.codegen(model, x, target=target, policy=POLICY)
+    assert len(_products(result)) == 2
+    assert all(COPY in result.kernel(launch).binary.text["ptx"] for launch in _products(result))
+    assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
+
+
+@pytest.mark.parametrize(("k", "tokens"), [(520, 4096), (100, 300)])
+def test_sizes_that_the_accelerator_cannot_read_keep_tiled_scales(k, tokens):
+    """The pointer form loads whole tiles too, by 16 bytes a thread or as many as there are."""
+    model = torch.nn.Linear(k, 1000, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(tokens, k, device="meta", dtype=torch.bfloat16)
+    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    (launch,) = _products(result)
+    binary = result.kernel(launch).binary
+    assert COPY in binary.text["ptx"]
+    assert "cp.async.bulk.tensor" not in binary.text["ptx"]
+    assert binary.spill_bytes == 0
+    (gemm,) = result.report.gemms
+    assert gemm.kernel == "mx_scaled_mm 128x128x128 (tcgen05.mma block_scale)"
+
+
+def test_large_products_take_wide_tiles():
+    """From as many tiles as there are processors on."""
+    model = torch.nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
+    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel == "mx_scaled_mm_tiled 128x256x128 (tcgen05.mma block_scale)"
+    (launch,) = _products(result)
+    binary = result.kernel(launch).binary
+    assert binary.spill_bytes == 0
+    assert binary.tmem_columns <= 512
+    assert result.problems == ()
+
+
+@pytest.mark.parametrize("k", [64, 72])
+def test_results_of_more_than_2_31_elements(k):
+    """In either form: the accelerator's coordinates stay 32 bits wide, offsets of the result have 64."""
+    model = torch.nn.Linear(k, 131072, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(20000, k, device="meta", dtype=torch.bfloat16)
+    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    assert result.problems == ()
+    (launch,) = _products(result)
+    kernel = result.kernel(launch)
+    assert "INDEX_DTYPE : tl.constexpr = tl.int64" in kernel.source
+    assert re.search(r"%\S+ = arith\.muli .* : tensor<\S+xi64", kernel.binary.text["ttgir"])
+    assert kernel.binary.spill_bytes == 0
