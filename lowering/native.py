@@ -80,9 +80,10 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
+    out, a = tensor(node), tensor(node.args[0])
     if _is_grouped(node):
-        return "mx_scaled_grouped_mm"
-    a = tensor(node.args[0])
+        along_k = out is not None and a is not None and out.ndim > a.ndim
+        return "mx_scaled_grouped_mm_k" if along_k else "mx_scaled_grouped_mm"
     return "mx_scaled_bmm" if a is not None and a.ndim == 3 else "mx_scaled_mm"
 
 

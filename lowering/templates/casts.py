@@ -205,7 +205,7 @@ def _cast(
         layout=ir.FixedLayout(device, elem_dtype, [m, n]),
         mutated_inputs=inputs[1:],
         num_stages=1,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps * (2 if entry else 1),  # rows of entries take registers of their own
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         ROWWISE=layout != "columnwise",

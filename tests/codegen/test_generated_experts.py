@@ -111,7 +111,7 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
     offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
     _native(result, "sm_100", 6)
-    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm ") for gemm in result.report.gemms)
+    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm") for gemm in result.report.gemms)
     _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
 
 
@@ -150,7 +150,7 @@ def test_mixtral():
     result = codegen(case.model, target="sm_100", **case.kwargs)
     experts = [gemm for gemm in result.report.gemms if gemm.role in ("expert_in", "expert_out")]
     assert len(experts) == 6
-    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm ") for gemm in experts)
+    assert all(gemm.kernel.startswith("mx_scaled_grouped_mm") for gemm in experts)
     chosen = [gemm for gemm in result.report.gemms if gemm.precision == "mxfp8"]
     assert len(chosen) == 3 * 6
     assert all(gemm.kernel.endswith("(tcgen05.mma block_scale)") for gemm in chosen)
