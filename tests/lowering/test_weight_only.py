@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering import dequantized as dequantized  # registers the lowering
 from mxcompile.lowering.expand import Expand
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.weight_only import WeightOnly
@@ -190,3 +191,18 @@ def test_a_product_not_taken_says_why():
     taken = WeightOnly(target=TARGETS["sm_90"], device="cpu").products(module.graph)
     Expand(reasons=dict.fromkeys(taken, "too old")).apply(module.graph)
     assert kernels(module) == ["aten.mm (bfloat16, dequantized); too old"]
+
+
+@pytest.mark.parametrize("bias", [None, (70,), (3, 70)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_the_operator_compiles_where_it_has_no_kernel(dtype, bias):
+    x, qdata, scale = inputs(3, dtype)
+    added = None if bias is None else torch.randn(bias).to(dtype)
+
+    def function(x: Tensor) -> Tensor:
+        return ops.weight_only_mm(x, qdata, scale, added, dtype).relu()
+
+    found = torch.compile(function, backend="inductor", fullgraph=True)(x)
+    expected = ops.weight_only_mm(x, qdata, scale, added, F32).relu()
+    tolerance = 2 * torch.finfo(dtype).eps if dtype is not F32 else 1e-5
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=10 * tolerance)
