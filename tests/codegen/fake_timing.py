@@ -15,14 +15,18 @@ from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTempl
 
 from mxcompile.offline import driver
 
-_ON = {"max_autotune_gemm": True, "autotune_in_subproc": False}
+Prefers = Callable[[str, dict[str, str]], bool]
+
+_ON = {"max_autotune_gemm": True, "autotune_in_subproc": False, "max_epilogue_benchmarked_choices": 99}
 
 
 @contextmanager
-def fastest(prefers: Callable[[str, dict[str, str]], bool]) -> Iterator[list[str]]:
+def fastest(prefers: Prefers, behind: Prefers | None = None) -> Iterator[list[str]]:
     """While it lasts `codegen` autotunes, and what `prefers` holds for is the fastest of its kind.
 
-    prefers: takes a choice's name and the constants of its template. Yields the names of all that were timed.
+    prefers: takes a choice's name and the constants of its template. behind: the same for templates with what
+    is fused behind them, which have no name; what it does not hold for is not worth fusing. Yields the names of
+    all that were timed alone.
     """
     seen: list[str] = []
 
@@ -33,9 +37,8 @@ def fastest(prefers: Callable[[str, dict[str, str]], bool]) -> Iterator[list[str
 
     def fused(_: Any, module: Any, device: Any) -> tuple[float, str]:
         source = Path(module.__file__).read_text(encoding="utf-8")
-        name = re.search(r"def (triton_\w+)\(", source)
         found = dict(re.findall(r"(\w+) : tl\.constexpr = ([\w.]+)", source))
-        return _time(prefers(name.group(1) if name else "", found)) / 2, ""
+        return _time((behind or prefers)("", found), 2.0 if behind is None else 99.0), ""
 
     with (
         patch.dict(driver._CONFIG, _ON),
@@ -44,13 +47,13 @@ def fastest(prefers: Callable[[str, dict[str, str]], bool]) -> Iterator[list[str
         ),  # modules to be timed import it
         patch.object(AlgorithmSelectorCache, "do_autotuning", timings),
         patch.object(Scheduler, "benchmark_codegened_module", fused),
-        patch.object(Scheduler, "benchmark_fused_nodes", lambda *_: (1.0, "")),
+        patch.object(Scheduler, "benchmark_fused_nodes", lambda *_: (9.0, "")),
     ):
         yield seen
 
 
-def _time(preferred: bool) -> float:
-    return 1.0 if preferred else 2.0
+def _time(preferred: bool, other: float = 2.0) -> float:
+    return 1.0 if preferred else other
 
 
 def _constants(choice: Any) -> dict[str, str]:

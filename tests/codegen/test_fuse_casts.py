@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -26,10 +27,8 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, **
     return ops.scaled_mm(*a, *ops.quantize(w, -2, E4M3, "rceil"), bias, BF16)
 
 
-def _fused(
-    function: Callable, *inputs: Tensor, target: str = "sm_100", native: bool = True
-) -> fx.GraphModule:
-    """`function` on fake `inputs`, its products marked as the native ones are, after the pass."""
+def _marked(function: Callable, *inputs: Tensor, native: bool = True) -> fx.GraphModule:
+    """`function` on fake `inputs`, its products marked as the native ones are."""
     module = make_fx(lambda *given: function(*given), tracing_mode="fake")(*inputs)
     for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.scaled_mm)):
         tag = GemmTag(
@@ -37,6 +36,14 @@ def _fused(
             kind=Kind.LINEAR, tensors=("x", "w"), index=index, kernel="mx_scaled_mm" if native else "",
         )  # fmt: skip
         set_tag(node, tag)
+    return module
+
+
+def _fused(
+    function: Callable, *inputs: Tensor, target: str = "sm_100", native: bool = True
+) -> fx.GraphModule:
+    """The same after the pass."""
+    module = _marked(function, *inputs, native=native)
     Fuse(target=TARGETS[target]).apply(module.graph)
     module.graph.lint()
     module.recompile()
@@ -87,6 +94,10 @@ def _in_both_layouts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return _product(x, w), *ops.quantize(x, -2, E4M3, "rceil")
 
 
+def _columnwise(x: Tensor, w: Tensor) -> Tensor:
+    return _product(x, w, dim=-2)
+
+
 def _square(x: Tensor, w: Tensor) -> Tensor:
     return _product(x, w, square=True)
 
@@ -95,9 +106,24 @@ def _with_a_matrix(x: Tensor, w: Tensor) -> Tensor:
     return _product(x, w, x[:, :30])
 
 
-@pytest.mark.parametrize("function", [_of_several, _kept, _in_both_layouts, _square, _with_a_matrix])
+@pytest.mark.parametrize(
+    "function", [_of_several, _kept, _in_both_layouts, _columnwise, _square, _with_a_matrix]
+)
 def test_what_others_need_or_the_kernel_cannot_stays(function):
     assert "quantize_mm" not in _operators(_fused(function, X, W))
+
+
+def test_a_result_read_twice_over_stays():
+    """The same result of the cast as two nodes, one of them for another reader."""
+    module = _marked(_product, X, W)
+    cast = module.graph.find_nodes(op="call_function", target=ops.quantize)[0]
+    (output,) = module.graph.find_nodes(op="output")
+    with module.graph.inserting_before(output):
+        again = module.graph.call_function(operator.getitem, (cast, 1))
+    output.args = ((*module.graph.output_node().all_input_nodes, again),)
+    Fuse(target=TARGETS["sm_100"]).apply(module.graph)
+    module.graph.lint()
+    assert "quantize_mm" not in _operators(module)
 
 
 def test_batches_stay():

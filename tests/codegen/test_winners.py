@@ -21,22 +21,24 @@ Choice = Callable[[str, dict[str, str]], bool]
 
 
 class Wide(nn.Module):
-    """A product with an epilogue, and one without; their casts are shared with none."""
+    """A product with something behind it to be fused, and one without; their casts are shared with none."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y * self.down(nn.functional.gelu(self.up(x)))
 
 
-def _generate(rows: int, choice: Choice, target: str = "sm_100") -> mxcompile.offline.CodegenResult:
+def _generate(
+    rows: int, choice: Choice, target: str = "sm_100", behind: Choice | None = None
+) -> mxcompile.offline.CodegenResult:
     model = Wide(128, 2048).to("meta", torch.bfloat16)
-    x = torch.empty(rows, 128, device="meta", dtype=torch.bfloat16)
+    x, y = (torch.empty(rows, size, device="meta", dtype=torch.bfloat16) for size in (128, 2048))
     before = config.get_config_copy()
-    with fastest(choice):
-        result = mxcompile.codegen(model, x, target=target, training=False, policy=POLICY)
+    with fastest(choice, behind):
+        result = mxcompile.codegen(model, x, y, target=target, training=False, policy=POLICY)
     assert config.get_config_copy() == before
     return result
 
@@ -103,10 +105,21 @@ def test_a_tile_of_the_product(tiled, n, k):
     assert set(_launched(result).values()) == {kernel}
 
 
+def test_what_is_fused_behind_may_change_the_winner():
+    def columns(n: str) -> Choice:
+        return lambda _, said: (said.get("WARP_SPECIALIZE"), said.get("BLOCK_N")) == (None, n)
+
+    result = _generate(300, columns("64"), behind=columns("128"))
+    launched = _launched(result)
+    assert launched["up fprop"] == "mx_scaled_mm 128x64x128"
+    assert launched["down fprop"].startswith("mx_scaled_mm 128x128x")
+    assert _recorded(result) == {name: f"{kernel} {MMA}" for name, kernel in launched.items()}
+
+
 def test_the_vendors_product():
     result = _generate(304, lambda name, _: "vendor" in name)
-    assert _launched(result)["down fprop"] == "extern_kernels.mx_vendor_scaled_mm"
-    assert _recorded(result)["down fprop"] == "torch._scaled_mm"
+    assert _launched(result)["up fprop"] == "extern_kernels.mx_vendor_scaled_mm"
+    assert _recorded(result)["up fprop"] == "torch._scaled_mm"
 
 
 def test_a_template_of_inductor():
@@ -117,7 +130,7 @@ def test_a_template_of_inductor():
 
 
 def test_the_library():
-    result = _generate(300, lambda name, said: "triton" not in name, "sm_90")
+    result = _generate(300, lambda name, _: "triton" not in name, "sm_90", behind=lambda *_: False)
     assert _launched(result)["down fprop"] == "extern_kernels.mm"
     assert _recorded(result)["down fprop"] == "aten.mm (bfloat16, dequantized)"
 
