@@ -51,7 +51,9 @@ class TileScales:
 def _can_tile(cast: fx.Node) -> bool:
     """Whether `cast` is of a matrix that is not empty, its scales those of rows or columns, row-major."""
     value = tensor(cast.args[0])
-    return value is not None and value.ndim == 2 and 0 not in value.shape and not any(cast.args[4:])
+    if value is None or value.ndim != 2 or any(cast.args[4:]):
+        return False
+    return all(not isinstance(size, int) or size > 0 for size in value.shape)
 
 
 def _uses(cast: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

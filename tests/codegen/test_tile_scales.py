@@ -64,6 +64,23 @@ def test_not_where_the_chip_reads_rows(target):
     assert _tiled(_step, *_matrices((64, 64), (64, 64), (64, 64)), target=target)[1] == [2] * 6
 
 
+def test_lengths_of_symbolic_sizes():
+    """A scale is a number of whole tiles for any token count, and nothing is asked of the sizes."""
+    matrices = _matrices((150, 72), (40, 72), (150, 40))
+    module = make_fx(_step, tracing_mode="symbolic")(*matrices)
+    mode = next(node.meta["val"] for node in module.graph.nodes if node.op == "placeholder").fake_mode
+    guards = len(mode.shape_env.guards)
+    TileScales(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    assert len(mode.shape_env.guards) == guards
+    module.recompile()
+    lengths = [n.meta["val"][1].shape[0] for n in module.graph.nodes if n.target is ops.quantize]
+    assert len(lengths) == 6
+    assert all(length.node.expr % 512 == 0 for length in lengths)
+    others = _matrices((300, 72), (40, 72), (300, 40))
+    for found, expected in zip(module(*others), _step(*others), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_scale_that_something_else_reads_stays():
     def step(x, w):
         rowwise = _quantize(x, -1)
