@@ -25,8 +25,8 @@ def fastest(prefers: Prefers, behind: Prefers | None = None) -> Iterator[list[st
     """While it lasts `codegen` autotunes, and what `prefers` holds for is the fastest of its kind.
 
     prefers: takes a choice's name and the constants of its template. behind: the same for templates with what
-    is fused behind them, which have no name; what it does not hold for is not worth fusing. Yields the names of
-    all that were timed alone.
+    is fused behind them, which have no name; what it does not hold for is not worth fusing. Yields the names
+    of all that were timed alone.
     """
     seen: list[str] = []
 
