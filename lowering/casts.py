@@ -5,11 +5,7 @@
     y     = x · 2^(127 − byte)
     q     = round(y) to the element type            value = round(y) · 2^(byte − 127)
 
-This serves every device Inductor generates code for. The rounding of y is a cast to FP8 on devices that
-have one. C++ has none that is fast, so on the CPU it is done in FP32 arithmetic: for p stored bits,
-t = y·(2^(23−p) + 1), t − (t − y) is y rounded to nearest even at p bits (Veltkamp's splitting; exhaustively
-checked in the tests; it needs the product and the difference rounded separately, so it is not used where a
-compiler may contract them), and below the smallest normal (y + c) − c rounds to the fixed subnormal step.
+This serves every device Inductor generates code for; `elements` has how y is rounded and stored there.
 """
 
 from __future__ import annotations
@@ -27,6 +23,9 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.lowering import elements
+from mxcompile.lowering.elements import f32, i32
+from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.tiling import less, place_of, tiled
 
 Index = Sequence[Any]
@@ -143,22 +142,20 @@ class _Cast:
         amax.realize()
         amax_of = amax.make_loader()
         self.byte: Load = lambda block: _scale_byte(amax_of(block), elem, mode)
-        self._on_cpu = x.get_device_or_error().type == "cpu"
+        self.target = of_device(x.get_device_or_error())
 
     def rounded(self, index: Index, inverse: Any) -> Any:
         """Element at `index` over its scale, rounded to the element type, in FP32."""
         value = self.blocks.guarded(index, lambda: self._load(index))
         y = inductor.mul(value, inverse)
         if self.mode in (Rounding.FLOOR, Rounding.EVEN):  # the others keep |y| ≤ max by themselves
-            y = inductor.minimum(inductor.maximum(y, _f32(-self.elem.max)), _f32(self.elem.max))
-        if self._on_cpu:
-            return _round_in_fp32(y, self.elem)
-        return inductor.to_dtype(inductor.to_dtype(y, self.elem.dtype), _F32)
+            y = inductor.minimum(inductor.maximum(y, f32(-self.elem.max)), f32(self.elem.max))
+        return elements.rounded(y, self.elem, self.target)
 
     def scales(self, body: Callable[[Any], Any]) -> Load:
         """`body` of each block's byte, computed once per block."""
         values = self.blocks.per_block(_F32, lambda block: body(self.byte(block)))
-        if self._on_cpu and len(self.blocks.shape) - 1 not in self.blocks.dims:
+        if self.blocks.device.type == "cpu" and len(self.blocks.shape) - 1 not in self.blocks.dims:
             values.realize()  # neighbours have different scales: read them, do not recompute them
         return values.make_loader()
 
@@ -176,32 +173,24 @@ def _as_float(x: ir.TensorBox) -> Load:
     return loaded
 
 
-def _f32(value: float) -> Any:
-    return inductor.constant(value, _F32)
-
-
-def _i32(value: int) -> Any:
-    return inductor.constant(value, _I32)
-
-
 def _scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
     """`numerics.scale_bytes` in Inductor's operators."""
-    bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), _i32(0x7FFFFFFF))
+    bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), i32(0x7FFFFFFF))
     added = {Rounding.RCEIL: 0x1FFFFF, Rounding.EVEN: 1 << (22 - elem.mantissa_bits)}.get(mode, 0)
-    exponent = inductor.bitwise_right_shift(inductor.add(bits, _i32(added)), _i32(23))
-    byte = inductor.sub(exponent, _i32(elem.emax))
-    byte = inductor.minimum(inductor.maximum(byte, _i32(0)), _i32(254))
+    exponent = inductor.bitwise_right_shift(inductor.add(bits, i32(added)), i32(23))
+    byte = inductor.sub(exponent, i32(elem.emax))
+    byte = inductor.minimum(inductor.maximum(byte, i32(0)), i32(254))
     if mode is Rounding.CEIL:
-        mantissa = inductor.bitwise_and(bits, _i32(0x7FFFFF))
-        byte = inductor.add(byte, inductor.where(inductor.gt(mantissa, _i32(0)), _i32(1), _i32(0)))
-    return inductor.where(inductor.ge(bits, _i32(0x7F800000)), _i32(SCALE_NAN), byte)
+        mantissa = inductor.bitwise_and(bits, i32(0x7FFFFF))
+        byte = inductor.add(byte, inductor.where(inductor.gt(mantissa, i32(0)), i32(1), i32(0)))
+    return inductor.where(inductor.ge(bits, i32(0x7F800000)), i32(SCALE_NAN), byte)
 
 
 def _power(byte: Any, bits: Any, edge: int) -> Any:
     """FP32 with exponent `bits`; 2^−127 where the byte is `edge`, NaN where it says NaN."""
-    bits = inductor.bitwise_left_shift(bits, _i32(23))
-    bits = inductor.where(inductor.eq(byte, _i32(edge)), _i32(0x00400000), bits)
-    bits = inductor.where(inductor.eq(byte, _i32(SCALE_NAN)), _i32(0x7FC00000), bits)
+    bits = inductor.bitwise_left_shift(bits, i32(23))
+    bits = inductor.where(inductor.eq(byte, i32(edge)), i32(0x00400000), bits)
+    bits = inductor.where(inductor.eq(byte, i32(SCALE_NAN)), i32(0x7FC00000), bits)
     return inductor.to_dtype_bitcast(bits, _F32, _I32)
 
 
@@ -210,18 +199,7 @@ def _scale_value(byte: Any) -> Any:
 
 
 def _inverse_scale_value(byte: Any) -> Any:
-    return _power(byte, inductor.sub(_i32(254), byte), 254)
-
-
-def _round_in_fp32(y: Any, elem: ElemType) -> Any:
-    """y, |y| ≤ max or NaN, rounded to nearest even at the element type's precision; keeps the sign of 0."""
-    normal = 2.0**elem.min_exponent
-    step = 2.0 ** (elem.min_exponent - elem.mantissa_bits)
-    split = inductor.mul(y, _f32(2.0 ** (23 - elem.mantissa_bits) + 1.0))
-    high = inductor.sub(split, inductor.sub(split, y))
-    magic = _f32(1.5 * 2.0**23 * step)
-    low = inductor.copysign(inductor.sub(inductor.add(y, magic), magic), y)
-    return inductor.where(inductor.lt(inductor.abs(y), _f32(normal)), low, high)
+    return _power(byte, inductor.sub(i32(254), byte), 254)
 
 
 def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
@@ -254,10 +232,11 @@ def lower_quantize(
     """Qdata and scale bytes."""
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse = cast.scales(_inverse_scale_value)
-    qdata = cast.blocks.pointwise(
-        elem_dtype,
-        lambda index, block: inductor.to_dtype(cast.rounded(index, inverse(block)), elem_dtype),
+    stored = cast.blocks.pointwise(
+        elements.stored_dtype(cast.elem, cast.target),
+        lambda index, block: elements.store(cast.rounded(index, inverse(block)), cast.elem, cast.target),
     )
+    qdata = elements.as_fp8(stored, cast.elem, cast.target)
     scale = _scale_output(cast, block_dim)
     return qdata, scale if scale_layout == ScaleLayout.ROW_MAJOR else tiled(scale, block_dim)
 
@@ -300,11 +279,8 @@ def lower_dequantize(
     values = blocks.per_block(_F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32)))
     if blocks.device.type == "cpu" and len(blocks.shape) - 1 not in blocks.dims:
         values.realize()
-    value_of, load = values.make_loader(), qdata.make_loader()
-
-    def element(index: Index) -> Any:
-        return inductor.to_dtype(load(index), _F32)
-
+    value_of = values.make_loader()
+    element = elements.loader(qdata, elem_type(qdata.get_dtype()), of_device(blocks.device))
     return blocks.pointwise(
         dtype,
         lambda index, block: inductor.to_dtype(

@@ -43,8 +43,9 @@ class Target:
     multiprocessors of the chip. warp_size: threads. shared_bytes: most shared memory one block may have.
     tmem_columns: tensor memory of an SM, in columns of 128 words. max_registers: 32-bit registers a thread
     may have before it spills. encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the
-    chip's own, rounding once; integers do it otherwise. scale_layout: what the chip's MX GEMM reads fastest.
-    peak: for estimates, if there is one.
+    chip's own, rounding once; integers do it otherwise. stores_fp8: whether the device's code has tensors of
+    those types; bytes stand for them otherwise. scale_layout: what the chip's MX GEMM reads fastest. peak:
+    for estimates, if there is one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Target:
     max_registers: int = 255
     encodes_fp8: bool = False
     decodes_fp8: bool = False
+    stores_fp8: bool = False
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     peak: Peak | None = None
 
@@ -79,6 +81,7 @@ def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: 
         shared_bytes=shared_kib * 1024,
         decodes_fp8=decodes,
         encodes_fp8=encodes,
+        stores_fp8=decodes,
         **columns,
     )
 
@@ -93,6 +96,7 @@ def _amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any
         warp_size=64,
         shared_bytes=shared_kib * 1024,
         max_registers=512,
+        stores_fp8=True,
         **columns,
     )
 
@@ -116,7 +120,7 @@ def _peak(chip: str, bf16_tflops: float, bandwidth_gbs: float, mxfp8_tflops: flo
 TARGETS = {
     target.name: target
     for target in (
-        Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler"),
+        Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler", stores_fp8=True),
         _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039)),
         _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864)),
         _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800)),

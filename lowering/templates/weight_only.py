@@ -144,7 +144,7 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
 
 def _readable(qdata: ir.TensorBox, target: Target) -> Any:
     """`qdata`, as bytes where Triton has no pointers to its dtype; no copy is made."""
-    if target.decodes_fp8 or not isinstance(target.arch, int):
+    if target.stores_fp8:
         return qdata
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
 

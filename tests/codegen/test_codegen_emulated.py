@@ -31,14 +31,32 @@ def test_attention_is_the_one_a_gpu_runs(generated):
     assert kernels == [f"{FLASH}.default", f"{FLASH}_backward.default"]
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "gfx942"])
 def test_kernels_are_compiled_for_the_target(generated, target):
-    result = generated(target, target == "sm_90")
+    result = generated(target, target in ("sm_80", "sm_90"))
     assert not result.problems
     suffix = "hsaco" if target == "gfx942" else "cubin"
     for kernel in result.kernels:
         assert kernel.binary.image[suffix].startswith(b"\x7fELF")
         assert kernel.binary.registers > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "gfx942"])
+def test_casts_round_once(generated, target):
+    """Where Triton goes through FP16 to FP8, elements are rounded on their bits before."""
+    result = generated(target, target == "sm_80")
+    launches = [
+        launch
+        for launch in result.launches
+        if any(name.startswith("mx.quantize") for name in launch.operators)
+    ]
+    casts = [kernel for kernel in map(result.kernel, launches) if "tl.store" in kernel.source]
+    half = str((1 << 19) - 1)  # of a step of E4M3 in the bits of FP32, less one
+    assert any(half in kernel.source for kernel in casts)
+    for kernel in casts:
+        if "float8" in kernel.source:
+            assert target != "sm_80"
+            assert half in kernel.source
 
 
 def test_bytes_moved_are_those_of_the_tensors(generated):

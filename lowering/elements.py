@@ -1,0 +1,133 @@
+"""FP8 elements in Inductor's operators: rounding to them, and what stands for them where they do not exist.
+
+    way         rounding of y, |y| ≤ max or NaN                          for
+    chip        a cast to FP8 and back                                   chips whose conversion rounds once
+    integers    on the bits: add half a step and the last kept bit       other GPUs
+    FP32        t = y·(2^(23−p) + 1), t − (t − y)                        CPU: vectorized with the rest
+
+The last is Veltkamp's splitting for p stored bits. It needs the product and the difference rounded apart, so
+it is not used where a compiler may contract them. Below the smallest normal the last two are (y + c) − c,
+which rounds to the fixed step of the subnormals. All are checked on every pattern in the tests.
+
+Where Triton has no tensors of the type, their codes are bytes, and a view made outside of the kernels is the
+FP8 tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.virtualized import ops as inductor
+
+from mxcompile.formats import E4M3, ElemType
+from mxcompile.lowering.targets import Target
+
+Load = Callable[[Sequence[Any]], Any]
+
+_F32, _I32 = torch.float32, torch.int32
+_ABSOLUTE = 0x7FFFFFFF
+_INFINITY = 0x7F800000
+
+
+def f32(value: float) -> Any:
+    """A constant."""
+    return inductor.constant(value, _F32)
+
+
+def i32(value: int) -> Any:
+    """A constant."""
+    return inductor.constant(value, _I32)
+
+
+def rounded(y: Any, elem: ElemType, target: Target) -> Any:
+    """`y`, FP32, |y| ≤ max or NaN, to nearest even in `elem`, as FP32; keeps the sign of 0."""
+    if target.encodes_fp8:
+        return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
+    normal = _split(y, elem) if target.device == "cpu" else _round_bits(y, elem)
+    magic = f32(1.5 * 2.0**23 * _step(elem))
+    subnormal = inductor.copysign(inductor.sub(inductor.add(y, magic), magic), y)
+    return inductor.where(inductor.lt(inductor.abs(y), f32(2.0**elem.min_exponent)), subnormal, normal)
+
+
+def _step(elem: ElemType) -> float:
+    """Distance of subnormal values."""
+    return 2.0 ** (elem.min_exponent - elem.mantissa_bits)
+
+
+def _split(y: Any, elem: ElemType) -> Any:
+    split = inductor.mul(y, f32(2.0 ** (23 - elem.mantissa_bits) + 1.0))
+    return inductor.sub(split, inductor.sub(split, y))
+
+
+def _round_bits(y: Any, elem: ElemType) -> Any:
+    dropped = 23 - elem.mantissa_bits
+    bits = inductor.to_dtype_bitcast(y, _I32, _F32)
+    last = inductor.bitwise_and(inductor.bitwise_right_shift(bits, i32(dropped)), i32(1))
+    half = inductor.add(i32((1 << (dropped - 1)) - 1), last)
+    kept = inductor.bitwise_and(inductor.add(bits, half), i32(-(1 << dropped)))
+    value = inductor.to_dtype_bitcast(kept, _F32, _I32)
+    return inductor.where(inductor.ne(y, y), y, value)  # the bits of a NaN may overflow
+
+
+def store(value: Any, elem: ElemType, target: Target) -> Any:
+    """What is stored of `value`, which `rounded` made: FP8, or the code as a byte."""
+    if target.stores_fp8:
+        return inductor.to_dtype(value, elem.dtype)
+    bits = inductor.to_dtype_bitcast(value, _I32, _F32)
+    magnitude = inductor.bitwise_and(bits, i32(_ABSOLUTE))
+    normal = inductor.sub(
+        inductor.bitwise_right_shift(magnitude, i32(23 - elem.mantissa_bits)),
+        i32((126 + elem.min_exponent) << elem.mantissa_bits),
+    )
+    steps = inductor.mul(inductor.abs(value), f32(1 / _step(elem)))
+    is_subnormal = inductor.lt(inductor.abs(value), f32(2.0**elem.min_exponent))
+    # of a NaN or a normal value the number of steps is not used, and may not fit
+    subnormal = inductor.to_dtype(inductor.where(is_subnormal, steps, f32(0.0)), _I32)
+    code = inductor.where(is_subnormal, subnormal, normal)
+    code = inductor.where(inductor.gt(magnitude, i32(_INFINITY)), i32(0x7F), code)
+    sign = inductor.bitwise_and(inductor.bitwise_right_shift(bits, i32(24)), i32(0x80))
+    return inductor.to_dtype(inductor.bitwise_or(code, sign), torch.uint8)
+
+
+def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
+    """The dtype of what `store` gives."""
+    return elem.dtype if target.stores_fp8 else torch.uint8
+
+
+def as_fp8(stored: ir.TensorBox, elem: ElemType, target: Target) -> ir.TensorBox:
+    """The FP8 tensor of what `store` gave."""
+    return stored if target.stores_fp8 else _viewed(stored, elem.dtype)
+
+
+def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
+    """Loads elements of `qdata`, an FP8 tensor, as FP32."""
+    if target.stores_fp8:
+        load = qdata.make_loader()
+        return lambda index: inductor.to_dtype(load(index), _F32)
+    codes = _viewed(qdata, torch.uint8).make_loader()
+    return lambda index: _decoded(inductor.to_dtype(codes(index), _I32), elem)
+
+
+def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
+    return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, x, dtype))
+
+
+def _decoded(code: Any, elem: ElemType) -> Any:
+    """FP32 of a code, int32."""
+    magnitude = inductor.bitwise_and(code, i32(0x7F))
+    bits = inductor.bitwise_left_shift(magnitude, i32(23 - elem.mantissa_bits))
+    special = 0x7F if elem is E4M3 else 0x7C  # the first code that is no number
+    bits = inductor.where(
+        inductor.ge(magnitude, i32(special)),
+        inductor.bitwise_or(bits, i32(_INFINITY)),
+        inductor.add(bits, i32((126 + elem.min_exponent) << 23)),
+    )
+    normal = inductor.to_dtype_bitcast(bits, _F32, _I32)
+    subnormal = inductor.mul(inductor.to_dtype(magnitude, _F32), f32(_step(elem)))
+    is_subnormal = inductor.lt(magnitude, i32(1 << elem.mantissa_bits))
+    value = inductor.where(is_subnormal, subnormal, normal)
+    negative = inductor.gt(inductor.bitwise_and(code, i32(0x80)), i32(0))
+    return inductor.where(negative, inductor.neg(value), value)

@@ -1,0 +1,80 @@
+"""Rounding on the bits, bytes in place of FP8 tensors: code of GPUs without the conversion, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_casts import assert_same_bits, wild
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from mxcompile import ops
+from mxcompile.lowering import casts
+from mxcompile.lowering.targets import TARGETS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(params=["sm_80", "sm_89"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compiles for the CPU with the elements of another chip: results and generated code."""
+    monkeypatch.setattr(casts, "of_device", lambda device: TARGETS[request.param])
+
+    def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str]:
+        torch._dynamo.reset()
+        results, sources = run_and_get_code(torch.compile(function, fullgraph=True), *arguments)
+        loops = "".join(sources).partition("async_compile.wait")[0]
+        assert ("float8" in loops.lower()) == TARGETS[request.param].stores_fp8
+        return results
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield compiled
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", [(64, 128), (33, 70)], ids=str)
+def test_casts(code: Any, shape: tuple[int, int], elem: torch.dtype, rounding: str):
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = ops.quantize_both(x, elem, rounding)
+        rowwise, scale, *_ = made
+        value = ops.dequantize(rowwise, scale, -1, torch.bfloat16)
+        return *made, value, ops.quantize_dequantize(x, -2, elem, rounding, False, torch.float32)
+
+    x = wild(*shape, dtype=torch.float32)
+    assert_same_bits(code(function, x), function(x))
+
+
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
+def test_every_bf16_element(code: Any, elem: torch.dtype):
+    """All finite values, also below a leader that makes subnormals of them."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        qdata, scale = ops.quantize(x, -1, elem, "rceil")
+        return qdata, scale, ops.quantize_dequantize(x, -1, elem, "rceil", False, torch.float32)
+
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()].view(-1, 64)
+    for leader in (0.0, 2.0**-100, 1.0, 2.0**100):
+        led = torch.where(x.abs() <= leader, x, torch.tensor(leader, dtype=x.dtype)) if leader else x
+        if leader:
+            led[:, ::32] = leader
+        assert_same_bits(code(function, led), function(led))
+
+
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=str)
+def test_every_code(code: Any, elem: torch.dtype):
+    """Stored elements as they may come from elsewhere: NaN and Inf too."""
+
+    def function(qdata: Tensor, scale: Tensor) -> Tensor:
+        return ops.dequantize(qdata, scale, -1, torch.float32)
+
+    qdata = torch.arange(256, dtype=torch.uint8).view(elem).view(8, 32)
+    scale = torch.tensor([[127], [0], [1], [254], [100], [140], [3], [255]], dtype=torch.uint8)
+    assert_same_bits(code(function, qdata, scale), function(qdata, scale))
