@@ -93,12 +93,17 @@ QUANTIZE: dict[str, QuantizeChoices | Absent] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledChoices:
-    """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`."""
+    """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`.
+
+    gathered: instead of `many` where operands have to be read byte by byte, which takes registers for as many
+    addresses; None if `many` has them.
+    """
 
     many: MatmulConfig
     few: MatmulConfig
     few_rows: int
     swap_few: bool
+    gathered: MatmulConfig | None = None
 
 
 _EMULATED = Absent(reason="no block-scaled MMA; dequantized operands and the BF16 GEMM are faster")
@@ -107,6 +112,7 @@ _TCGEN05 = ScaledChoices(
     few=MatmulConfig(block_m=128, block_n=32, block_k=256, num_warps=4, num_stages=3),
     few_rows=64,
     swap_few=True,  # the instruction is native from 128 rows of A, and from 16 of B
+    gathered=MatmulConfig(block_m=128, block_n=64, block_k=64, num_warps=8, num_stages=3),
 )
 
 SCALED_MM: dict[str, ScaledChoices | Absent] = {
@@ -121,6 +127,7 @@ SCALED_MM: dict[str, ScaledChoices | Absent] = {
         few=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
         few_rows=32,
         swap_few=False,
+        gathered=MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=8, num_stages=3),
     ),
     "gfx942": _EMULATED,
     "gfx950": ScaledChoices(

@@ -198,6 +198,7 @@ def _cast(
         other.realize()
     inputs = [x, *(other.data for other in others)]
     tile = configs.cast(target, layout)
+    gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
     choices: list[Any] = []
     error = TEMPLATE.maybe_append_choice(
         choices,
@@ -205,7 +206,8 @@ def _cast(
         layout=ir.FixedLayout(device, elem_dtype, [m, n]),
         mutated_inputs=inputs[1:],
         num_stages=1,
-        num_warps=tile.num_warps * (2 if entry else 1),  # rows of entries take registers of their own
+        # rows of entries, and rows that are read byte by byte, take registers of their own
+        num_warps=tile.num_warps * (2 if entry or gathered else 1),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         ROWWISE=layout != "columnwise",

@@ -53,21 +53,24 @@ _MORE: dict[str, tuple[MatmulConfig, ...]] = {
 """What autotuning tries beside the defaults, for many rows."""
 
 
-def products(name: str, rows: int) -> list[tuple[bool, MatmulConfig]]:
+def products(name: str, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
     """Whether to swap the operands of a product with `rows` rows, and its tile, on the target called `name`.
 
-    The default; where Inductor is told to autotune, others after it.
+    The default; where Inductor is told to autotune, others after it. gathered: whether an operand has to be
+    read byte by byte.
     """
-    found = _products(name, rows)
+    found = _products(name, rows, gathered)
     return list(found) if autotuning() else [next(found)]
 
 
-def _products(name: str, rows: int) -> Iterator[tuple[bool, MatmulConfig]]:
+def _products(name: str, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
     row = SCALED_MM.get(name)
     if row is None or isinstance(row, Absent):
         yield False, _ANY
     elif rows <= row.few_rows:
         yield row.swap_few, row.few
+    elif gathered and row.gathered is not None:
+        yield False, row.gathered
     else:
         yield False, replace(row.many, num_warps=_WARPS)
         for tile in _MORE.get(name, ()):
@@ -111,6 +114,9 @@ def contiguous(strides: Sequence[Any]) -> int | None:
 
 ALIGNMENT = 16
 """Bytes: of the accelerator's strides, and of where a tensor starts."""
+
+WORD = 4
+"""Elements: rows that do not start at a multiple of this are read and written one by one."""
 
 
 _PER_THREAD = 64  # elements: a producer computed in the same registers needs as many again

@@ -185,7 +185,7 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
     if tiled and not configs.autotuning():
         return
-    for swap, tile in configs.products(target.name, m):
+    for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
         yield TEMPLATE, {**shared, **_arguments(operands, layout, tile, swap=swap)}
     if configs.autotuning() and vendor.fits(operands, layout.dtype):
         yield vendor.CHOICE, {}
@@ -204,6 +204,13 @@ def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, sw
         "TILED_A": len(operands[1].get_size()) == 1,
         "TILED_B": len(operands[3].get_size()) == 1,
     }
+
+
+def _gathered(operands: list[Any]) -> bool:
+    """Whether an operand is read byte by byte: rows that start anywhere, for all that is known."""
+    known_multiple = V.graph.sizevars.statically_known_multiple_of
+    strides = [stride for operand in (operands[0], operands[2]) for stride in operand.get_stride()]
+    return not all(stride == 1 or known_multiple(stride, configs.WORD) for stride in strides)
 
 
 def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:

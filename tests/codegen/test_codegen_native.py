@@ -7,6 +7,7 @@ import torch
 
 import mxcompile
 from mxcompile.lowering import pipeline
+from mxcompile.lowering.targets import TARGETS
 
 HYBRID = {
     "version": 1,
@@ -127,19 +128,23 @@ def test_a_product_that_cannot_is_dequantized_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kernel"),
+    ("target", "widths", "tokens", "kernel"),
     [
-        (1, "mx_quantize_mm 128x32x128 swapped (tcgen05.mma block_scale)"),
-        (300, "mx_scaled_mm 128x128x128 (tcgen05.mma block_scale)"),
+        ("sm_100", (72, 100), 1, "mx_quantize_mm 128x32x128 swapped"),
+        ("sm_100", (72, 100), 300, "mx_scaled_mm 128x128x128"),
+        ("sm_100", (71, 101), 300, "mx_scaled_mm 128x64x64"),
+        ("sm_120", (71, 101), 300, "mx_scaled_mm 64x64x64"),
     ],
 )
-def test_odd_sizes_stay_native(tokens, kernel):
-    """One token, widths of which 32 is no divisor, FP32 weights, E5M2 gradients."""
-    model = torch.nn.Sequential(torch.nn.Linear(72, 100), torch.nn.GELU(), torch.nn.Linear(100, 72)).to(
-        "meta"
-    )
-    result = mxcompile.codegen(model, torch.empty(tokens, 72), target="sm_100", policy=HYBRID)
-    assert {gemm.kernel for gemm in result.report.gemms if gemm.gemm == "fprop"} == {kernel}
+def test_odd_sizes_stay_native(target, widths, tokens, kernel):
+    """One token, widths of which 32 or 2 is no divisor, FP32 weights, E5M2 gradients."""
+    narrow, wide = widths
+    model = torch.nn.Sequential(
+        torch.nn.Linear(narrow, wide), torch.nn.GELU(), torch.nn.Linear(wide, narrow)
+    ).to("meta")
+    result = mxcompile.codegen(model, torch.empty(tokens, narrow), target=target, policy=HYBRID)
+    named = {gemm.kernel for gemm in result.report.gemms if gemm.gemm == "fprop"}
+    assert named == {f"{kernel} ({TARGETS[target].mma})"}
     products = [launch for launch in result.launches if launch.gemms]
     assert len(products) == len(result.report.gemms) == 5
     for launch in products:
