@@ -46,10 +46,19 @@ def rounded(y: Any, elem: ElemType, target: Target) -> Any:
     """`y`, FP32, |y| ≤ max or NaN, to nearest even in `elem`, as FP32; keeps the sign of 0."""
     if target.encodes_fp8:
         return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
-    normal = _split(y, elem) if target.device == "cpu" else _round_bits(y, elem)
+    on_cpu = target.device == "cpu"
+    normal = _split(y, elem) if on_cpu else _round_bits(y, elem)
     magic = f32(1.5 * 2.0**23 * _step(elem))
-    subnormal = inductor.copysign(inductor.sub(inductor.add(y, magic), magic), y)
+    subnormal = inductor.sub(inductor.add(y, magic), magic)
+    subnormal = inductor.copysign(subnormal, y) if on_cpu else _with_sign(subnormal, y)
     return inductor.where(inductor.lt(inductor.abs(y), f32(2.0**elem.min_exponent)), subnormal, normal)
+
+
+def _with_sign(value: Any, y: Any) -> Any:
+    """`value`, of the sign of `y` or 0, with that sign."""
+    bits = inductor.bitwise_and(inductor.to_dtype_bitcast(y, _I32, _F32), i32(-(1 << 31)))
+    bits = inductor.bitwise_or(inductor.to_dtype_bitcast(value, _I32, _F32), bits)
+    return inductor.to_dtype_bitcast(bits, _F32, _I32)
 
 
 def _step(elem: ElemType) -> float:

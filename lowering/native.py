@@ -17,7 +17,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates.configs import autotuning, contiguous, products, tiled_products
+from mxcompile.lowering.templates import configs
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -39,8 +39,8 @@ class Native:
 
     def _config(self, node: fx.Node) -> str:
         """The template and its tile, or that Inductor is to choose them."""
-        tiled, tiles = self._tiled(node), products(self.target.name, _rows(node))
-        if autotuning():
+        tiled, tiles = self._tiled(node), configs.products(self.target.name, _rows(node))
+        if configs.autotuning():
             return f"{_name(node)} autotuned of {len(tiled) + len(tiles)}"
         if tiled:
             return f"{_name(node)}_tiled {_shape(tiled[0])}"
@@ -54,9 +54,9 @@ class Native:
             return []
         if any(scale is None or scale.ndim != 1 for scale in (scale_a, scale_b)):
             return []
-        if contiguous(a.stride()) is None or contiguous(b.stride()) is None:
+        if configs.contiguous(a.stride()) is None or configs.contiguous(b.stride()) is None:
             return []
-        return tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
+        return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
     def runs(self, node: fx.Node) -> bool:
         """Whether the product `node` is one the target runs itself."""
