@@ -27,8 +27,8 @@ VOCABULARY = 256
 class Settings:
     """Size of the model, of the data and of the run. Defaults take a few minutes on two cores.
 
-    Nothing that was tried (width, learning rate, warm-up, length) keeps the gap of one seed from moving by 0.1
-    to 0.2 % with chance; `benchmarks/parity.py` averages over seeds.
+    Nothing that was tried (width, learning rate, warm-up, length) keeps the gap of one seed from moving by
+    0.1 to 0.2 % with chance; `benchmarks/parity.py` averages over seeds.
     """
 
     layers: int = 2
