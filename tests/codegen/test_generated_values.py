@@ -76,4 +76,4 @@ def test_a_feed_forward_layer(sizes, form, tmp_path):
     out, *gradients = interpret(tmp_path, inputs, gradient)
     assert sqnr_db(expected, out) > 50  # sums in another order, then rounded to BF16
     for computed, reference in zip(gradients, wanted, strict=True):
-        assert sqnr_db(reference, computed) > 80  # a neighbouring BF16 value here and there
+        assert sqnr_db(reference, computed) > 100
