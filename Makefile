@@ -4,20 +4,24 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
+.PHONY: demo test test-slow lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxcompile demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+# What takes long: model zoos, fuzzing, killed processes, many ranks.
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test
+check: lint test test-slow
 
 # All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
 GPU_PYTHON ?= $(PYTHON)

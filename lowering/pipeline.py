@@ -18,9 +18,9 @@ from torch._inductor import config
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
-from mxcompile.lowering import casts as casts  # registers the lowerings of the casts
-from mxcompile.lowering import dequantized as dequantized  # and the one of weight-only products
-from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.inductor import casts as casts  # registers the lowerings of the casts
+from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def config_patches(target: Target, uuid: str, tell: Callable[[Mapping[int, str]]
     """
     if target.device != "cuda" or _obstacle():
         return {}
-    from mxcompile.lowering.prologues import Prologues
-    from mxcompile.lowering.winners import Winners
+    from mxcompile.lowering.inductor.prologues import Prologues
+    from mxcompile.lowering.inductor.winners import Winners
 
     patches: dict[str, Any] = {
         "_post_fusion_custom_pass": Winners(uuid, config._post_fusion_custom_pass, tell)
@@ -52,7 +52,8 @@ def _obstacle() -> str:
     They build on parts of Inductor that are not public, and on Triton, which not every machine has.
     """
     try:
-        from mxcompile.lowering import fuse, native, pair, prologues, tile_scales, winners  # noqa: F401
+        from mxcompile.lowering.graph import fuse, native, pair, tile_scales  # noqa: F401
+        from mxcompile.lowering.inductor import prologues, winners  # noqa: F401
         from mxcompile.lowering.templates import (  # noqa: F401
             casts,
             fused_quantize_mm,
@@ -80,7 +81,7 @@ def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[
     """Products of few rows on their kernel; or why those are not that it is for."""
     if target.native or target.arch is None:
         return {}
-    from mxcompile.lowering.weight_only import WeightOnly
+    from mxcompile.lowering.graph.weight_only import WeightOnly
 
     chosen = WeightOnly(target=target, device=device.type)
     if obstacle := _weight_only_obstacle():
@@ -93,7 +94,7 @@ def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """What has to be decided where forward and backward are one graph; then as `run`."""
     if not target.native or _obstacle():
         return
-    from mxcompile.lowering.tile_scales import TileScales
+    from mxcompile.lowering.graph.tile_scales import TileScales
 
     TileScales(target=target, device=device.type).apply(graph)
     graph.lint()
@@ -107,9 +108,9 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
-        from mxcompile.lowering.fuse import Fuse
-        from mxcompile.lowering.native import Native
-        from mxcompile.lowering.pair import Pair
+        from mxcompile.lowering.graph.fuse import Fuse
+        from mxcompile.lowering.graph.native import Native
+        from mxcompile.lowering.graph.pair import Pair
 
         Native(target=target, device=device.type).apply(graph)
         Fuse(target=target).apply(graph)

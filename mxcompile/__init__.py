@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mxcompile.audit import Audit as Audit
     from mxcompile.audit import audit as audit
-    from mxcompile.backend import Backend as Backend
-    from mxcompile.explainer import explain as explain
+    from mxcompile.compiler.backend import Backend as Backend
+    from mxcompile.explain import explain as explain
     from mxcompile.offline import CodegenResult as CodegenResult
     from mxcompile.offline import codegen as codegen
     from mxcompile.policy import Policy as Policy
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from mxcompile.report import Report as Report
     from mxcompile.report import clear_reports as clear_reports
     from mxcompile.report import reports as reports
-    from mxcompile.tensor import MXTensor as MXTensor
-    from mxcompile.tensor import quantize as quantize
+    from mxcompile.storage import MXTensor as MXTensor
+    from mxcompile.storage import quantize as quantize
     from mxcompile.tune import tune as tune
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Audit": "mxcompile.audit",
-    "Backend": "mxcompile.backend",
+    "Backend": "mxcompile.compiler.backend",
     "CodegenResult": "mxcompile.offline",
     "GemmRecord": "mxcompile.report",
-    "MXTensor": "mxcompile.tensor",
+    "MXTensor": "mxcompile.storage",
     "Policy": "mxcompile.policy",
     "Report": "mxcompile.report",
     "audit": "mxcompile.audit",
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",
-    "explain": "mxcompile.explainer",
-    "quantize": "mxcompile.tensor",
+    "explain": "mxcompile.explain",
+    "quantize": "mxcompile.storage",
     "reports": "mxcompile.report",
     "tune": "mxcompile.tune",
 }

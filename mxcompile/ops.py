@@ -28,8 +28,8 @@ from torch import Tensor
 from mxcompile import formats
 from mxcompile.errors import FormatError
 from mxcompile.formats import ScaleLayout, num_blocks
-from mxcompile.numerics import dequantize_tensors, quantize_tensors
-from mxcompile.scale_tiles import tile_scale, tiled_length, untile_scale
+from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 
 _LIBRARY = torch.library.Library("mx", "DEF")
 

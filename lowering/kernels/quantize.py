@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Format, ScaleLayout, Tile, num_blocks
+from mxcompile.formats.scale_tiles import TILE_ROWS, tiled_length
 from mxcompile.lowering.kernels import scale_bytes, tiles
 from mxcompile.lowering.kernels.configs import QUANTIZE, chosen
 from mxcompile.lowering.kernels.launch import Launch, ceil_div, power_of_two
 from mxcompile.lowering.targets import Target
-from mxcompile.scale_tiles import TILE_ROWS, tiled_length
 
 
 class Layout(StrEnum):

@@ -1,7 +1,7 @@
 """Scale bytes in memory: Triton device functions that store those of a cast and load those of an operand.
 
     row-major     rowwise [M, ⌈N/32⌉], columnwise [⌈M/32⌉, N]
-    tiled         ``mxcompile.scale_tiles``, of rows M rowwise and N columnwise; what is padded is 0
+    tiled         ``mxcompile.formats.scale_tiles``, of rows M rowwise and N columnwise; what is padded is 0
 
 Whole tiles are loaded as the bytes lie, a tile in 512 neighbours, and put in order in registers' terms only:
 the compiler turns load, reshape, transposition and reshape into a copy from shared to tensor memory

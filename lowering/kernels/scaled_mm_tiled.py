@@ -18,12 +18,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mxcompile.formats import BLOCK, elem_type
+from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 from mxcompile.lowering.kernels import scale_bytes, tiles
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.kernels.launch import Launch, ceil_div
 from mxcompile.lowering.kernels.scaled_mm import Operand, tile_of
 from mxcompile.lowering.targets import Target
-from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS
 
 _ALIGNMENT = 16
 """Bytes: of the accelerator's strides."""

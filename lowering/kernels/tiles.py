@@ -4,7 +4,7 @@
     code     = FP8 bits of round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
     value    = decode(code) · 2^(byte − 127)
 
-Bit-exact with ``mxcompile.numerics``: scales are integers, products with powers of two are exact in FP32,
+Bit-exact with ``formats.numerics``: scales are integers, products with powers of two are exact in FP32,
 also at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that
 a chip without the type (sm_80) or with another one of that width (gfx942) runs the same code; `as_elem` makes
 them the Triton type. Not here: memory, masks, strides.

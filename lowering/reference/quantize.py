@@ -1,4 +1,4 @@
-"""Quantize in torch: the same copies as ``kernels/quantize.py``, through ``mxcompile.numerics``."""
+"""Quantize in torch: the same copies as ``kernels/quantize.py``, through ``mxcompile.formats.numerics``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import Format, ScaleLayout, Tile
-from mxcompile.numerics import quantize_tensors
-from mxcompile.scale_tiles import tile_scale
+from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.scale_tiles import tile_scale
 
 
 def rowwise(x: Tensor, fmt: Format, scales: ScaleLayout) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import num_blocks
-from mxcompile.numerics import dequantize_tensors
-from mxcompile.scale_tiles import untile_scale
+from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats.scale_tiles import untile_scale
 
 
 def values(qdata: Tensor, scale: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, ScaleLayout, elem_type
-from mxcompile.lowering import casts
+from mxcompile.formats.scale_tiles import TILE_ROWS
+from mxcompile.lowering.inductor import casts
+from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import configs
-from mxcompile.lowering.tiling import tiled_size
-from mxcompile.scale_tiles import TILE_ROWS
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes, tiles

@@ -28,10 +28,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout, elem_type
+from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM, Absent, MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import autotuning, products
-from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes, tiles

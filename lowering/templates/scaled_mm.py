@@ -24,10 +24,10 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
+from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs, scaled_bmm, scaled_mm_tiled, vendor
-from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes

@@ -15,9 +15,9 @@ from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
+from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
-from mxcompile.lowering.winners import choose
 
 TILE = r"""
     in_m = rm < end_m

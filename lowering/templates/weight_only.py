@@ -26,10 +26,10 @@ from torch.utils._ordered_set import OrderedSet
 
 from mxcompile import ops
 from mxcompile.formats import elem_type
-from mxcompile.lowering import dequantized
+from mxcompile.lowering.inductor import dequantized
+from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
-from mxcompile.lowering.winners import choose
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import weight_only_mm as weight_only

@@ -22,11 +22,11 @@ from torch._guards import TracingContext
 from mxcompile.audit.interpreter import Interpreter, Run
 from mxcompile.audit.keep import Kept
 from mxcompile.audit.sites import Sites, mark
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
-from mxcompile.decompositions import table
+from mxcompile.compiler.capture import capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.options import Options
 from mxcompile.lowering.targets import AUTO, resolve
-from mxcompile.options import Options
 from mxcompile.report import Part
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from mxcompile import ops
 from mxcompile.audit.sites import MARK, CastSite, Sites, observed
 from mxcompile.audit.stats import CastStats, ProductStats
-from mxcompile.numerics import dequantize_tensors
+from mxcompile.formats.numerics import dequantize_tensors
 
 Key = tuple[str, str]
 """Layer and GEMM."""

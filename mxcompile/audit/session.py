@@ -21,8 +21,8 @@ from mxcompile.audit.graphs import Graphs
 from mxcompile.audit.interpreter import Run
 from mxcompile.audit.keep import Kept, fresh, uncompiled
 from mxcompile.audit.sites import Sites
+from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.options import Options
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, ELEM_TYPES
-from mxcompile.numerics import dequantize_tensors
+from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.ops import grouped_product
 
 PIECE = 1 << 20

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mxcompile.cli.explain import add_model
 
 if TYPE_CHECKING:
-    from mxcompile.models import LoadedModel
+    from mxcompile.cli.models import LoadedModel
 
 
 def add_measured(command: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from mxcompile.models import load_model
+    from mxcompile.cli.models import load_model
 
     torch.manual_seed(options.seed)
     loaded = load_model(options.model, batch=options.batch, length=options.length)

@@ -33,8 +33,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if a kernel could not run."""
+    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.models import load_model
     from mxcompile.offline import codegen
 
     with quiet():

@@ -42,9 +42,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.explainer import explain
-    from mxcompile.models import load_model
+    from mxcompile.explain.explainer import explain
     from mxcompile.report import form_of
 
     if options.output is not None:

@@ -29,16 +29,16 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
-from mxcompile.decompositions import table
-from mxcompile.fakes import call, fake_copy
+from mxcompile.compiler.capture import capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.inductor import GraphPass
+from mxcompile.compiler.options import Options
 from mxcompile.graph.tags import GemmTag, hint, tags_of
-from mxcompile.inductor import GraphPass
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in
-from mxcompile.options import Options
+from mxcompile.plan.fakes import call, fake_copy
 from mxcompile.report import Part
 
 _CONFIG: dict[str, Any] = {

@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
+from mxcompile.explain.roofline import estimate
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.lowering.targets import TARGETS, check
 from mxcompile.offline.binary import cross_compile
@@ -26,10 +28,8 @@ from mxcompile.offline.result import CodegenResult, Kernel, Launch
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import Call, Module, read
 from mxcompile.ops import CASTS
-from mxcompile.options import Options
 from mxcompile.policy import Policy
 from mxcompile.report import Report
-from mxcompile.roofline import estimate
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
 _CASTS = frozenset(str(cast) for cast in CASTS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from mxcompile.compiler.options import Options
 from mxcompile.errors import PolicyError, UnsupportedError
-from mxcompile.options import Options
 from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Match, Policy
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits

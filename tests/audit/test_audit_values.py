@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxcompile.audit import Audit, audit
 from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
-from mxcompile.numerics import quantize_tensors
+from mxcompile.formats.numerics import quantize_tensors
 from mxcompile.report import GemmNumerics, TensorNumerics
 
 M, N, K = 37, 40, 50

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering.fuse import Fuse
+from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates.fused_quantize_mm import NARROW
 from mxcompile.policy import Gemm

@@ -9,7 +9,7 @@ from test_codegen_native import MMA
 from torch import Tensor, nn
 from torch._inductor import config
 
-from mxcompile.lowering import fuse
+from mxcompile.lowering.graph import fuse
 from mxcompile.lowering.templates import fused_quantize_mm
 from mxcompile.lowering.templates.fused_quantize_mm import NARROW, tiles
 from mxcompile.offline import codegen

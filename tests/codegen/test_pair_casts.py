@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.lowering.pair import Pair
+from mxcompile.lowering.graph.pair import Pair
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

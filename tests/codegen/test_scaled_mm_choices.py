@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.lowering import winners
-from mxcompile.lowering.fuse import Fuse
+from mxcompile.formats.scale_tiles import untile_scale
+from mxcompile.lowering.graph.fuse import Fuse
+from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import configs, vendor
 from mxcompile.offline.standin import DEVICE, stand_in
-from mxcompile.scale_tiles import untile_scale
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

@@ -10,9 +10,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.tile_scales import TileScales
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.tile_scales import TileScales
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 

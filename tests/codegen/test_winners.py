@@ -12,8 +12,8 @@ from torch import nn
 from torch._inductor import config
 
 import mxcompile
-from mxcompile import backend
-from mxcompile.compilation import Compilation
+from mxcompile.compiler import backend
+from mxcompile.compiler.compilation import Compilation
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 MMA = "(tcgen05.mma block_scale)"

@@ -14,12 +14,12 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
-from mxcompile.decompositions import table
+from mxcompile.compiler.capture import capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.options import Options
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.options import Options
 
 
 class EagerBackend:

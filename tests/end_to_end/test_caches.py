@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mxcompile
-from mxcompile.inductor import sources
+from mxcompile.compiler.inductor import sources
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = f"""

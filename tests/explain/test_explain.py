@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mxcompile
-from mxcompile import repeats
 from mxcompile.errors import ModelError, PolicyError
+from mxcompile.plan import repeats
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "layers.4.*"}, "use": "bf16"}]}
 
@@ -61,7 +61,7 @@ def by_name(report):
 
 
 def unfolded(monkeypatch, *args, **kwargs):
-    module = importlib.import_module("mxcompile.explainer")
+    module = importlib.import_module("mxcompile.explain.explainer")
     monkeypatch.setattr(module, "fold", lambda *_: repeats.Repeats())
     return mxcompile.explain(*args, **kwargs)
 

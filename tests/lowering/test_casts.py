@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mxcompile import ops
-from mxcompile.lowering import casts as casts  # registers the lowerings
+from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

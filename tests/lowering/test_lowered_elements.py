@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from mxcompile import ops
-from mxcompile.lowering import casts
+from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.targets import TARGETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -9,10 +9,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
-from mxcompile.lowering import dequantized as dequantized  # registers the lowering
-from mxcompile.lowering.expand import Expand
+from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.weight_only import WeightOnly
+from mxcompile.lowering.inductor import dequantized as dequantized  # registers the lowering
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.weight_only import WeightOnly
 from mxcompile.policy import Gemm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

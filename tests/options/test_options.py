@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from mxcompile import Backend
+from mxcompile.compiler.options import Options
 from mxcompile.errors import MXCompileError, OptionError, PolicyError, TargetError
-from mxcompile.options import Options
 from mxcompile.policy import Policy
 
 OPTIONS_ERRORS = {

@@ -58,4 +58,4 @@ def test_the_backend_is_found_without_an_import():
         "backend = torch._dynamo.lookup_backend('mxfp8')",
         "print(backend.__module__, backend.__name__)",
     )
-    assert python(*lines) == ["True False", "mxcompile.backend mxfp8"]
+    assert python(*lines) == ["True False", "mxcompile.compiler.backend mxfp8"]

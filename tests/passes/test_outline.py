@@ -14,7 +14,7 @@ from eager_backend import EagerBackend
 from torch import Tensor, fx, nn
 
 import mxcompile
-from mxcompile import store
+from mxcompile.compiler import store
 from mxcompile.passes.outline import outline
 from mxcompile.report import Outline, OutlineNode, Part, Report
 

@@ -8,10 +8,10 @@ import reference as integer_reference
 import torch
 
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, Tile
+from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.lowering.kernels.quantize import Layout, plan, quantize
 from mxcompile.lowering.reference import quantize as reference
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.scale_tiles import tile_scale
 
 FORMATS = [Format(elem=elem, rounding=rounding) for elem in ELEM_TYPES.values() for rounding in Rounding]
 SHAPES = [(1, 1), (1, 4096), (32, 32), (33, 65), (130, 257), (257, 31), (64, 640)]

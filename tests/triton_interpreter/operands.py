@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mxcompile.formats import E4M3, ElemType, num_blocks
+from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.lowering.kernels.scaled_mm import Operand
-from mxcompile.scale_tiles import tile_scale
 
 NAN_CODE, NAN_BYTE = 0x7F, 255
 

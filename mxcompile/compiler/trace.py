@@ -11,10 +11,10 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.decompositions import table
+from mxcompile.compiler.decompositions import table
 
 if TYPE_CHECKING:
-    from mxcompile.compilation import Compilation
+    from mxcompile.compiler.compilation import Compilation
 
 
 def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from mxcompile.scale_tiles import TILE_BLOCKS, TILE_ROWS
+from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 

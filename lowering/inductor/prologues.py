@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
-from mxcompile.lowering.scheduling import Nodes, SchedulerPass
+from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
 _MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them
 

@@ -13,14 +13,15 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._inductor import config, list_mode_options
 
-from mxcompile import store
-from mxcompile.capture import Capture
+from mxcompile.compiler import store
+from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
-from mxcompile.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering.targets import Target
-from mxcompile.options import Options
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import saved_bytes, weight_bytes
 from mxcompile.passes.flatten import Flatten
@@ -29,7 +30,6 @@ from mxcompile.passes.record import records
 from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY, Ledger, Part
 from mxcompile.rules import check_rules, layers_of, shared_code, with_complaints
-from mxcompile.trace import trace
 
 log = logging.getLogger(__name__)
 

@@ -19,18 +19,18 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import remove_from_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
+from mxcompile.compiler.capture import capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
-from mxcompile.fakes import call, fake_copy
+from mxcompile.explain.roofline import estimate
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
-from mxcompile.options import Options
+from mxcompile.plan.fakes import call, fake_copy
+from mxcompile.plan.repeats import Repeats, fold
 from mxcompile.policy import Policy
-from mxcompile.repeats import Repeats, fold
 from mxcompile.report import GemmRecord, Part, Report
-from mxcompile.roofline import estimate
 from mxcompile.rules import check_mistakes
-from mxcompile.trace import trace
 
 log = logging.getLogger(__name__)
 

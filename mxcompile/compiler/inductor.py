@@ -23,7 +23,7 @@ GraphModules = tuple[fx.GraphModule, fx.GraphModule]
 
 def sources() -> list[Path]:
     """Mxcompile's own modules. In a checkout two of its folders are links, which a glob does not follow."""
-    root = Path(__file__).parent
+    root = Path(__file__).parent.parent
     trees = (root, root / "passes", root / "lowering")
     return sorted({path.resolve() for tree in trees for path in tree.rglob("*.py")})
 

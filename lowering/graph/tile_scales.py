@@ -23,7 +23,7 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import untransposed
-from mxcompile.lowering.native import Native
+from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.targets import Target
 
 

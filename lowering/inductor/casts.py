@@ -23,10 +23,10 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
-from mxcompile.lowering import elements
-from mxcompile.lowering.elements import f32, i32
+from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.inductor.elements import f32, i32
+from mxcompile.lowering.inductor.tiling import less, place_of, tiled
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.tiling import less, place_of, tiled
 
 Index = Sequence[Any]
 Load = Callable[[Index], Any]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import BLOCK, elem_type, num_blocks
-from mxcompile.numerics import check_source, dequantize_tensors, quantize_tensors
+from mxcompile.formats.numerics import check_source, dequantize_tensors, quantize_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)

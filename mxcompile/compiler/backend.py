@@ -17,12 +17,12 @@ from typing import Any, cast
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.capture import capture
-from mxcompile.compilation import Compilation
-from mxcompile.decompositions import table
+from mxcompile.compiler.capture import capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import resolve
-from mxcompile.options import Options
 from mxcompile.rules import name_signature
 
 Compiled = Callable[..., Any]

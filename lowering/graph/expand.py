@@ -20,7 +20,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.lowering.operands import Operands
+from mxcompile.lowering.graph.operands import Operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from torch._inductor.select_algorithm import (
 )
 
 from mxcompile.graph.tags import tag_of
-from mxcompile.lowering.scheduling import Nodes, SchedulerPass
+from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
 Tell = Callable[[Mapping[int, str]], None]
 """Takes kernels by the index of their GEMM in the graph."""

@@ -14,7 +14,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 
 from mxcompile import ops
-from mxcompile.lowering.casts import lower_dequantize
+from mxcompile.lowering.inductor.casts import lower_dequantize
 
 _MM = lowerings[torch.ops.aten.mm.default]
 _ADD = lowerings[torch.ops.aten.add.Tensor]

@@ -22,8 +22,8 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, argument, packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose
-from mxcompile.lowering.expand import working_dtype
-from mxcompile.lowering.operands import Operands, stored
+from mxcompile.lowering.graph.expand import working_dtype
+from mxcompile.lowering.graph.operands import Operands, stored
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
 

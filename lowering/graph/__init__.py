@@ -1,0 +1,1 @@
+"""Graph rewrites of the lowering: mx operators become what a target runs."""

@@ -1,0 +1,16 @@
+"""What a block-scaled format is: element types, scales, roundings (`types`), the cast itself (`numerics`)."""
+
+from mxcompile.formats.types import BLOCK as BLOCK
+from mxcompile.formats.types import E4M3 as E4M3
+from mxcompile.formats.types import E5M2 as E5M2
+from mxcompile.formats.types import ELEM_TYPES as ELEM_TYPES
+from mxcompile.formats.types import SCALE_NAN as SCALE_NAN
+from mxcompile.formats.types import ElemType as ElemType
+from mxcompile.formats.types import Format as Format
+from mxcompile.formats.types import Rounding as Rounding
+from mxcompile.formats.types import ScaleLayout as ScaleLayout
+from mxcompile.formats.types import Tile as Tile
+from mxcompile.formats.types import elem_type as elem_type
+from mxcompile.formats.types import num_blocks as num_blocks
+from mxcompile.formats.types import rounding as rounding
+from mxcompile.formats.types import scale_layout as scale_layout

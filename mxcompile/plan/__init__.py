@@ -1,0 +1,1 @@
+"""A whole model traced on fake tensors, equal layers once."""

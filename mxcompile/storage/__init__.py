@@ -1,0 +1,4 @@
+"""MX data as values: tensors of codes and scales."""
+
+from mxcompile.storage.tensor import MXTensor as MXTensor
+from mxcompile.storage.tensor import quantize as quantize
