@@ -6,17 +6,20 @@ segments. A user's path has neither.
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-_STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|([A-Za-z_]\w*|\d+)")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)(?=[.\[]|$|,\ ['"])""")
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
-_CONTAINERS = frozenset({"_modules", "_parameters", "_buffers"})
+_CONTAINERS = frozenset({"__dict__", "_modules", "_parameters", "_buffers"})
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
@@ -36,10 +39,18 @@ class GraphInput:
     static: bool = False
 
 
+@lru_cache(maxsize=1 << 14)
 def user_path(raw: str) -> str:
-    """``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``."""
-    rest = _ROOT.sub("", raw.replace("getattr(", "").replace(")", ""))
-    steps = [a or b or c for a, b, c in _STEP.findall(rest)]
+    """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.
+
+    ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with a ``__getattr__``
+    of its own is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``.
+    """
+    while raw.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
+        raw = raw.removeprefix("getattr(")
+    quoted_or_plain = _STEP.findall(_ROOT.sub("", raw))
+    steps = [ast.literal_eval(key or name) if key or name else index or plain
+             for key, name, index, plain in quoted_or_plain]  # fmt: skip
     return ".".join(step for step in steps if step not in _CONTAINERS | _WRAPPERS)
 
 
