@@ -1,57 +1,179 @@
-"""`quantize` and `MXTensor`: MXFP8 data as a value, for users and tests."""
+"""`MXTensor` and `quantize`: MXFP8 data as a tensor.
+
+    value = element · 2^(byte − 127),  one byte for 32 elements along `block_dim`
+
+An `MXTensor` stands for the dense tensor of its values: it has that tensor's shape and dtype, and an operator
+that does not know it gets the values (see `dispatch` for those that do). Autograd, FakeTensor, torch.compile
+and torch.export see through it: codes and scale bytes are what a graph has as inputs. It is storage for
+inference: nothing adds into it, and a value is put into it by `copy_` alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import BLOCK, elem_type, num_blocks
-from mxcompile.formats.numerics import check_source, dequantize_tensors, quantize_tensors
+from mxcompile.formats.numerics import check_source, quantize_tensors
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MXTensor:
+class MXTensor(Tensor):
     """A tensor in MXFP8: elements and the scales of their blocks.
 
     qdata: `torch.float8_e4m3fn` or `torch.float8_e5m2`, the shape of the source.
     scale: `torch.float8_e8m0fnu`, multiplies on dequantize, length ⌈n/32⌉ along `block_dim`.
     block_dim: the dimension blocks run along, kept as given (negative counts from the end).
+    dtype: that of the values it stands for; computations with it are in this dtype.
+    Raises `FormatError` for parts that do not belong together.
     """
 
     qdata: Tensor
-    scale: Tensor
-    block_dim: int = -1
+    scale_bytes: Tensor
+    block_dim: int
 
-    def __post_init__(self) -> None:
-        elem_type(self.qdata.dtype)
-        if self.scale.dtype is not torch.float8_e8m0fnu:
-            raise FormatError(f"scale must be torch.float8_e8m0fnu, not {self.scale.dtype}")
-        if not -self.qdata.ndim <= self.block_dim < self.qdata.ndim:
-            raise FormatError(f"block_dim {self.block_dim} is outside qdata of {self.qdata.ndim} dimensions")
-        expected = list(self.qdata.shape)
-        expected[self.block_dim] = num_blocks(expected[self.block_dim])
-        if list(self.scale.shape) != expected:
-            raise FormatError(
-                f"scale has shape {tuple(self.scale.shape)}; qdata {tuple(self.qdata.shape)} in blocks"
-                f" of {BLOCK} along dimension {self.block_dim} needs {tuple(expected)}"
-            )
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls, qdata: Tensor, scale: Tensor, block_dim: int = -1, dtype: torch.dtype = torch.bfloat16
+    ) -> MXTensor:
+        _check(qdata, scale, block_dim, dtype)
+        return cls._of(qdata, scale.view(torch.uint8), block_dim, dtype)
+
+    @classmethod
+    def _of(cls, qdata: Tensor, scale_bytes: Tensor, block_dim: int, dtype: torch.dtype) -> MXTensor:
+        """The tensor of parts that belong together; scale_bytes: the scales as uint8."""
+        made: MXTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            qdata.shape,
+            strides=qdata.stride(),
+            storage_offset=qdata.storage_offset(),
+            dtype=dtype,
+            device=qdata.device,
+        )
+        made.qdata, made.scale_bytes, made.block_dim = qdata, scale_bytes, block_dim
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from mxcompile.storage.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the source tensor."""
-        return self.qdata.shape
+    def scale(self) -> Tensor:
+        """The scales, as `torch.float8_e8m0fnu`."""
+        return self.scale_bytes.view(torch.float8_e8m0fnu)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Element · scale, computed exactly and rounded once to `dtype`.
+        """Element · scale, computed exactly and rounded once to `dtype`, with the strides of `qdata`.
 
         Blocks whose scale is NaN (byte 255) are NaN. Raises `FormatError` for a non-float dtype.
         """
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
-        return dequantize_tensors(self.qdata, self.scale.view(torch.uint8), self.block_dim, dtype)
+        from mxcompile import ops
+
+        order = _storage_order(self.qdata)
+        if order == [*range(self.ndim)]:
+            values: Tensor = ops.dequantize(self.qdata, self.scale_bytes, self.block_dim, dtype)
+            return values
+        dim = order.index(self.block_dim % self.ndim)
+        stored = ops.dequantize(self.qdata.permute(order), self.scale_bytes.permute(order), dim, dtype)
+        result: Tensor = stored.permute([order.index(dim) for dim in range(self.ndim)])
+        return result
+
+    def with_parts(self, change: Callable[[Tensor], Tensor], block_dim: int | None = None) -> MXTensor:
+        """The tensor of `change` of the elements and of the scales, blocks along `block_dim` of it."""
+        dim = self.block_dim if block_dim is None else block_dim
+        return self._of(change(self.qdata), change(self.scale_bytes), dim, self.dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> MXTensor:
+        """The same elements and scales, standing for values in `dtype`."""
+        return self._of(self.qdata, self.scale_bytes, self.block_dim, dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What elements and scales take, in bytes."""
+        return self.qdata.numel() + self.scale_bytes.numel()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
+        return ["qdata", "scale_bytes"], (self.block_dim, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], context: tuple[int, torch.dtype], outer_size: Any, outer_stride: Any
+    ) -> MXTensor:
+        return MXTensor._of(parts["qdata"], parts["scale_bytes"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, for AOTAutograd's cache."""
+        parts = ((part.shape, part.stride(), part.dtype) for part in (self.qdata, self.scale_bytes))
+        return repr(
+            (type(self).__name__, *parts, self.device, self.dtype, self.block_dim, self.requires_grad)
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Elements as bytes, since not every way of pickling knows FP8."""
+        kind = bool(self.requires_grad), bool(getattr(self, "_is_param", False))
+        parts = self.qdata.view(torch.uint8), self.scale_bytes
+        return _rebuild, (*parts, self.qdata.dtype, self.block_dim, self.dtype, *kind)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        elem = elem_type(self.qdata.dtype).name
+        what = f"{tuple(self.shape)}, mxfp8 {elem}, block_dim={self.block_dim}, dtype={self.dtype}"
+        where = "" if self.device.type == "cpu" else f", device={str(self.device)!r}"
+        return f"MXTensor({what}{where})"
+
+
+def _rebuild(
+    codes: Tensor,
+    scale_bytes: Tensor,
+    elem_dtype: torch.dtype,
+    block_dim: int,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Tensor:
+    """What a pickle holds, checked as any other parts are."""
+    made = MXTensor(
+        codes.view(elem_dtype), scale_bytes.view(torch.float8_e8m0fnu), block_dim, dtype
+    ).requires_grad_(requires_grad)
+    return torch.nn.Parameter(made, requires_grad=requires_grad) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([MXTensor, _rebuild])
+
+
+def _check(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> None:
+    elem_type(qdata.dtype)
+    if scale.dtype is not torch.float8_e8m0fnu:
+        raise FormatError(f"scale must be torch.float8_e8m0fnu, not {scale.dtype}")
+    if not -qdata.ndim <= block_dim < qdata.ndim:
+        raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
+    expected = list(qdata.shape)
+    expected[block_dim] = num_blocks(expected[block_dim])
+    if list(scale.shape) != expected:
+        raise FormatError(
+            f"scale has shape {tuple(scale.shape)}; qdata {tuple(qdata.shape)} in blocks"
+            f" of {BLOCK} along dimension {block_dim} needs {tuple(expected)}"
+        )
+    if scale.device != qdata.device:
+        raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
+    if not dtype.is_floating_point:
+        raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
+
+
+def _storage_order(qdata: Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, the outermost first."""
+    strides = qdata.stride()
+    return sorted(range(qdata.ndim), key=lambda dim: -strides[dim])
 
 
 def quantize(
@@ -66,8 +188,9 @@ def quantize(
     x: any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1, any length; a short last block is
     a block. elem_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`. rounding, of the scale: ``rceil``
     (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``, ``even``. Elements round to nearest even and
-    saturate; a block holding NaN or Inf becomes NaN. Raises `FormatError`.
+    saturate; a block holding NaN or Inf becomes NaN. The result has the dtype of `x` and no gradient. Raises
+    `FormatError`.
     """
     check_source(x, block_dim)
-    qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding)
-    return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), block_dim)
+    qdata, scale = quantize_tensors(x.detach(), block_dim, elem_dtype, rounding)
+    return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), block_dim, x.dtype)

@@ -1,0 +1,268 @@
+"""`MXTensor` as a tensor: operators give what they give for the values; what keeps blocks stays MXFP8."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.errors import FormatError
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def spread(*shape: int) -> Tensor:
+    """Normal values of many binades, so that scales differ everywhere."""
+    return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
+
+
+def equal(found: Tensor, expected: Tensor) -> bool:
+    dense = found.dequantize(found.dtype) if isinstance(found, MXTensor) else found
+    return dense.dtype is expected.dtype and torch.equal(dense, expected)
+
+
+KEEPING = {
+    "detach": lambda w: w.detach(),
+    "clone": lambda w: w.clone(),
+    "to the same device": lambda w: w.to("cpu", copy=True),
+    "cpu": lambda w: w.cpu(),
+    "contiguous": lambda w: w.contiguous(),
+    "row": lambda w: w[3],
+    "rows": lambda w: w[2:5],
+    "every other row": lambda w: w[::2],
+    "chosen rows": lambda w: w[torch.tensor([4, 0, 0])],
+    "index_select": lambda w: w.index_select(0, torch.tensor([1, 5])),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+    "unsqueeze behind": lambda w: w.unsqueeze(-1),
+    "squeeze": lambda w: w.unsqueeze(0).squeeze(0),
+    "expand": lambda w: w.expand(3, *w.shape),
+    "columns of whole blocks": lambda w: w[..., 32:96],
+    "columns to the end": lambda w: w[..., 64:],
+    "split rows": lambda w: w.split(3)[0],
+    "split in blocks": lambda w: w.split(32, -1)[2],
+    "split sizes": lambda w: w.split([64, 36], -1)[1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "unbind": lambda w: w.unbind(0)[2],
+    "cat": lambda w: torch.cat([w, w]),
+    "stack": lambda w: torch.stack([w, w]),
+    "flatten of rows": lambda w: torch.stack([w, w]).flatten(0, 1),
+    "view": lambda w: w.view(2, -1, w.shape[-1]),
+    "transpose": lambda w: w.transpose(-1, -2),
+    "there and back": lambda w: w.mT.mT,
+    "permute": lambda w: w.unsqueeze(0).permute(2, 0, 1),
+    "column of a transpose": lambda w: w.mT[:, 1],
+}
+
+DENSE = {
+    "column": lambda w: w[..., 5],
+    "columns across blocks": lambda w: w[..., 3:40],
+    "flatten": lambda w: w.flatten(),
+    "reshape across blocks": lambda w: w.reshape(-1, 25),
+    "mask": lambda w: w[torch.tensor([True, False] * (w.shape[0] // 2))],
+    "pairs": lambda w: w[torch.tensor([1, 2]), torch.tensor([3, 4])],
+    "split across blocks": lambda w: w.split(20, -1)[1],
+    "unbind of columns": lambda w: w.unbind(-1)[7],
+    "cat of columns": lambda w: torch.cat([w, w], -1),
+    "cat with dense": lambda w: torch.cat([w, torch.ones(1, w.shape[-1], dtype=w.dtype)]),
+    "add": lambda w: w + 1,
+    "linear": lambda w: F.linear(torch.ones(2, 100, dtype=w.dtype), w),
+    "embedding": lambda w: F.embedding(torch.tensor([[3, 1], [0, 5]]), w),
+    "matmul": lambda w: torch.ones(2, w.shape[0], dtype=w.dtype) @ w,
+    "sum": lambda w: w.sum(),
+    "int": lambda w: w.nan_to_num().clamp(-9, 9).to(torch.int32),
+    "bool": lambda w: w.bool(),
+    "zeros_like": lambda w: torch.zeros_like(w),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_keeps_blocks_whole_stays_mxfp8(name):
+    w = mxcompile.quantize(spread(6, 100))
+    found = KEEPING[name](w)
+    assert isinstance(found, MXTensor)
+    assert equal(found, KEEPING[name](w.dequantize(BF16)))
+    assert found.stride() == found.qdata.stride()
+    MXTensor(found.qdata, found.scale, found.block_dim)  # the parts belong together
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_everything_else_sees_the_values(name):
+    w = mxcompile.quantize(spread(6, 100))
+    found = DENSE[name](w)
+    assert not isinstance(found, MXTensor)
+    assert equal(found, DENSE[name](w.dequantize(BF16)))
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 70), (1, 64, 32), (3, 1, 5)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+def test_blocks_along_any_dimension_of_a_stack(shape, dim):
+    w = mxcompile.quantize(spread(*shape), block_dim=dim)
+    dense = w.dequantize(BF16)
+    for move in (
+        lambda x: x[0], lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x.unsqueeze(1),
+        lambda x: x.transpose(0, 2)[..., 0], lambda x: x.unbind(1)[0], lambda x: x.flatten(0, 1),
+        lambda x: torch.stack([x, x], -1), lambda x: x[:1], lambda x: torch.bmm(x, x.mT),
+    ):  # fmt: skip
+        assert equal(move(w), move(dense))
+
+
+def test_values_keep_the_strides_of_the_codes():
+    w = mxcompile.quantize(spread(6, 100)).t()
+    assert w.dequantize().stride() == w.stride() == (1, 100)
+
+
+def test_another_dtype_keeps_the_codes():
+    w = mxcompile.quantize(spread(6, 100))
+    wide = w.to(F32)
+    assert isinstance(wide, MXTensor)
+    assert wide.dtype is F32
+    assert torch.equal(wide + 0, w.dequantize(F32))
+    assert mxcompile.quantize(torch.randn(2, 32)).dtype is F32
+
+
+@pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w.zero_(), lambda w: w.mul_(2)])
+def test_changes_in_place_are_refused(change):
+    w = mxcompile.quantize(spread(2, 64))
+    before = w.dequantize()
+    with pytest.raises(FormatError, match="in place"):
+        change(w)
+    assert torch.equal(w.dequantize(), before)
+
+
+def test_copy_takes_codes_or_quantizes():
+    w, other = mxcompile.quantize(spread(2, 64)), mxcompile.quantize(spread(2, 64))
+    w.copy_(other)
+    assert equal(w, other.dequantize())
+    dense = spread(2, 64)
+    w.copy_(dense)
+    assert equal(w, mxcompile.quantize(dense).dequantize())
+    across = mxcompile.quantize(dense, block_dim=0)
+    w.copy_(across)
+    assert equal(w, mxcompile.quantize(across.dequantize(F32)).dequantize())
+    plain = torch.empty(2, 64, dtype=BF16).copy_(other)
+    assert torch.equal(plain, other.dequantize())
+
+
+def stored_linear(n: int = 64, k: int = 100) -> tuple[nn.Linear, nn.Linear]:
+    """A layer with a stored weight, and the dense layer of its values."""
+    stored, dense = (nn.Linear(k, n, dtype=BF16) for _ in range(2))
+    weight = mxcompile.quantize(spread(n, k))
+    stored.weight = nn.Parameter(weight, requires_grad=False)
+    dense.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+    dense.bias = stored.bias
+    return stored, dense
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_layer_runs_on_it(mode):
+    stored, dense = stored_linear()
+    x = torch.randn(3, 100, dtype=BF16)
+    with mode():
+        assert torch.equal(stored(x), dense(x))
+
+
+def test_the_input_of_a_layer_has_a_gradient():
+    stored, dense = stored_linear()
+    gradients = []
+    for layer in (stored, dense):
+        x = torch.randn(3, 100, dtype=BF16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        layer(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_it_is_a_parameter_of_a_module():
+    stored, _ = stored_linear()
+    assert isinstance(stored.weight, nn.Parameter)
+    assert dict(stored.named_parameters())["weight"] is stored.weight
+    assert not stored.weight.requires_grad
+    stored.float()
+    assert stored.weight.dtype is F32
+    assert isinstance(stored.weight, MXTensor)
+    stored.to("meta")
+    assert stored.weight.is_meta
+    assert stored.weight.qdata.is_meta
+    stored.to_empty(device="cpu")
+    assert isinstance(stored.weight, MXTensor)
+    assert not stored.weight.scale_bytes.is_meta
+
+
+def test_copies_and_pickles():
+    stored, dense = stored_linear()
+    x = torch.randn(3, 100, dtype=BF16)
+    copied = copy.deepcopy(stored)
+    assert torch.equal(copied(x), dense(x))
+    assert copied.weight.qdata.data_ptr() != stored.weight.qdata.data_ptr()
+    again = pickle.loads(pickle.dumps(stored.weight))
+    assert isinstance(again, nn.Parameter)
+    assert equal(again, dense.weight)
+
+
+def test_loads_under_weights_only():
+    stored, dense = stored_linear()
+    file = io.BytesIO()
+    torch.save(stored.state_dict(), file)
+    assert file.tell() < 64 * 100 * 1.5 + 4000
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert isinstance(state["weight"], MXTensor)
+    fresh, _ = stored_linear()
+    fresh.load_state_dict(state)
+    x = torch.randn(3, 100, dtype=BF16)
+    assert torch.equal(fresh(x), dense(x))
+    plain = nn.Linear(100, 64, dtype=BF16)
+    plain.load_state_dict(state)
+    assert torch.equal(plain(x), dense(x))
+    plain.load_state_dict(state, assign=True)
+    assert isinstance(plain.weight, MXTensor)
+
+
+def test_tied_weights_stay_tied():
+    stored, _ = stored_linear(64, 64)
+    model = nn.Sequential(stored, nn.Linear(64, 64, bias=False, dtype=BF16))
+    model[1].weight = stored.weight
+    copied = copy.deepcopy(model).float().to("meta")
+    assert copied[0].weight is copied[1].weight
+
+
+def test_fake_and_meta():
+    w = mxcompile.quantize(spread(6, 100))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(w)
+        assert isinstance(fake, MXTensor)
+        assert (torch.ones(2, 100, dtype=BF16) @ fake.t()).shape == (2, 6)
+    meta = mxcompile.quantize(torch.empty(4, 70, device="meta"))
+    assert meta.scale.shape == (4, 3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_graphs_have_codes_and_scales(backend):
+    stored, dense = stored_linear()
+    x = torch.randn(3, 100, dtype=BF16)
+    compiled = torch.compile(stored, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), dense(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
+def test_exports():
+    stored, dense = stored_linear()
+    x = torch.randn(3, 100, dtype=BF16)
+    program = torch.export.export(stored, (x,))
+    assert torch.equal(program.module()(x), dense(x))
+    lowered = program.run_decompositions()
+    assert any("mx.dequantize" in str(node.target) for node in lowered.graph.nodes)
+
+
+def test_prints():
+    w = mxcompile.quantize(spread(6, 100))
+    assert str(w) == "MXTensor((6, 100), mxfp8 e4m3, block_dim=-1, dtype=torch.bfloat16)"
+    assert w.stored_bytes == 6 * 100 + 6 * 4
