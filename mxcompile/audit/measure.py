@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mxcompile.audit.session import LossFunction, Outcome, Session
 from mxcompile.audit.sites import CastSite
 from mxcompile.audit.stats import CastStats, ProductStats, Sums
 from mxcompile.errors import OptionError, not_allowed
+from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import GemmNumerics, Numerics, Report, TensorNumerics
 from mxcompile.rules import unused_rules
@@ -119,19 +120,23 @@ def audit(
     *args: Any,
     policy: Policy | str | dict[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
 ) -> Audit:
-    """Measure what `policy` does to the numbers of ``model(*args, **kwargs)``, forward and backward.
+    """Measure what `policy` does to the numbers of one call of `model`, forward and backward.
 
     model: on any device that can run it, in training or evaluation mode as it is. It is left as it is, bit
-    for bit: weights, buffers, gradients, random number generators. policy: as the backend's option. loss_fn:
-    from the output of the model to a scalar loss; by default the output itself if it is a scalar, or its
-    ``loss``. Without a loss, or where gradients are off, backward is not audited and a note says so.
+    for bit: weights, buffers, gradients, random number generators. args, inputs, kwargs: what it is called
+    with (see `plan.inputs`). policy: as the backend's option. loss_fn: from the output of the model to a
+    scalar loss; by default the output itself if it is a scalar, or its ``loss``. Without a loss, or where
+    gradients are off, backward is not audited and a note says so.
 
     The model runs twice: with nothing in MXFP8, for comparison, and under the policy. Returns an `Audit`.
-    Raises `ModelError` if the model cannot be captured or fails, `PolicyError` for an invalid policy.
+    Raises `OptionError` for a keyword nobody takes, `ModelError` if the model cannot be captured or fails,
+    `PolicyError` for an invalid policy.
     """
-    session = Session(model, args, kwargs, policy=policy, loss_fn=loss_fn)
+    named = keywords("audit", model, inputs, kwargs, {"policy": policy, "loss_fn": loss_fn})
+    session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
     with tqdm(desc="audit", unit="gemm", disable=None, leave=False) as bar:
         reference = session.run(Run(quantized=lambda _: False))
         bar.reset(total=len(session.sites.products))

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output is not None:
         form_of(options.output)
     with quiet(), measured(options) as loaded:
-        result = audit(loaded.model, *loaded.args, policy=options.policy, **loaded.kwargs)
+        result = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
     print(result)
     if options.output is not None:
         result.save(options.output)

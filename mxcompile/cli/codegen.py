@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             out_dir=options.out,
             training=not options.inference,
             policy=options.policy,
-            **loaded.kwargs,
+            kwargs=loaded.kwargs,
         )
     print(result)
     return 1 if result.problems else 0

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             policy=options.policy,
             target=options.target,
             training=not options.inference,
-            **loaded.kwargs,
+            kwargs=loaded.kwargs,
         )
     if options.output is None:
         print(report)

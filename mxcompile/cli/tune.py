@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             min_sqnr=bounds.min_sqnr,
             max_loss_gap=bounds.max_loss_gap,
             policy=options.policy,
-            **loaded.kwargs,
+            kwargs=loaded.kwargs,
         )
     print(result)
     if not result.met:

@@ -12,7 +12,8 @@ the store (see `store`), and if it is gone, from tracing the graph again without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Never, cast
 
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
@@ -22,7 +23,8 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
-from mxcompile.lowering.targets import resolve
+from mxcompile.lowering.targets import AUTO, resolve
+from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 
 Compiled = Callable[..., Any]
@@ -41,12 +43,18 @@ class Backend:
     def __init__(
         self,
         *,
+        policy: Policy | str | Path | Mapping[str, Any] | None = None,
+        report: str | Path | None = None,
+        target: str = AUTO,
+        strict: bool = False,
+        inductor: Mapping[str, Any] | None = None,
+        mode: str | None = None,
         root: nn.Module | None = None,
         block: nn.Module | None = None,
-        mode: str | None = None,
-        **options: Any,
+        **unknown: Never,
     ) -> None:
-        self.options = Options.parse(mode, options)
+        given = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
+        self.options = Options.parse(mode, {**given, **unknown})
         self.root = root
         self._identity = (self.options.fingerprint(), self.options.report, self._within(block))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from mxcompile.errors import ModelError
 from mxcompile.explain.roofline import estimate
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
 from mxcompile.plan.fakes import call, fake_copy
+from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.plan.repeats import Repeats, fold
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part, Report
@@ -42,22 +43,26 @@ def explain(
     target: str = "auto",
     training: bool = True,
     strict: bool = True,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
 ) -> Report:
     """What ``torch.compile(model, backend="mxfp8")`` would do to every matrix product of `model`, and why.
 
-    model: on any device, the meta device too; it is not run and not changed. args, kwargs: what it is called
-    with; their values are not looked at. policy: as the backend's option. target: what to compile for;
-    "auto" is the device of the model. training: forward and backward, else forward only. strict: a rule
-    that matches no layer is an error.
+    model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
+    called with (see `plan.inputs`); their values are not looked at. policy: as the backend's option. target:
+    what to compile for; "auto" is the device of the model. training: forward and backward, else forward
+    only. strict: a rule that matches no layer is an error.
 
-    Returns a `Report` with roofline estimates for the targets that have them. Raises `ModelError` if the
-    model cannot be traced, `PolicyError` for a policy that is not valid or, if `strict`, has unused rules.
+    Returns a `Report` with roofline estimates for the targets that have them. Raises `OptionError` for a
+    keyword nobody takes, `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not
+    valid or, if `strict`, has unused rules.
     """
+    given = {"policy": policy, "target": target, "training": training, "strict": strict}
+    named = keywords("explain", model, inputs, kwargs, given)
     options = Options.parse(None, {"policy": policy, "target": target, "strict": strict})
     if options.target == AUTO:
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
-    parts = _parts(model, options, training, args, kwargs)
+    parts = _parts(model, options, training, args, named)
     report = Report.of(parts, target=options.target, policy=options.policy.label)
     check_mistakes(options, report.gemms)
     return estimate(report)

@@ -11,7 +11,7 @@ several configurations the first is taken, and the model is traced on the CPU (s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mxcompile.offline.result import CodegenResult, Kernel, Launch
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import Call, Module, read
 from mxcompile.ops import CASTS
+from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 
@@ -43,24 +44,28 @@ def codegen(
     out_dir: str | Path | None = None,
     training: bool = True,
     policy: Policy | str | dict[str, Any] | None = None,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
 ) -> CodegenResult:
-    """What a compile of `model` called with `args` and `kwargs` would run on `target`.
+    """What a compile of `model` would run on `target`.
 
-    model: on any device, the meta device too; it is not run and not changed. target: a GPU of
+    model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
+    called with (see `plan.inputs`). target: a GPU of
     `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
     forward and backward, else forward only. policy: as the backend's option.
 
-    Raises `TargetError`, `PolicyError`, or `ModelError` if the model cannot be traced. A kernel that would
-    not run is no error: see `CodegenResult.problems`.
+    Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
+    model cannot be traced. A kernel that would not run is no error: see `CodegenResult.problems`.
     """
+    given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy}
+    named = keywords("codegen", model, inputs, kwargs, given)
     chip = TARGETS.get(check(target))
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
     options = Options.parse(None, {"policy": policy, "target": target})
     driver = Driver(model, options, chip)
-    driver.run(args, kwargs, training)
+    driver.run(args, named, training)
     launches: list[Launch] = []
     sources: list[tuple[str, str, str]] = []
     wrappers: dict[str, str] = {}

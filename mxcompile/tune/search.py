@@ -13,7 +13,7 @@ only accepted for what it gives together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -23,6 +23,7 @@ from mxcompile.audit import Run, Session, audit, loss_gap
 from mxcompile.audit.interpreter import Key
 from mxcompile.audit.session import LossFunction
 from mxcompile.errors import ModelError
+from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
 from mxcompile.tune.bounds import Bounds
@@ -36,25 +37,29 @@ def tune(
     max_loss_gap: float | None = None,
     policy: Policy | str | dict[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
 ) -> Tuned:
-    """The policy that keeps most of `model` in MXFP8 with its error on ``model(*args, **kwargs)`` in bounds.
+    """The policy that keeps most of `model` in MXFP8 with its error on a call in bounds.
 
-    min_sqnr: least SQNR in dB of every MXFP8 GEMM's output against FP32. max_loss_gap: largest share by
-    which the loss may differ from the one in BF16. policy: what to start from, as the backend's option; only
-    what it puts in MXFP8 is considered. loss_fn: as for `audit`. The model is left as it is.
+    args, inputs, kwargs: of the call (see `plan.inputs`). min_sqnr: least SQNR in dB of every MXFP8 GEMM's
+    output against FP32. max_loss_gap: largest share by which the loss may differ from the one in BF16.
+    policy: what to start from, as the backend's option; only what it puts in MXFP8 is considered. loss_fn: as
+    for `audit`. The model is left as it is.
 
     Returns a `Tuned`, whose ``met`` says whether a policy within the bounds was found. Raises `OptionError`
     for bounds that are none, `ModelError` if the model cannot be captured or has no loss to bound.
     """
     bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
-    session = Session(model, args, kwargs, policy=policy, loss_fn=loss_fn)
+    given = {"min_sqnr": min_sqnr, "max_loss_gap": max_loss_gap, "policy": policy, "loss_fn": loss_fn}
+    named = keywords("tune", model, inputs, kwargs, given)
+    session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
     with tqdm(desc="tune", unit="run", disable=None, leave=False) as bar:
         search = _Search(session, bounds, bar.update)
         search.run()
     start = session.options.policy
     tuned = exempting(start, session.report(), search.exempt)
-    final = audit(model, *args, policy=tuned, loss_fn=loss_fn, **kwargs)
+    final = audit(model, *args, policy=tuned, loss_fn=loss_fn, kwargs=named)
     return Tuned(
         policy=tuned,
         bounds=bounds,

@@ -1,0 +1,108 @@
+"""Which keywords are options and which are the model's, in every function that takes both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mxcompile
+from mxcompile.errors import OptionError
+
+
+class Loss(nn.Module):
+    """Arguments called like options of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x, target=None, policy=None, training=None, scale=1.0):
+        y = self.fc(x) * scale
+        return y.mean() if target is None else (y - target).square().mean()
+
+
+class Open(Loss):
+    def forward(self, x, **others):
+        return super().forward(x, **others)
+
+
+X, Y = torch.randn(32, 64), torch.randn(32, 64)
+FUNCTIONS = [
+    mxcompile.explain,
+    mxcompile.audit,
+    lambda model, *args, **kw: mxcompile.tune(model, *args, min_sqnr=10, **kw),
+    mxcompile.codegen,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:3])
+def test_kwargs_take_any_name(function):
+    found = function(Loss(), X, kwargs={"target": Y, "policy": None, "training": True})
+    assert found is not None
+
+
+def test_the_models_argument_arrives():
+    model = Loss()
+    found = mxcompile.audit(model, X, kwargs={"target": Y}).numerics.loss_reference
+    assert found == pytest.approx(float(model(X, Y).detach()), rel=1e-2)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("model", [Loss(), Open()], ids=["named", "open"])
+def test_a_misspelt_option_is_an_error(function, model):
+    with pytest.raises(OptionError, match=r"'polcy' is neither an option .* \(did you mean 'policy'\?\)"):
+        function(model, X, polcy="ocp")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_tensor_as_an_option_says_where_it_goes(function):
+    with pytest.raises(OptionError, match=r"to pass the model an argument of that name, write kwargs="):
+        function(Loss(), X, policy=Y)
+
+
+def test_an_argument_of_the_model_goes_through():
+    assert mxcompile.explain(Loss(), X, scale=2.0).gemms
+    assert mxcompile.explain(Open(), X, scale=2.0).gemms
+
+
+def test_twice_is_an_error():
+    with pytest.raises(OptionError, match="both as a keyword and in kwargs"):
+        mxcompile.explain(Loss(), X, scale=2.0, kwargs={"scale": 3.0})
+
+
+def test_kwargs_must_be_a_dict():
+    with pytest.raises(OptionError, match="kwargs is a dict"):
+        mxcompile.explain(Loss(), X, kwargs=[1])
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import mxcompile
+
+x = torch.randn(2, 2)
+model = nn.Linear(2, 2)
+mxcompile.explain(model, x, mask=x, policy="ocp", kwargs={"use_cache": False})
+mxcompile.explain(model, x, polcy="ocp")
+mxcompile.audit(model, x, los_fn=3)
+mxcompile.codegen(model, x, traget="sm_90")
+mxcompile.Backend(polcy="ocp")
+mxcompile.Backend(strict="yes")
+mxcompile.quantize(x, bloc_dim=1)
+"""
+
+
+def test_a_type_checker_sees_slips(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", str(script)]
+    found = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    lines = {int(line.split(":")[1]) for line in found.stdout.splitlines() if line.startswith(str(script))}
+    assert lines == {9, 10, 11, 12, 13, 14}, found.stdout
