@@ -1,27 +1,42 @@
 """Where an operand of a GEMM really comes from: its widest value.
 
-A GEMM reads views of a tensor, under autocast narrowed first. Quantizing undoes the cast: an FP32 master
-weight is quantized as FP32. Only casts of the model are undone, not the rounding with which a decomposed
-operator (a norm, an activation) ends: its FP32 is a register, not a value the model has.
+A GEMM reads views of a tensor, under autocast narrowed first. Quantizing undoes that cast: an FP32 master
+weight is quantized as FP32. Casts that the model writes itself count and stay, as does the rounding with
+which a decomposed operator (a norm, an activation) ends: its FP32 is a register, not a value the model has.
+
+Autocast casts inside of the call it is for, so a cast is its own if the same call of the model's code made a
+product; a model's cast is a call of its own. A gradient's cast is of the call whose derivative it is part of.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CASTS, TRANSPARENT, packet
+from mxcompile.graph.opsets import CASTS, TRANSPARENT, is_matmul_like, packet
 from mxcompile.graph.tags import tensor
 
 _MODEL_CAST = "aten._to_copy.default"  # by name: graphs are copied, and their operators with them
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CAST_CALLS = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "convert_element_type"}
+)
+"""How a model writes a cast: what its derivative in backward is called after."""
 
 
-def widest(node: fx.Node, builder: Builder) -> fx.Node:
-    """`node` before any cast between floating-point dtypes, with the same views after it.
+def product_calls(graph: fx.Graph) -> frozenset[Any]:
+    """The calls of the model's code that made a matrix product of `graph`."""
+    return frozenset(_call(node) for node in graph.nodes if is_matmul_like(node)) - {None}
 
-    The views are applied anew, before `node` is used; equal ones are merged by the pass `share`.
+
+def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node:
+    """`node` before any cast of autocast's between floating-point dtypes, with the same views after it.
+
+    products: `product_calls` of the graph as captured. The views are applied anew, before `node` is used;
+    equal ones are merged by the pass `share`.
     """
     chain: list[fx.Node] = []
     source = node
@@ -29,7 +44,7 @@ def widest(node: fx.Node, builder: Builder) -> fx.Node:
     while packet(source) in TRANSPARENT and isinstance(source.args[0], fx.Node):
         before = source.args[0]
         if packet(source) in CASTS:
-            if not _undoable(source, before):
+            if not _undoable(source, before, products):
                 break
             found = before, len(chain)
         else:
@@ -43,17 +58,29 @@ def widest(node: fx.Node, builder: Builder) -> fx.Node:
     return result
 
 
-def _same_call(cast: fx.Node, before: fx.Node) -> bool:
-    """Whether one call in the model's code made both, a norm's say, which casts its result itself."""
-    outer, inner = (node.meta.get("source_fn_stack") or () for node in (cast, before))
-    return bool(outer) and outer[-1:] == inner[-1:]
+def _call(node: fx.Node) -> Any:
+    """The innermost call of the model's code that `node` comes from, or None if that is not known."""
+    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack")
+    return tuple(stack[-1]) if stack else None
 
 
-def _undoable(cast: fx.Node, before: fx.Node) -> bool:
-    """Whether a cast is one the model makes, between floating-point dtypes."""
+def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
+    """Whether autocast put in `cast`, between floating-point dtypes."""
     source, result = tensor(before), tensor(cast)
     if source is None or result is None:
         return False
-    if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST or _same_call(cast, before):
+    if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST:
+        return False
+    call = _call(cast)
+    if call is None or call == _call(before):
+        return False
+    if "source_fn_stack" in cast.meta and call not in products:
+        return False
+    if _name(call) in _CAST_CALLS:
         return False
     return source.dtype in _FLOATS and result.dtype in _FLOATS and source.device == result.device
+
+
+def _name(call: Any) -> str:
+    function = call[1]
+    return function if isinstance(function, str) else str(getattr(function, "__name__", function))

@@ -23,7 +23,7 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, set_tag, tag_of, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.passes.operand import widest
+from mxcompile.passes.operand import product_calls, widest
 from mxcompile.policy import Gemm, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
@@ -52,6 +52,7 @@ class _Writer:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._build = Builder(graph, Rewrite.name)
+        self._products = product_calls(graph)
         self._casts: dict[tuple[fx.Node, int, Format], Quantized] = {}
 
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
@@ -134,7 +135,7 @@ class _Writer:
 
     def _quantize(self, operand: fx.Node, dim: int, fmt: Format, tag: GemmTag, node: fx.Node) -> Quantized:
         """Qdata and scale of `operand` in blocks along `dim` (−1 or −2), one cast per source."""
-        source, swapped = untransposed(widest(operand, self._build))
+        source, swapped = untransposed(widest(operand, self._build, self._products))
         if swapped:
             dim = -3 - dim
         transcode = tag.saved is Saved.TRANSCODE and tag.gemm is Gemm.WGRAD
