@@ -43,8 +43,8 @@ class GraphInput:
 def user_path(raw: str) -> str:
     """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.
 
-    ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with a ``__getattr__``
-    of its own is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``.
+    ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with its own
+    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``.
     """
     while raw.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         raw = raw.removeprefix("getattr(")
