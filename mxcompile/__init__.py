@@ -1,12 +1,17 @@
 """torch.compile(model, backend="mxfp8"): train and serve PyTorch models in OCP MXFP8.
 
-Importing this package imports nothing else: every public name is loaded when it is first used.
+Importing this package imports nothing else: every public name is loaded when it is first used. The operators
+in ``torch.ops.mx`` are there as soon as both this package and torch are imported, in whichever order, so that
+graphs saved with them load.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +62,37 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+class _AfterTorch(MetaPathFinder, Loader):
+    """Loads torch as it would have been, then registers the operators."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The spec of torch, with this in the place of its loader."""
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """What torch's own loader makes."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run torch, then `mxcompile.ops`."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        importlib.import_module("mxcompile.ops")
+
+
+if sys.modules.get("torch") is not None:
+    importlib.import_module("mxcompile.ops")
+elif "torch" not in sys.modules:
+    sys.meta_path.insert(0, _AfterTorch())
 
 
 def __getattr__(name: str) -> Any:

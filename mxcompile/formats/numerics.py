@@ -117,6 +117,9 @@ def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torc
 
 def check_source(x: Tensor, block_dim: int) -> None:
     """`FormatError` unless `x` can be quantized along `block_dim`."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise FormatError(f"cannot quantize a {kind} tensor: blocks need dense storage, as of .to_dense()")
     if not x.dtype.is_floating_point:
         raise FormatError(f"cannot quantize a tensor of {x.dtype}: MXFP8 takes floating point")
     if x.ndim == 0:

@@ -57,6 +57,7 @@ def test_defaults_and_round_trip():
     [
         (lambda: mxcompile.quantize(torch.arange(64)), "torch.int64"),
         (lambda: mxcompile.quantize(torch.tensor(1.0)), "scalar"),
+        (lambda: mxcompile.quantize(torch.eye(32).to_sparse()), "cannot quantize a sparse_coo tensor"),
         (lambda: mxcompile.quantize(torch.ones(32), block_dim=1), "block_dim 1"),
         (lambda: mxcompile.quantize(torch.ones(32), rounding="ceill"), "did you mean 'ceil'"),
         (lambda: mxcompile.quantize(torch.ones(32), elem_dtype=torch.float8_e5m2fnuz), "e5m2"),
@@ -77,3 +78,21 @@ def test_mxtensor_checks_its_parts():
         mxcompile.MXTensor(q.qdata, q.scale.view(torch.uint8))
     with pytest.raises(FormatError, match="not a floating-point"):
         q.dequantize(torch.int32)
+
+
+def test_flushed_denormals_become_zero_and_nothing_else_changes():
+    """As docs/numerics.md has it."""
+    tiny, ordinary = (
+        torch.full((1, 32), 1e-40),
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(0)),
+    )
+    expected = mxcompile.quantize(ordinary)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormals")
+    try:
+        assert not mxcompile.quantize(tiny).dequantize(torch.float32).any()
+        found = mxcompile.quantize(ordinary)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+    assert torch.equal(found.dequantize(torch.float32), expected.dequantize(torch.float32))

@@ -59,3 +59,17 @@ def test_the_backend_is_found_without_an_import():
         "print(backend.__module__, backend.__name__)",
     )
     assert python(*lines) == ["True False", "mxcompile.compiler.backend mxfp8"]
+
+
+def test_operators_are_registered_in_either_order():
+    """A graph saved with mx operators loads once both are imported; torch is as without us."""
+    ask = "print(hasattr(torch.ops.mx, 'quantize'), type(torch.__loader__).__name__, torch.__spec__.name)"
+    expected = ["True SourceFileLoader torch"]
+    assert python("import mxcompile", "import torch", ask) == expected
+    assert python("import torch", "import mxcompile", ask) == expected
+    assert python("import mxcompile", "import torch.nn", "import torch", ask) == expected
+
+
+def test_without_torch_the_package_still_imports():
+    lines = ("import sys", "sys.modules['torch'] = None", "import mxcompile", "print(mxcompile.__version__)")
+    assert python(*lines)
