@@ -144,12 +144,25 @@ TARGETS = {
 
 AUTO = "auto"
 
+CHIPS = {
+    "a100": "sm_80",
+    "l4": "sm_89", "l40": "sm_89", "l40s": "sm_89", "rtx4090": "sm_89",
+    "h100": "sm_90", "h200": "sm_90", "gh200": "sm_90",
+    "b200": "sm_100", "gb200": "sm_100",
+    "b300": "sm_103", "gb300": "sm_103",
+    "rtx5090": "sm_120",
+    "mi300": "gfx942", "mi300x": "gfx942", "mi325x": "gfx942",
+    "mi350": "gfx950", "mi350x": "gfx950", "mi355x": "gfx950",
+}  # fmt: skip
+"""Targets by what their chips are called."""
+
 
 def check(name: str) -> str:
-    """`name` if it is a target or "auto". Raises `TargetError`."""
-    if name != AUTO and name not in TARGETS:
-        raise TargetError(not_allowed("target", name, [AUTO, *TARGETS]))
-    return name
+    """The target called `name`, or that of the chip called so; "auto" stays. Raises `TargetError`."""
+    known = name if name == AUTO or name in TARGETS else CHIPS.get(name.lower().replace(" ", ""))
+    if known is None:
+        raise TargetError(f"{not_allowed('target', name, [AUTO, *TARGETS])}, or a chip: {', '.join(CHIPS)}")
+    return known
 
 
 def resolve(name: str, device: torch.device) -> Target:

@@ -86,7 +86,10 @@ class _AfterTorch(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        importlib.import_module("mxcompile.ops")
+        if not any(
+            name.startswith("mxcompile.") for name in sys.modules
+        ):  # else one of ours is half imported
+            importlib.import_module("mxcompile.ops")
 
 
 if sys.modules.get("torch") is not None:
@@ -99,6 +102,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
+    importlib.import_module("mxcompile.ops")
     globals()[name] = value
     return value
 

@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.cli.explain import add_model
+from mxcompile.cli.arguments import (
+    add_model,
+    add_output,
+    add_policy,
+    check_output,
+    check_plots,
+    device,
+)
 
 if TYPE_CHECKING:
     from mxcompile.cli.models import LoadedModel
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 def add_measured(command: argparse.ArgumentParser) -> None:
     """The arguments of commands that run a model to measure it."""
     add_model(command)
-    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    add_policy(command)
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
     command.add_argument("--device", default="cpu", help="where to run, such as cuda (default cpu)")
     command.add_argument(
@@ -34,12 +41,11 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
 
     from mxcompile.cli.models import load_model
 
+    place = device(options.device)
     torch.manual_seed(options.seed)
     loaded = load_model(options.model, batch=options.batch, length=options.length)
-    args, kwargs = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(options.device), (loaded.args, loaded.kwargs)
-    )
-    loaded = dataclasses.replace(loaded, model=loaded.model.to(options.device), args=args, kwargs=kwargs)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
+    loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
     if options.inference:
         loaded.model.eval()
     with torch.set_grad_enabled(not options.inference):
@@ -55,13 +61,7 @@ def add_to(commands: Any) -> None:
         " GEMM and every cast, the worst first. Nothing of the model is changed.",
     )
     add_measured(command)
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write everything measured; .txt .md .json .html chooses the form",
-    )
+    add_output(command, "write everything measured; .txt .md .json .html chooses the form")
     command.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
     )
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.audit import audit, form_of
     from mxcompile.cli.quiet import quiet
 
-    if options.output is not None:
-        form_of(options.output)
+    check_output(options, form_of)
+    check_plots(options.plots)
     with quiet(), measured(options) as loaded:
         result = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
     print(result)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.explain import add_model
+from mxcompile.cli.arguments import add_model, add_policy, check_folder
 
 
 def add_to(commands: Any) -> None:
@@ -18,11 +18,12 @@ def add_to(commands: Any) -> None:
         " run on a GPU, on a machine without it. Exit status 1 if one of them could not run there.",
     )
     add_model(command)
-    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    add_policy(command)
     command.add_argument("--target", default="sm_100", help="the GPU (default sm_100)")
     command.add_argument("--inference", action="store_true", help="forward only")
     command.add_argument(
         "-o",
+        "--output",
         "--out",
         type=Path,
         metavar="FOLDER",
@@ -37,13 +38,14 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.cli.quiet import quiet
     from mxcompile.offline import codegen
 
+    check_folder(options.output)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         result = codegen(
             loaded.model,
             *loaded.args,
             target=options.target,
-            out_dir=options.out,
+            out_dir=options.output,
             training=not options.inference,
             policy=options.policy,
             kwargs=loaded.kwargs,

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mxcompile.cli.arguments import check_plots, device, positive
+
 GAP_LIMIT = 0.0025
 CHANCE = 0.002
 """Standard deviation of one run's gap, to one digit: of six runs with seeds 0 to 2."""
@@ -28,29 +30,12 @@ def add_to(commands: Any) -> None:
         metavar="PRESET|FILE",
         help="a preset (nvidia, ocp, hybrid) or a policy file; more than one is compared (default nvidia)",
     )
-    command.add_argument("--steps", type=_positive, help="training steps per run")
+    command.add_argument("--steps", type=positive, help="training steps per run")
     command.add_argument("--device", help="where to train, cpu or cuda (default: cuda if there is one)")
-    command.add_argument("--out", type=Path, default=Path("demo_out"), help="default: demo_out")
+    command.add_argument(
+        "-o", "--output", "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="or demo_out"
+    )
     command.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _device(asked: str | None) -> str:
-    """`asked`, or the accelerator if there is one. Raises `OptionError` for one that is not there."""
-    import torch
-
-    from mxcompile.errors import OptionError, not_allowed
-
-    present = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    if asked is not None and asked not in present:
-        raise OptionError(not_allowed("device", asked, present))
-    return asked or present[0]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,8 +47,9 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.cli.quiet import quiet
     from mxcompile.policy import Policy
 
+    check_plots(options.output)
     policies = [Policy.resolve(name) for name in options.policy or ["nvidia"]]
-    settings = demo.Settings(device=_device(options.device))
+    settings = demo.Settings(device=device(options.device))
     if options.steps:
         settings = dataclasses.replace(settings, steps=options.steps)
     text = demo.standard_library()
@@ -91,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
                     return torch.compile(model, backend=backend, options=given)
 
                 runs.append(demo.train(name, settings, text, compiled, progress))
-    return _conclude(runs, options.out)
+    return _conclude(runs, options.output)
 
 
 def _conclude(runs: list[Any], out: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import shutil
-from importlib import metadata
 from typing import Any
 
 
@@ -21,11 +20,12 @@ def run(options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
     from mxcompile.lowering.targets import TARGETS, of_device
+    from mxcompile.versions import TESTED
 
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows = [
         ["python", platform.python_version()],
-        *([name, _version(name)] for name in ("mxcompile", "torch", "triton", "torchao")),
+        *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
         ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
     ]
     print(tabulate(rows, tablefmt="plain"))
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    from mxcompile.versions import installed, untested
+
+    reason = untested(name)
+    return f"{installed(name) or 'not installed'}{f' ({reason})' if reason else ''}"

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-
-def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
-    """The arguments that name a model and its inputs: `name` with the `settings` of argparse."""
-    command.add_argument(
-        name,
-        **settings,
-        metavar="MODEL",
-        help="package.module:factory, which returns (model, args, kwargs), or a directory with a config.json",
-    )
-    command.add_argument("--batch", type=int, default=1, help="of a config.json's inputs (default 1)")
-    command.add_argument("--length", type=int, default=512, help="of a config.json's sequences (default 512)")
+from mxcompile.cli.arguments import add_model, add_output, add_policy, check_output
 
 
 def add_to(commands: Any) -> None:
@@ -27,16 +16,10 @@ def add_to(commands: Any) -> None:
         description="Trace a model without memory for its weights and print the report a compile would give.",
     )
     add_model(command)
-    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+    add_policy(command)
     command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
     command.add_argument("--inference", action="store_true", help="forward only")
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the report; .txt .md .json .html chooses the form",
-    )
+    add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.set_defaults(run=run)
 
 
@@ -47,8 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.explain.explainer import explain
     from mxcompile.report import form_of
 
-    if options.output is not None:
-        form_of(options.output)
+    check_output(options, form_of)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         report = explain(

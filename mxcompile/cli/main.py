@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the answer is no, 2 misuse.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,10 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except MXCompileError as error:
         print(f"mxcompile: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mxcompile: interrupted", file=sys.stderr)
+        print("\nmxcompile: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

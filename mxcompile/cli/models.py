@@ -7,7 +7,6 @@ Nothing is downloaded and no code of a model directory is run: an architecture h
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxcompile.cli.dummy_inputs import dummy_inputs
 from mxcompile.errors import ModelError, nearest
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
@@ -38,7 +38,7 @@ class LoadedModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int = 512) -> LoadedModel:
+def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int | None = None) -> LoadedModel:
     """The model that `spec` names.
 
     spec: ``package.module:factory`` (the working directory is importable), or a directory with a
@@ -52,7 +52,22 @@ def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int = 5
             return _from_config(spec, path, batch, length)
         if ":" in spec:
             return _from_factory(spec)
-    raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}")
+    raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
+
+
+def _advice(spec: str, path: Path) -> str:
+    """A sentence for what people try: files of weights or settings, names on a hub."""
+    if path.is_file():
+        return f": {path.name} is a file of another kind; models are named by where they are made"
+    if spec.count("/") == 1 and not path.exists() and path.suffix not in (".py", ".json"):
+        return (
+            "; if it is a name on the Hugging Face hub, nothing is downloaded here: download its config.json,"
+            " and name the directory"
+        )
+    if path.suffix == ".py":
+        module = path.with_suffix("").as_posix().replace("/", ".")
+        return f"; for a function in a Python file write {module}:NAME"
+    return ""
 
 
 def _from_factory(spec: str) -> LoadedModel:
@@ -87,7 +102,7 @@ def _shape_of(value: Any) -> str:
     return type(value).__name__
 
 
-def _from_config(spec: str, path: Path, batch: int, length: int) -> LoadedModel:
+def _from_config(spec: str, path: Path, batch: int, length: int | None) -> LoadedModel:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -111,7 +126,7 @@ def _from_config(spec: str, path: Path, batch: int, length: int) -> LoadedModel:
         raise
     except Exception as error:  # transformers validates configurations in its own ways
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
-    return LoadedModel(name=spec, model=model, kwargs=_inputs(model, config, batch, length))
+    return LoadedModel(name=spec, model=model, kwargs=dummy_inputs(model, config, batch, length))
 
 
 def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:
@@ -133,35 +148,3 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
         if isinstance(name, str) and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
     return torch.float32
-
-
-def _inputs(model: nn.Module, config: Any, batch: int, length: int) -> dict[str, Any]:
-    """Random inputs for what the model's forward takes, with labels if it takes them."""
-    parameters = inspect.signature(model.forward).parameters
-    main = getattr(model, "main_input_name", "input_ids")
-    inputs: dict[str, Any] = {}
-    if main == "pixel_values":
-        size = config.image_size
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        inputs[main] = torch.randn(batch, config.num_channels, height, width, dtype=_floats(model))
-        if "labels" in parameters and hasattr(config, "num_labels"):
-            inputs["labels"] = torch.randint(config.num_labels, (batch,))
-        return inputs
-    vocabulary = config.get_text_config().vocab_size
-    if main == "input_features":
-        frames = 2 * config.max_source_positions
-        inputs[main] = torch.randn(batch, config.num_mel_bins, frames, dtype=_floats(model))
-        length = min(length, config.max_target_positions)
-        target = "labels" if "labels" in parameters else "decoder_input_ids"
-        inputs[target] = torch.randint(vocabulary, (batch, length))
-        return inputs
-    inputs["input_ids"] = torch.randint(vocabulary, (batch, length))
-    if "labels" in parameters:
-        inputs["labels"] = torch.randint(vocabulary, (batch, length))
-    elif "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = torch.randint(vocabulary, (batch, length))
-    return inputs
-
-
-def _floats(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.explain import add_model
+from mxcompile.cli.arguments import add_model, add_output, check_output
 from mxcompile.errors import OptionError
 
 
@@ -31,7 +31,7 @@ def _add_init(actions: Any) -> None:
     )
     add_model(init)
     init.add_argument("--preset", default="nvidia", help="what to start from (default nvidia)")
-    _add_output(init)
+    add_output(init, "where to write (default: to the terminal)")
     init.set_defaults(run=run_init)
 
 
@@ -69,15 +69,8 @@ def _add_import(actions: Any) -> None:
     )
     command.add_argument("file", type=Path)
     command.add_argument("--format", help="te, llm-compressor or torchao (default: told by the content)")
-    _add_output(command)
+    add_output(command, "where to write (default: to the terminal)")
     command.set_defaults(run=run_import)
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to write (default: to the terminal)"
-    )
-    command.add_argument("--force", action="store_true", help="overwrite the file")
 
 
 def run_init(options: argparse.Namespace) -> int:
@@ -86,7 +79,7 @@ def run_init(options: argparse.Namespace) -> int:
     from mxcompile.rules import layers_of
     from mxcompile.rules.starter import starter
 
-    _check_free(options)
+    check_output(options)
     policy = Policy.preset(options.preset)
     layers = layers_of(_report(options, policy).gemms)
     _write(starter(options.preset, layers, options.model), options)
@@ -135,7 +128,7 @@ def run_import(options: argparse.Namespace) -> int:
     """``policy import``."""
     from mxcompile.policy.importers import import_policy
 
-    _check_free(options)
+    check_output(options)
     imported = import_policy(options.file, options.format)
     _write(imported.text(), options)
     for note in imported.notes:
@@ -160,14 +153,8 @@ def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> 
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         return explain(
-            loaded.model, *loaded.args, policy=policy, training=training, strict=False, **loaded.kwargs
+            loaded.model, *loaded.args, policy=policy, training=training, strict=False, kwargs=loaded.kwargs
         )
-
-
-def _check_free(options: argparse.Namespace) -> None:
-    """Raise `OptionError` if the output would overwrite a file and that was not asked for."""
-    if options.output is not None and options.output.exists() and not options.force:
-        raise OptionError(f"{options.output} exists: give --force to overwrite it, or another file")
 
 
 def _write(text: str, options: argparse.Namespace) -> None:

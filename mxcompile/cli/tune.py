@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from mxcompile.cli.arguments import add_output, check_output
 from mxcompile.cli.audit import add_measured, measured
 
 
@@ -22,9 +22,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--max-loss-gap", type=share, metavar="SHARE", help="largest gap of the loss to BF16: 0.002 or 0.2%%"
     )
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the policy (default: print it)"
-    )
+    add_output(command, "write the policy (default: print it)")
     command.set_defaults(run=run)
 
 
@@ -43,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.cli.quiet import quiet
     from mxcompile.tune import Bounds, tune
 
+    check_output(options)
     bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)
     with quiet(), measured(options) as loaded:
         result = tune(

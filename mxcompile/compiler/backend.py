@@ -26,6 +26,7 @@ from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
+from mxcompile.versions import warn_once
 
 Compiled = Callable[..., Any]
 
@@ -98,6 +99,7 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, root: nn.Module | None
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
+    warn_once()
     found = capture(gm, example_inputs, root)
     compilation = Compilation(options, found, gm, resolve(options.target, found.device))
     compiled = compile_fx(

@@ -59,7 +59,8 @@ def codegen(
     """
     given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy}
     named = keywords("codegen", model, inputs, kwargs, given)
-    chip = TARGETS.get(check(target))
+    target = check(target)
+    chip = TARGETS.get(target)
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")

@@ -68,6 +68,7 @@ def test_operators_are_registered_in_either_order():
     assert python("import mxcompile", "import torch", ask) == expected
     assert python("import torch", "import mxcompile", ask) == expected
     assert python("import mxcompile", "import torch.nn", "import torch", ask) == expected
+    assert python("from mxcompile import Policy", "import torch", ask) == expected
 
 
 def test_without_torch_the_package_still_imports():

@@ -1,0 +1,102 @@
+"""The arguments that commands share, each with the checks that cost nothing and come before any work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
+    """The arguments that name a model and its inputs: `name` with the `settings` of argparse."""
+    command.add_argument(
+        name,
+        **settings,
+        metavar="MODEL",
+        help="package.module:factory, which returns (model, args, kwargs), or a directory with a config.json",
+    )
+    command.add_argument("--batch", type=positive, default=1, help="of a config.json's inputs (default 1)")
+    command.add_argument(
+        "--length",
+        type=positive,
+        help="of a config.json's sequences (default 512, or as many as the model has positions for)",
+    )
+
+
+def add_policy(command: argparse.ArgumentParser) -> None:
+    """Which policy decides."""
+    command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+
+
+def add_output(command: argparse.ArgumentParser, what: str, metavar: str = "FILE", **settings: Any) -> None:
+    """Where `what` is written."""
+    command.add_argument("-o", "--output", type=Path, metavar=metavar, help=what, **settings)
+    if metavar == "FILE":
+        command.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] | None = None) -> None:
+    """Raise `OptionError` if ``--output`` cannot be written, or exists and ``--force`` was not given.
+
+    form_of: raises for a file of an unknown form.
+    """
+    path: Path | None = options.output
+    if path is None:
+        return
+    if form_of is not None:
+        form_of(path)
+    if path.is_dir():
+        raise OptionError(f"{path} is a directory: name a file in it")
+    if path.exists() and not options.force:
+        raise OptionError(f"{path} exists: give --force to overwrite it, or another file")
+    _check_writable(path)
+
+
+def check_folder(path: Path | None) -> None:
+    """Raise `OptionError` if `path` can be no folder to write to."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        raise OptionError(f"{path} is a file: name a folder")
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Whether `path` can be written, or made below the nearest folder that there is."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    if place != path.absolute() and not place.is_dir():
+        raise OptionError(f"{path} cannot be written: {place} is a file")
+    if not os.access(place, os.W_OK):
+        raise OptionError(f"{path} cannot be written: no permission for {place}")
+
+
+def check_plots(folder: Path | None) -> None:
+    """Raise `OptionError` if plots cannot be drawn into `folder`."""
+    check_folder(folder)
+    if folder is not None and importlib.util.find_spec("matplotlib") is None:
+        raise OptionError("plots need matplotlib: pip install matplotlib")
+
+
+def device(asked: str | None) -> str:
+    """`asked`, or the accelerator if there is one. Raises `OptionError` for one that is not there."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = [*(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count)), "cpu"]
+    if asked is not None and asked not in present:
+        raise OptionError(not_allowed("device", asked, present))
+    return asked or present[0]

@@ -1,0 +1,98 @@
+"""Random inputs for a Hugging Face model, from its configuration.
+
+They are what its forward takes, with labels if it takes them, and no longer than it has positions for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.errors import ModelError
+
+_LENGTH = 512
+
+
+def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:
+    """Keyword arguments for `model`, made from `config`.
+
+    length: of the sequences; None for 512, or as many as the model has positions for. Raises `ModelError` if
+    the model takes something else than tokens, pixels or mel features, or has fewer positions.
+    """
+    parameters = frozenset(inspect.signature(model.forward).parameters)
+    main = getattr(model, "main_input_name", "input_ids")
+    try:
+        match main:
+            case "pixel_values":
+                return _image(model, config, parameters, batch)
+            case "input_features":
+                return _speech(model, config, parameters, batch, length)
+            case "input_ids":
+                return _text(model, config, parameters, batch, length)
+    except AttributeError as error:
+        raise ModelError(f"{_owner(model)}: cannot tell its inputs from its configuration: {error}") from None
+    raise ModelError(
+        f"{_owner(model)} takes {main!r}, which is not made from a config.json: name a factory,"
+        " package.module:factory, that returns (model, args, kwargs)"
+    )
+
+
+def _owner(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _image(model: nn.Module, config: Any, parameters: frozenset[str], batch: int) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"pixel_values": _pixels(model, config, batch)}
+    if "labels" in parameters and hasattr(config, "num_labels"):
+        inputs["labels"] = torch.randint(config.num_labels, (batch,))
+    return inputs
+
+
+def _pixels(model: nn.Module, config: Any, batch: int) -> Tensor:
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    return torch.randn(batch, channels, height, width, dtype=_floats(model))
+
+
+def _speech(
+    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
+) -> dict[str, Any]:
+    frames = 2 * config.max_source_positions
+    target = "labels" if "labels" in parameters else "decoder_input_ids"
+    shape = (batch, config.num_mel_bins, frames)
+    tokens = min(length or _LENGTH, config.max_target_positions)
+    return {
+        "input_features": torch.randn(shape, dtype=_floats(model)),
+        target: torch.randint(config.get_text_config().vocab_size, (batch, tokens)),
+    }
+
+
+def _text(
+    model: nn.Module, config: Any, parameters: frozenset[str], batch: int, length: int | None
+) -> dict[str, Any]:
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or length or _LENGTH
+    if length is not None and length > positions:
+        raise ModelError(f"{_owner(model)} has {positions} positions: --length {length} is too long")
+    shape = (batch, length or min(_LENGTH, positions))
+    inputs: dict[str, Any] = {"input_ids": torch.randint(text.vocab_size, shape)}
+    if "labels" in parameters:
+        inputs["labels"] = torch.randint(text.vocab_size, shape)
+    elif "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = torch.randint(text.vocab_size, shape)
+    if "pixel_values" in parameters and hasattr(config, "vision_config") and not _generates(model):
+        inputs["pixel_values"] = _pixels(model, config.vision_config, batch)  # a pair of encoders, like CLIP
+    return inputs
+
+
+def _generates(model: nn.Module) -> bool:
+    """Whether `model` is a language model that may look at pictures too, and does without."""
+    return bool(getattr(model, "can_generate", lambda: False)())
+
+
+def _floats(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,48 @@
+"""The versions that the whole test suite has run with, in one place.
+
+`pyproject.toml` has the lower bounds. There is no upper one: nothing newer is known to break, and what is
+used that is not public falls back with a reason where it is missing. Newer versions are said to be untested
+by ``mxcompile env`` and, once, by the backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import metadata
+
+log = logging.getLogger(__name__)
+
+TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.8")}
+"""Oldest and newest minor version, by distribution."""
+
+
+def installed(name: str) -> str | None:
+    """The installed version of the distribution `name`, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def untested(name: str) -> str:
+    """Why the installed version of `name` is not one of those tested; "" if it is, or is not installed."""
+    found = installed(name)
+    if found is None or name not in TESTED:
+        return ""
+    oldest, newest = TESTED[name]
+    if _minor(found) > _minor(newest):
+        return f"newer than tested: {name} {oldest} to {newest}"
+    return f"older than supported: {name} {oldest} to {newest}" if _minor(found) < _minor(oldest) else ""
+
+
+@functools.cache
+def warn_once() -> None:
+    """Log a warning for every distribution whose version is not among those tested."""
+    for name in TESTED:
+        if reason := untested(name):
+            log.warning("%s %s is %s", name, installed(name), reason)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int("".join(filter(str.isdecimal, part)) or 0) for part in version.split(".")[:2])

@@ -1,0 +1,181 @@
+"""What costs nothing is checked before what takes minutes, and every mistake is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mxcompile.cli import main
+
+HERE = f"{__name__}:made"
+MODELS_MADE: list[str] = []
+
+
+def made():
+    MODELS_MADE.append("made")
+    return nn.Sequential(nn.Linear(64, 64)), (torch.randn(32, 64),), {}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    MODELS_MADE.clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    (tmp_path / "there.json").write_text("mine", encoding="utf-8")
+    (tmp_path / "folder.json").mkdir()
+
+
+REFUSED = {
+    "file as a folder": (["-o", "file/x.json"], "cannot be written: ", "is a file"),
+    "folder as a file": (["-o", "folder.json"], "folder.json is a directory", "name a file in it"),
+    "existing": (["-o", "there.json"], "there.json exists", "--force"),
+}
+COMMANDS = {
+    "explain": ["explain", HERE],
+    "audit": ["audit", HERE],
+    "tune": ["tune", HERE, "--min-sqnr", "10"],
+    "policy init": ["policy", "init", HERE],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_cannot_be_written(command: str, case: str, capsys: pytest.CaptureFixture[str]):
+    output, *said = REFUSED[case]
+    assert main([*COMMANDS[command], *output]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxcompile: ")
+    assert error.count("\n") == 1
+    assert all(part in error for part in said)
+    assert MODELS_MADE == []
+    assert Path("there.json").read_text(encoding="utf-8") == "mine"
+
+
+def test_force_overwrites(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", HERE, "-o", "there.json", "--force"]) == 0
+    assert json.loads(Path("there.json").read_text(encoding="utf-8"))["schema"] == 1
+
+
+OTHERS = {
+    "plots": (["audit", HERE, "--plots", "file"], "file is a file: name a folder"),
+    "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
+    "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),
+    "demo": (["demo", "-o", "file"], "file is a file: name a folder"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_things_that_cannot_be(case: str, capsys: pytest.CaptureFixture[str]):
+    arguments, said = OTHERS[case]
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+    assert MODELS_MADE == []
+
+
+@pytest.mark.parametrize("option", ["--length", "--batch"])
+@pytest.mark.parametrize("value", ["-3", "0", "x", "1.5"])
+def test_sizes_are_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_:
+        main(["explain", HERE, f"{option}={value}"])
+    assert exit_.value.code == 2
+    assert "is not a positive whole number" in capsys.readouterr().err
+
+
+NAMES = {
+    "meta-llama/Llama-3.1-8B": "nothing is downloaded here: download its config.json",
+    "settings.toml": "settings.toml is a file of another kind",
+    "src/model.py": "for a function in a Python file write src.model:NAME",
+    "nothing": "is neither package.module:factory",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_model_gets_a_sentence(name: str, capsys: pytest.CaptureFixture[str]):
+    Path("settings.toml").write_text("[model]\n", encoding="utf-8")
+    assert main(["explain", name]) == 2
+    error = capsys.readouterr().err
+    assert NAMES[name] in error
+    assert error.count("\n") == 1
+
+
+def config(tmp_path: Path, **settings: object) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return str(folder)
+
+
+CLIP = {
+    "model_type": "clip",
+    "architectures": ["CLIPModel"],
+    "text_config": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "vocab_size": 99, "max_position_embeddings": 77, "projection_dim": 32,
+    },
+    "vision_config": {
+        "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "image_size": 32, "patch_size": 8, "projection_dim": 32,
+    },
+    "projection_dim": 32,
+}  # fmt: skip
+
+
+def test_a_pair_of_encoders_gets_both_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = config(tmp_path, **CLIP)
+    assert main(["explain", folder, "--inference"]) == 0
+    said = capsys.readouterr().out
+    assert "vision_model" in said
+    assert "text_model" in said
+
+
+def test_a_length_beyond_the_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = config(tmp_path, **CLIP)
+    assert main(["explain", folder, "--length", "78"]) == 2
+    assert "CLIPModel has 77 positions: --length 78 is too long" in capsys.readouterr().err
+
+
+def test_inputs_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    folder = config(tmp_path, model_type="wav2vec2", architectures=["Wav2Vec2Model"], **small)
+    assert main(["explain", folder]) == 2
+    assert "takes 'input_values', which is not made from a config.json" in capsys.readouterr().err
+
+
+SLEEPER = """
+import time
+def made():
+    print("making", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")
+    command = [sys.executable, "-m", "mxcompile", "explain", "sleeper:made"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ}
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "making\n"
+    time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    _, error = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert error.strip() == "mxcompile: interrupted"
+
+
+def test_whoever_reads_the_output_may_have_enough(tmp_path: Path):
+    shell = f"{sys.executable} -m mxcompile policy schema | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "141")

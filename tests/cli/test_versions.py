@@ -1,0 +1,51 @@
+"""The tested versions: in one place, said by `env` and by the backend."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mxcompile import versions
+from mxcompile.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_pyproject_asks_for_the_oldest():
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    for name, (oldest, _) in versions.TESTED.items():
+        assert any(line.partition(";")[0].strip() == f"{name}>={oldest}" for line in wanted)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.13.0+cpu", ""),
+        ("2.11.0", ""),
+        ("2.15.0.dev20261120", "newer than tested: torch 2.11 to 2.14"),
+        ("3.0.0a0+git", "newer than tested: torch 2.11 to 2.14"),
+        ("2.9.1", "older than supported: torch 2.11 to 2.14"),
+    ],
+)
+def test_what_is_said_of_a_version(version: str, said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(versions, "installed", lambda name: version)
+    assert versions.untested("torch") == said
+
+
+def test_env_and_the_backend_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(versions, "installed", lambda name: "9.1.0")
+    main(["env"])
+    assert "9.1.0 (newer than tested: torch 2.11 to 2.14)" in capsys.readouterr().out
+    versions.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "mxcompile"):
+        versions.warn_once()
+        versions.warn_once()
+    assert [record.message for record in caplog.records if record.message.startswith("torch")] == [
+        "torch 9.1.0 is newer than tested: torch 2.11 to 2.14"
+    ]
+    versions.warn_once.cache_clear()
