@@ -16,6 +16,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--zoo-disguises", default="plain,all", help="what the zoo's models wear: see zoo/disguise.py")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Every test starts without compiled code or reports of another."""

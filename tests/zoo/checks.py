@@ -1,0 +1,115 @@
+"""A report held against what is known of the architecture: the misfits, folded over repeated layers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from animal import QUANTIZED, Animal, Expectation, expectation
+from eager_run import EagerRun
+from torch import nn
+
+from mxcompile import Report
+from mxcompile.report import GemmRecord
+
+WEIGHT = ("", ".weight", "_weight")
+ATTENTION = frozenset({"attn_scores", "attn_values"})
+
+
+@dataclass(frozen=True, order=True, kw_only=True, slots=True)
+class Misfit:
+    """One thing that is not as expected. layer: its path, positions folded to N. what: is wrong."""
+
+    layer: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.what}"
+
+
+def fold(name: str) -> str:
+    """``layers.0.fc1`` → ``layers.N.fc1``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "N", name)
+
+
+def roles_of(report: Report, old_names: Callable[[str], str]) -> dict[str, list[GemmRecord]]:
+    """Layer → its records, under the names of the plain model."""
+    layers: defaultdict[str, list[GemmRecord]] = defaultdict(list)
+    for gemm in report.gemms:
+        layers[old_names(gemm.name)].append(gemm)
+    return layers
+
+
+def misfits(
+    animal: Animal, model: nn.Module, report: Report, old_names: Mapping[str, str], run: EagerRun | None
+) -> set[Misfit]:
+    """All that is wrong with `report` of `model`. run: what a plain eager run saw, if one was made."""
+    layers = roles_of(report, lambda name: _plain_name(name, old_names))
+    found = set(_wrong_roles(animal, layers))
+    found |= {_misfit(name, "no such layer in the model") for name in layers if not _exists(name, old_names)}
+    if run is not None:
+        found |= {_misfit(name, "no record") for name in _wanted(animal, run) if name not in layers}
+        found |= set(_wrong_flops(animal, model, report, run))
+    return found
+
+
+def _misfit(name: str, what: str) -> Misfit:
+    return Misfit(layer=fold(name), what=what)
+
+
+def _plain_name(name: str, old_names: Mapping[str, str]) -> str:
+    """`name` under its old names. A layer is called by its weight without that word, where it has it."""
+    old = next((old_names[name + suffix] for suffix in WEIGHT if name + suffix in old_names), name)
+    return old.removesuffix("weight").rstrip("._")
+
+
+def _exists(name: str, old_names: Mapping[str, str]) -> bool:
+    known = set(old_names.values())
+    return any(name + suffix in known for suffix in WEIGHT)
+
+
+def _wanted(animal: Animal, run: EagerRun) -> Iterator[str]:
+    """The layers that were called, but for those whose results nobody reads: a compiler drops these."""
+    dead = re.compile(rf"(?:.*\.)?(?:{animal.dead})") if animal.dead else None
+    return (name for name in run.layers if dead is None or not dead.fullmatch(name))
+
+
+def _wrong_roles(animal: Animal, layers: Mapping[str, list[GemmRecord]]) -> Iterator[Misfit]:
+    """Roles and precisions that are not as expected, and expectations of what is not there."""
+    expected = animal.expectations
+    used: set[Expectation] = set()
+    for name, records in layers.items():
+        ours = expectation(name, expected)
+        roles = {gemm.role for gemm in records}
+        if ours is None:
+            yield from (_misfit(name, role) for role in roles - ATTENTION)
+            continue
+        used.add(ours)
+        yield from (_misfit(name, role) for role in roles - ours.roles - ATTENTION)
+        if ours.all_of:
+            yield from (_misfit(name, f"nothing is {role}") for role in ours.roles - roles)
+        elif not roles - ATTENTION and not ours.roles & ATTENTION:
+            yield from (_misfit(name, role) for role in roles)
+        for gemm in records:
+            if (gemm.precision == "mxfp8") != (gemm.role in QUANTIZED):
+                yield _misfit(name, f"{gemm.role} in {gemm.precision}")
+    for missing in (e for e in expected if e not in used and not e.optional):
+        yield Misfit(layer=missing.pattern.pattern.removeprefix("(?:.*\\.)?"), what="fits no layer")
+    everywhere = {gemm.role for records in layers.values() for gemm in records}
+    for role in {role for e in expected if e.optional for role in e.roles} - everywhere:
+        yield Misfit(layer="somewhere", what=f"nothing is {role}")
+
+
+def _wrong_flops(animal: Animal, model: nn.Module, report: Report, run: EagerRun) -> Iterator[Misfit]:
+    """Whether the forward's products are all counted."""
+    spatial = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) != {1}
+    }
+    counted = sum(gemm.flops for gemm in report.gemms if gemm.gemm == "fprop" and gemm.name not in spatial)
+    if abs(counted - run.flops) > animal.flops_tolerance * run.flops:
+        more = "fewer" if counted < run.flops else "more"
+        yield Misfit(layer="FLOPs", what=f"{more} counted than an eager run has")

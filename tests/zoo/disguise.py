@@ -1,0 +1,95 @@
+"""The same model in other clothes: its modules, parameters and classes renamed, its weights in BF16.
+
+Renaming is real: every module gets a class of its own in which each old name is a property that reads the new
+one, so forwards written for the old names run unchanged, while the module tree, its parameters, and all that
+Dynamo, autograd and a state dict see bear the new ones. Positions in lists and the keys of dicts stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disguise:
+    """What is different from the plain model. scrambled: names. attention: how it is spelled. dtype: of weights."""
+
+    scrambled: bool = False
+    eager: bool = False
+    bf16: bool = False
+    training: bool = False
+    experts: str = ""
+
+
+PLAIN = "plain"
+ALL = "all"
+DISGUISES = {
+    PLAIN: Disguise(),
+    ALL: Disguise(scrambled=True, eager=True, bf16=True, training=True),
+    "scrambled": Disguise(scrambled=True),
+    "eager": Disguise(eager=True),
+    "bf16": Disguise(bf16=True),
+    "training": Disguise(training=True),
+    "grouped_mm": Disguise(experts="grouped_mm"),
+    "batched_mm": Disguise(experts="batched_mm"),
+    "loop": Disguise(experts="eager"),
+}
+
+
+def scramble(model: nn.Module) -> dict[str, str]:
+    """Rename everything in `model`, in place; new path → old path of its modules and parameters."""
+    old: dict[int, str] = {}
+    for name, thing in (*model.named_modules(), *model.named_parameters()):
+        old[id(thing)] = name
+    for module in list(model.modules()):
+        if not isinstance(module, _CONTAINERS):
+            _rename(module)
+    return {name: old[id(thing)] for name, thing in (*model.named_modules(), *model.named_parameters())}
+
+
+def _new(name: str) -> str:
+    return "z" + hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
+
+
+def _rename(module: nn.Module) -> None:
+    names = tuple(
+        name for table in (module._modules, module._parameters) for name in table
+        if name.isidentifier() and not keyword.iskeyword(name)
+    )
+    module.__class__ = _renamed_class(type(module), names)
+    for table in (module._modules, module._parameters):
+        renamed: dict[str, Any] = {_new(name) if name in names else name: value for name, value in table.items()}
+        table.clear()
+        table.update(renamed)
+
+
+@lru_cache(maxsize=None)
+def _renamed_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of `kind` in which each of `names` is read under its new name."""
+    body = {name: property(_reader(_new(name))) for name in names}
+    made = type(f"C{_new(kind.__qualname__)}", (kind,), body)
+    made.__module__ = kind.__module__
+    return made
+
+
+def _reader(name: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(f"def read(self): return self.{name}", scope)
+    return scope["read"]
+
+
+def to_bf16(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """`model` in BF16, in place; its arguments too."""
+    model.to(torch.bfloat16)
+    cast = lambda x: x.to(torch.bfloat16) if x.is_floating_point() else x  # noqa: E731
+    return tree_map_only(Tensor, cast, (args, kwargs))

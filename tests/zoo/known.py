@@ -1,0 +1,31 @@
+"""The misfits that are known, each with its reason: `known.txt`, one a line, ``animal | disguises | layer | what``."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from checks import Misfit
+
+FILE = Path(__file__).parent / "known.txt"
+
+
+@cache
+def _lines() -> tuple[tuple[str, frozenset[str], Misfit], ...]:
+    entries = []
+    for line in FILE.read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if text:
+            animal, disguises, layer, what = (part.strip() for part in text.split(" | "))
+            entries.append((animal, frozenset(disguises.split(",")), Misfit(layer=layer, what=what)))
+    return tuple(entries)
+
+
+def known(animal: str, disguise: str) -> set[Misfit]:
+    """The misfits of `animal` in `disguise` that are listed; ``*`` stands for every disguise."""
+    return {misfit for name, where, misfit in _lines() if name == animal and where & {disguise, "*"}}
+
+
+def animals() -> set[str]:
+    """All that have an entry."""
+    return {name for name, _, _ in _lines()}
