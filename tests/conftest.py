@@ -17,7 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--zoo-disguises", default="plain,all", help="what the zoo's models wear: see zoo/disguise.py")
+    parser.addoption(
+        "--zoo-disguises", default="plain", help="what the zoo's models wear: see zoo/disguise.py"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-QUANTIZED = frozenset({"qkv", "attn_out", "ffn_in", "ffn_out", "expert_in", "expert_out", "mixer_in", "mixer_out"})
+QUANTIZED = frozenset(
+    {"qkv", "attn_out", "ffn_in", "ffn_out", "expert_in", "expert_out", "mixer_in", "mixer_out"}
+)
 """The roles that go to MXFP8 by default: projections and feed-forward networks."""
 BF16 = frozenset({"head", "router", "embedding", "conditioning", "attn_scores", "attn_values", "other"})
 WORDS = {"mx": QUANTIZED, "bf16": BF16}
@@ -21,7 +23,7 @@ Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """How one model is to be built. attention: "sdpa" or "eager". experts: "" for the default of the library."""
+    """How a model is to be built. attention: "sdpa" or "eager". experts: "" for the library's default."""
 
     attention: str = "sdpa"
     experts: str = ""
@@ -41,7 +43,7 @@ class Expectation:
 
     @classmethod
     def of(cls, pattern: str, words: str) -> Expectation:
-        """From a regular expression for the end of a layer's path, and ``qkv``, ``a|b``, ``a+b`` or one of WORDS.
+        """From a regular expression for the end of a path, and ``qkv``, ``a|b``, ``a+b`` or one of WORDS.
 
         A ``?`` in front of the expression makes it optional.
         """
@@ -63,9 +65,9 @@ class Animal:
     """An architecture.
 
     make: builds it; small, and no two widths alike. expect: end of a layer's path → roles, the first that
-    fits counts. attentions: spellings of attention it has. experts: implementations of its experts.
-    bf16: whether its code runs in BF16. dead: ends of the paths of layers whose results its head does not read. flops_tolerance: by how much the report's FLOPs may be off an eager
-    run's, as a part of these, with the reason beside it.
+    fits counts. attentions: spellings of attention it has. experts: implementations of its experts. bf16:
+    whether its code runs in BF16. flops_tolerance: by how much the report's FLOPs may be off an eager run's,
+    as a part of these. dead: ends of the paths of layers whose results nothing reads.
     """
 
     name: str

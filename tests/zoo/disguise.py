@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import keyword
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -22,7 +26,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disguise:
-    """What is different from the plain model. scrambled: names. attention: how it is spelled. dtype: of weights."""
+    """What is different from the plain model: names, the spelling of attention, the dtype of weights."""
 
     scrambled: bool = False
     eager: bool = False
@@ -63,17 +67,21 @@ def _new(name: str) -> str:
 
 def _rename(module: nn.Module) -> None:
     names = tuple(
-        name for table in (module._modules, module._parameters) for name in table
+        name
+        for table in (module._modules, module._parameters)
+        for name in table
         if name.isidentifier() and not keyword.iskeyword(name)
     )
     module.__class__ = _renamed_class(type(module), names)
     for table in (module._modules, module._parameters):
-        renamed: dict[str, Any] = {_new(name) if name in names else name: value for name, value in table.items()}
+        renamed: dict[str, Any] = {
+            _new(name) if name in names else name: value for name, value in table.items()
+        }
         table.clear()
         table.update(renamed)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _renamed_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of `kind` in which each of `names` is read under its new name."""
     body = {name: property(_reader(_new(name))) for name in names}
@@ -86,6 +94,27 @@ def _reader(name: str) -> Any:
     scope: dict[str, Any] = {}
     exec(f"def read(self): return self.{name}", scope)
     return scope["read"]
+
+
+@contextmanager
+def spelled_attention() -> Iterator[None]:
+    """Within, `scaled_dot_product_attention` is two products and a softmax."""
+    with mock.patch.object(F, "scaled_dot_product_attention", _spelled):
+        yield
+
+
+def _spelled(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(F.softmax(scores, -1), dropout_p) @ v
 
 
 def to_bf16(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

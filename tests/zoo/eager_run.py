@@ -58,7 +58,11 @@ def _is_linear(args: Any) -> bool:
 def _grouped(args: Any, out: torch.Tensor) -> int:
     """Of a product of rows in groups with a matrix each, or of columns in groups."""
     left, right = args[:2]
-    return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1] if left.ndim == 2 else 2 * out.numel() * left.shape[-1]
+    return (
+        2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+        if left.ndim == 2
+        else 2 * out.numel() * left.shape[-1]
+    )
 
 
 def is_linear_layer(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The misfits that are known, each with its reason: `known.txt`, one a line, ``animal | disguises | layer | what``."""
+"""The misfits that are known: `known.txt`, one a line, ``animal | disguises | layer | what``."""
 
 from __future__ import annotations
 

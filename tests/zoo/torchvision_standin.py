@@ -30,8 +30,6 @@ class _Empty(type):
 
 
 class _StandIn(ModuleType):
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -55,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def torchvision():
-    """Within, `import torchvision` works: the real one if it loads, else the stand-in, which is gone afterwards."""
+    """Within, `import torchvision` works: the real one if it loads, else the stand-in, gone afterwards."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):

@@ -4,7 +4,5 @@ from animals.decoders import DECODERS
 from animals.encoders import ENCODERS
 from animals.experts import MIXTURES
 from animals.seq2seq import SEQ2SEQ
-from animals.timms import TIMMS
-from animals.vision import VISION
 
-ALL_ANIMALS = (*DECODERS, *MIXTURES, *ENCODERS, *SEQ2SEQ, *VISION, *TIMMS)
+ALL_ANIMALS = (*DECODERS, *MIXTURES, *ENCODERS, *SEQ2SEQ)

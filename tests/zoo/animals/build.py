@@ -36,7 +36,11 @@ def text() -> dict[str, Any]:
 
 
 def hf(
-    model: str, inputs: Callable[[], dict[str, Any]] = text, *, config: str = "", sub: dict[str, str] | None = None,
+    model: str,
+    inputs: Callable[[], dict[str, Any]] = text,
+    *,
+    config: str = "",
+    sub: dict[str, str] | None = None,
     **settings: Any,
 ) -> Callable[[Build], Call]:
     """A maker of the class `model` of transformers from its config with `settings`.

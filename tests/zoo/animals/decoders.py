@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from animal import Animal
+
 from animals.build import GQA, SIZES, hf
 
 HEAD = {"lm_head": "head"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from animal import Animal
+
 from animals.build import SIZES, hf, ids, image
 from animals.decoders import QKV
 
@@ -20,8 +21,12 @@ POSITIONS = {"max_position_embeddings": 61}
 
 def encoder(name: str, model: str, expect: dict[str, str], **settings: Any) -> Animal:
     """An encoder of transformers."""
-    keep = {key: settings.pop(key) for key in ("attentions", "bf16", "flops_tolerance", "dead") if key in settings}
-    return Animal(name=name, make=hf(model, **settings), expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
+    keep = {
+        key: settings.pop(key) for key in ("attentions", "bf16", "flops_tolerance", "dead") if key in settings
+    }
+    return Animal(
+        name=name, make=hf(model, **settings), expect=expect, **{"attentions": ("sdpa", "eager"), **keep}
+    )
 
 
 def speech(samples: int = 2000):
@@ -76,4 +81,3 @@ ENCODERS = (
             inputs=lambda: {"states": image(2, 9, 11), "actions": image(2, 9, 5), "rewards": image(2, 9, 1), "returns_to_go": image(2, 9, 1), "timesteps": ids(2, 9, 20), "attention_mask": ids(2, 9, 20) * 0 + 1},
             state_dim=11, act_dim=5, hidden_size=96, n_head=6, n_layer=2, n_inner=208, max_ep_len=61),
 )  # fmt: skip
-

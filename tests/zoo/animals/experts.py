@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from animal import Animal
+
 from animals.build import GQA, hf
 from animals.decoders import GATED, HEAD, QKV
 
@@ -26,7 +27,9 @@ def mixture(name: str, model: str, expect: dict[str, str], **settings: Any) -> A
     """A causal language model of transformers with experts."""
     attentions = settings.pop("attentions", ("sdpa", "eager"))
     experts = settings.pop("experts", IMPLEMENTATIONS)
-    return Animal(name=name, make=hf(model, **settings), expect=expect, attentions=attentions, experts=experts)
+    return Animal(
+        name=name, make=hf(model, **settings), expect=expect, attentions=attentions, experts=experts
+    )
 
 
 LATENT = {"q_a_proj|q_b_proj|q_proj|kv_a_proj_with_mqa|kv_b_proj": "qkv", "o_proj": "attn_out"}

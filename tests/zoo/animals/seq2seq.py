@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from animal import Animal
+
 from animals.build import hf, ids, image
 from animals.decoders import FC, HEAD, QKV
 from animals.experts import EXPERTS
 
 BART = {**QKV, "out_proj": "attn_out", **FC, **HEAD}
-T5 = {r"\w*Attention\.[qkv]": "qkv", r"\w*Attention\.o": "attn_out", r"wi|wi_0|wi_1": "ffn_in", r"wo": "ffn_out", **HEAD}
+T5 = {
+    r"\w*Attention\.[qkv]": "qkv",
+    r"\w*Attention\.o": "attn_out",
+    r"wi|wi_0|wi_1": "ffn_in",
+    r"wo": "ffn_out",
+    **HEAD,
+}
 BART_SIZES = {
     "d_model": 96, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
     "encoder_ffn_dim": 208, "decoder_ffn_dim": 176, "vocab_size": 517, "max_position_embeddings": 61,
@@ -25,8 +32,17 @@ def both() -> dict[str, Any]:
 
 def seq2seq(name: str, model: str, expect: dict[str, str], inputs=both, **settings: Any) -> Animal:
     """An encoder with a decoder, of transformers."""
-    keep = {key: settings.pop(key) for key in ("attentions", "bf16", "experts", "flops_tolerance") if key in settings}
-    return Animal(name=name, make=hf(model, inputs, **settings), expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
+    keep = {
+        key: settings.pop(key)
+        for key in ("attentions", "bf16", "experts", "flops_tolerance")
+        if key in settings
+    }
+    return Animal(
+        name=name,
+        make=hf(model, inputs, **settings),
+        expect=expect,
+        **{"attentions": ("sdpa", "eager"), **keep},
+    )
 
 
 def heard():
@@ -47,7 +63,7 @@ SEQ2SEQ = (
     seq2seq("marian", "MarianMTModel", BART, **BART_SIZES, pad_token_id=0, decoder_start_token_id=0),
     seq2seq("blenderbot", "BlenderbotForConditionalGeneration", BART, **BART_SIZES),
     seq2seq("m2m_100", "M2M100ForConditionalGeneration", BART, **BART_SIZES),
-    seq2seq("led", "LEDForConditionalGeneration", {"query_global|key_global|value_global|query|key|value": "qkv", r"self_attn\.output": "attn_out", **BART}, **{**{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}}, max_encoder_position_embeddings=64, max_decoder_position_embeddings=61, attention_window=8, attentions=("eager",)),
+    seq2seq("led", "LEDForConditionalGeneration", {"query_global|key_global|value_global|query|key|value": "qkv", r"self_attn\.output": "attn_out", **BART}, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, max_encoder_position_embeddings=64, max_decoder_position_embeddings=61, attention_window=8, attentions=("eager",)),
     seq2seq("fsmt", "FSMTForConditionalGeneration", {**QKV, "out_proj": "attn_out", **FC, "output_projection": "head"}, **{k: v for k, v in BART_SIZES.items() if k != "vocab_size"}, langs=["en", "de"], src_vocab_size=517, tgt_vocab_size=523, attentions=("eager",)),
     seq2seq("prophetnet", "ProphetNetForConditionalGeneration", {"query_proj|key_proj|value_proj": "qkv", "out_proj": "attn_out", r"feed_forward\.intermediate": "ffn_in", r"feed_forward\.output": "ffn_out", "relative_pos_embeddings": "qkv|bf16", **HEAD}, hidden_size=96, encoder_ffn_dim=208, decoder_ffn_dim=176, num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=6, num_decoder_attention_heads=6, vocab_size=517, max_position_embeddings=61, attentions=("eager",)),
     seq2seq("whisper", "WhisperForConditionalGeneration", {**QKV, "out_proj": "attn_out", **FC, "proj_out": "head"}, heard, **{k: v for k, v in BART_SIZES.items() if k != "max_position_embeddings"}, num_mel_bins=20, max_source_positions=24, max_target_positions=61, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),

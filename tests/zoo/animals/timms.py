@@ -7,10 +7,16 @@ from importlib import import_module
 from typing import Any
 
 from animal import Animal, Build, Call
-from animals.build import image
 from torchvision_standin import torchvision
 
-BLOCK = {r"attn\.(qkv|q|kv|k|v)": "qkv", r"attn\.proj": "attn_out", r"mlp\.fc1": "ffn_in", r"mlp\.fc2": "ffn_out"}
+from animals.build import image
+
+BLOCK = {
+    r"attn\.(qkv|q|kv|k|v)": "qkv",
+    r"attn\.proj": "attn_out",
+    r"mlp\.fc1": "ffn_in",
+    r"mlp\.fc2": "ffn_out",
+}
 HEAD = {r"head(\.fc)?": "head"}
 VIT = {"img_size": 24, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 6}
 
@@ -38,17 +44,29 @@ def timm(kind: str, size: int, **settings: Any) -> Callable[[Build], Call]:
 
 def seeing(name: str, kind: str, expect: dict[str, str], size: int = 24, **settings: Any) -> Animal:
     """A model of timm that has `fused_attn`, or no attention at all."""
-    keep = {key: settings.pop(key) for key in ("attentions", "bf16", "flops_tolerance", "dead", "training") if key in settings}
-    return Animal(name=f"timm_{name}", make=timm(kind, size, **settings), expect=expect, **{"attentions": ("sdpa", "eager"), **keep})
-
-
+    keep = {
+        key: settings.pop(key)
+        for key in ("attentions", "bf16", "flops_tolerance", "dead", "training")
+        if key in settings
+    }
+    return Animal(
+        name=f"timm_{name}",
+        make=timm(kind, size, **settings),
+        expect=expect,
+        **{"attentions": ("sdpa", "eager"), **keep},
+    )
 
 
 def _maxvit() -> Any:
     maxxvit = import_module("timm.models.maxxvit")
     attention = maxxvit.MaxxVitTransformerCfg(dim_head=12, window_size=(4, 4), grid_size=(4, 4))
     return maxxvit.MaxxVitCfg(
-        embed_dim=(24, 48), depths=(1, 1), block_type=("M", "M"), stem_width=16, transformer_cfg=attention, head_hidden_size=40
+        embed_dim=(24, 48),
+        depths=(1, 1),
+        block_type=("M", "M"),
+        stem_width=16,
+        transformer_cfg=attention,
+        head_hidden_size=40,
     )
 
 
@@ -100,7 +118,7 @@ TIMMS = (
     seeing("pvt_v2", "pvt_v2_b0", {**BLOCK, **HEAD}, 64, embed_dims=(16, 24, 40, 56), num_heads=(1, 2, 4, 7), depths=(1, 1, 1, 1)),
     seeing("volo", "volo:VOLO", {r"attn\.v": "qkv|mx|bf16", r"attn\.attn": "bf16|mx", r"attn\.(q|kv)": "qkv", **BLOCK, "aux_head": "head", **HEAD}, 64, img_size=64, layers=(1, 1), embed_dims=(24, 48), num_heads=(2, 4), mlp_ratio=3, downsamples=(True, False), outlook_attention=(True, False), stem_hidden_dim=16, attentions=("sdpa",)),
     seeing("crossvit", "crossvit_tiny_240", {r"attn\.w[qkv]": "qkv", **BLOCK, r"projs\.\d+\.\d+|revert_projs\.\d+\.\d+": "bf16|mx", r"head\.\d": "head"}, 240, depth=((1, 1, 0),), embed_dim=(24, 40), num_heads=(2, 4)),
-    seeing("tnt", "tnt_s_legacy_patch16_224", {r"attn_in\.(qk|v)|attn_out\.(qk|v)": "qkv", r"attn_in\.proj|attn_out\.proj": "attn_out", **{r"mlp\w*\.fc1": "ffn_in", r"mlp\w*\.fc2": "ffn_out"}, r"pixel_embed\.proj": "embedding|other", r"blocks\.\d+\.proj": ANY, "proj": "embedding|other", **HEAD}, 32, img_size=32, embed_dim=96, inner_dim=24, depth=2, num_heads_inner=3, num_heads_outer=6),
+    seeing("tnt", "tnt_s_legacy_patch16_224", {r"attn_in\.(qk|v)|attn_out\.(qk|v)": "qkv", r"attn_in\.proj|attn_out\.proj": "attn_out", r"mlp\w*\.fc1": "ffn_in", r"mlp\w*\.fc2": "ffn_out", r"pixel_embed\.proj": "embedding|other", r"blocks\.\d+\.proj": ANY, "proj": "embedding|other", **HEAD}, 32, img_size=32, embed_dim=96, inner_dim=24, depth=2, num_heads_inner=3, num_heads_outer=6),
     seeing("davit", "davit_tiny", {**BLOCK, **HEAD}, 64, depths=(1, 1), embed_dims=(24, 40), num_heads=(2, 4), window_size=4),
     seeing("edgenext", "edgenext_xx_small", {**BLOCK, r"xca\.qkv": "qkv", r"xca\.proj": "attn_out", **POINTWISE, r".*pos_embd\.token_projection|.*pos_embd\.\w+": "bf16", **HEAD}, 64, dims=(24, 48, 88, 168), depths=(1, 1, 1, 2)),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from animal import Animal
+
 from animals.build import hf, ids, image
 from animals.decoders import FC, LLAMA, QKV
 from animals.encoders import BERT_LAYER, OUTPUTS
@@ -17,7 +18,12 @@ VIT_SIZES = {
     "hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 2, "num_attention_heads": 6, "image_size": 24,
     "patch_size": 8, "num_labels": 7,
 }  # fmt: skip
-VIT = {"q_proj|k_proj|v_proj|query|key|value": "qkv", r"attention\.output\.dense|o_proj|out_proj": "attn_out", r"intermediate\.dense|fc1": "ffn_in", r"output\.dense|fc2": "ffn_out"}
+VIT = {
+    "q_proj|k_proj|v_proj|query|key|value": "qkv",
+    r"attention\.output\.dense|o_proj|out_proj": "attn_out",
+    r"intermediate\.dense|fc1": "ffn_in",
+    r"output\.dense|fc2": "ffn_out",
+}
 CLIP = {**QKV, "out_proj": "attn_out", **FC}
 TOWER = {"hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 2, "num_attention_heads": 6}
 
