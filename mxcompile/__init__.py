@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mxcompile.report import Report as Report
     from mxcompile.report import clear_reports as clear_reports
     from mxcompile.report import reports as reports
+    from mxcompile.serving import StoredWeights as StoredWeights
+    from mxcompile.serving import quantize_weights_ as quantize_weights_
     from mxcompile.storage import MXTensor as MXTensor
     from mxcompile.storage import quantize as quantize
     from mxcompile.tune import tune as tune
@@ -45,7 +47,9 @@ _HOME = {
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",
     "explain": "mxcompile.explain",
+    "StoredWeights": "mxcompile.serving",
     "quantize": "mxcompile.storage",
+    "quantize_weights_": "mxcompile.serving",
     "reports": "mxcompile.report",
     "tune": "mxcompile.tune",
 }

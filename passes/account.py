@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import VIEWS, argument, packet
 from mxcompile.graph.tags import Kind, hint, tag_of, tensor
@@ -31,10 +32,16 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int
         value = tensor(stored)
         if stored is not None and value is not None:
             weights[stored] = _numel(value.shape) * count(tag.name)
-    held = sum(
-        numel * value.element_size() for node, numel in weights.items() if (value := tensor(node)) is not None
-    )
+    held = sum(_held(node, numel) for node, numel in weights.items())
     return held, 2 * sum(weights.values())
+
+
+def _held(node: fx.Node, numel: int) -> int:
+    """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored in MXFP8."""
+    value = tensor(node)
+    assert value is not None
+    blocks = -(-numel // BLOCK) if value.dtype in (E4M3.dtype, E5M2.dtype) else 0
+    return numel * value.element_size() + blocks
 
 
 def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:

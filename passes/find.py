@@ -29,7 +29,7 @@ from mxcompile.graph.opsets import (
 )
 from mxcompile.graph.shapes import Sizes, attention_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of, tensor
-from mxcompile.passes.flow import Depends, dependencies, graph_input, origin
+from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored_as
 from mxcompile.policy import Gemm, Role
 
 
@@ -73,10 +73,12 @@ class _Finder:
     def tag_forward(self, node: fx.Node) -> None:
         """Tag a node of the forward as the first GEMM of a layer of its own."""
         path, module = module_of(node)
+        stored = None
         if packet(node) in MATMULS:
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
-                path = layer_name(path, self._weight_path(operands(node)[tensors.index("w")]))
+                weight = operands(node)[tensors.index("w")]
+                path, stored = layer_name(path, self._weight_path(weight)), stored_as(weight)
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -92,6 +94,7 @@ class _Finder:
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
+            stored=stored,
         )
         set_tag(node, *_per_product(tag, sizes))
         self._by_seq[node.meta.get("seq_nr", -1)].append(node)

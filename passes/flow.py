@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from enum import Flag, auto
 from typing import Any
 
+import torch
 from torch import fx
 
+from mxcompile import ops
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import RANDOM, TRANSPARENT, packet
 from mxcompile.graph.tags import tensor
@@ -66,7 +68,21 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node whose values `node` still has: back through views, casts and copies."""
-    while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
+    """The node whose values `node` still has: back through views, casts, copies and dequantization."""
+    while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def _is_transparent(node: fx.Node) -> bool:
+    return packet(node) in TRANSPARENT or node.target is ops.dequantize
+
+
+def stored_as(node: fx.Node) -> torch.dtype | None:
+    """The element type in which the input is stored that `node` is dequantized from; None if it is not."""
+    while _is_transparent(node) and isinstance(node.args[0], fx.Node):
+        if node.target is ops.dequantize:
+            value = tensor(origin(node))
+            return value.dtype if value is not None and origin(node).op == "placeholder" else None
+        node = node.args[0]
+    return None

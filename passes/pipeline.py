@@ -17,6 +17,7 @@ from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
 from mxcompile.passes.restore import Restore
+from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
 from mxcompile.passes.save import Save
 from mxcompile.passes.share import Share
@@ -49,6 +50,7 @@ def joint_passes(
         Classify(inputs=inputs),
         Decide(policy=policy, strict=strict),
         Rewrite(),
+        Reuse(),
         Restore(),
         Share(),
         Save(),

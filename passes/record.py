@@ -6,9 +6,11 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
+from mxcompile.formats import Format, Rounding, Tile, elem_type
 from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import GemmTag, tags_of
-from mxcompile.report import GemmRecord, OperandFormat
+from mxcompile.policy import Gemm
+from mxcompile.report import STORED, GemmRecord, OperandFormat
 
 
 def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
@@ -45,12 +47,28 @@ def _record(tag: GemmTag) -> GemmRecord:
 
 
 def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
-    return tuple(
+    """The formats of both operands in MXFP8; of the weight alone where only that is, being stored so."""
+    found = tuple(
         OperandFormat(
             operand=operand,
             elem=fmt.elem.name,
             block=str(fmt.tile),
-            rounding=str(fmt.rounding),
+            rounding=STORED if operand == "w" and _is_stored(tag, fmt) else str(fmt.rounding),
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
+    )
+    if found or tag.stored is None or "w" not in tag.tensors:
+        return found
+    return (
+        OperandFormat(operand="w", elem=elem_type(tag.stored).name, block=str(Tile.ROW), rounding=STORED),
+    )
+
+
+def _is_stored(tag: GemmTag, fmt: Format) -> bool:
+    """Whether a weight to be cast to `fmt` is stored so: then it is read as it is (see `lowering.graph`)."""
+    return (
+        tag.gemm is Gemm.FPROP
+        and fmt.elem.dtype is tag.stored
+        and fmt.tile is Tile.ROW
+        and fmt.rounding is Rounding.RCEIL
     )

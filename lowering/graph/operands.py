@@ -1,12 +1,9 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
-    dequantize(quantize(x))                → quantize_dequantize(x)    where the cast is in the same graph
-    dequantize(quantize(dequantize(q, s))) → dequantize(q, s)          of a weight that is stored quantized
-    dequantize(q, s)                                                   of any other input
+    dequantize(quantize(x)) → quantize_dequantize(x)    where the cast is in the same graph
+    dequantize(q, s)                                    of any input, a weight that is stored quantized say
 
-The first fuses with what makes x and never becomes FP8. The second is the same value under rceil, whose scale
-for a stored block is no larger and never saturates, so that every element is exact again. Other roundings may
-change it. Each operand is made once.
+The first fuses with what makes x and never becomes FP8. Each operand is made once.
 """
 
 from __future__ import annotations
@@ -18,14 +15,9 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Rounding
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
-
-_EXACT = frozenset({torch.bfloat16, torch.float32})
-"""Dtypes that have every FP8 element times a power of two, extreme scales aside."""
 
 
 class Operands:
@@ -58,32 +50,13 @@ class Operands:
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
-    """An operand as it is stored: before transposes, and before a cast that changes nothing.
+    """An operand before transposes of it; the last result is whether it is transposed.
 
-    The last result is whether it is transposed. Tiled scales, a vector, are the same either way.
+    Tiled scales, a vector, are the same either way.
     """
     qdata, swapped = untransposed(qdata)
     value = tensor(scale)
     if value is not None and value.ndim > 1:
         scale, scale_swapped = untransposed(scale)
         assert swapped == scale_swapped, "elements and scales of an operand are transposed alike"
-    before = _before_recast(qdata, scale)
-    return (qdata, scale, swapped) if before is None else (*before, swapped)
-
-
-def _before_recast(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Elements and scales q and s, if the operand is quantize(dequantize(q, s)) in the format of q."""
-    cast = qdata.args[0] if qdata.target is operator.getitem else None
-    if not isinstance(cast, fx.Node) or cast.target is not ops.quantize or scale.args[:1] != (cast,):
-        return None
-    source, dim, elem_dtype, rounding, *options = cast.args
-    if not isinstance(source, fx.Node) or source.target is not ops.dequantize or any(options[:1]):
-        return None
-    q, s = argument(source, 0), argument(source, 1)
-    values, scales, again = tensor(q), tensor(s), tensor(scale)
-    assert values is not None
-    assert scales is not None
-    assert again is not None
-    same = values.dtype is elem_dtype and scales.ndim == again.ndim == values.ndim
-    same = same and (int(dim) - int(source.args[2])) % values.ndim == 0  # type: ignore[arg-type]
-    return (q, s) if same and rounding == Rounding.RCEIL and source.args[3] in _EXACT else None
+    return qdata, scale, swapped

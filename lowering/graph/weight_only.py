@@ -1,11 +1,13 @@
 """weight_only: products of few rows with a weight that is stored in MXFP8, on chips without an MX GEMM.
 
-    scaled_mm(qa, sa, w, sw) → weight_only_mm(dequantize(qa, sa), w, sw)
+    scaled_mm(qa, sa, w, sw)    → weight_only_mm(dequantize(qa, sa), w, sw)
+    mm(x, dequantize(w, sw)ᵀ)   → weight_only_mm(x, w, sw)
 
 Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16,
-and decoded in registers. The activation is what its MX copy stands for, so that the result is that of the MX
-GEMM up to the order of accumulation (see `operands`, `expand`). More rows are left to `expand`: dequantizing
-the weight once and the vendor's GEMM are faster then. So are weights that only the graph casts.
+and decoded in registers. An activation in MXFP8 is what its copy stands for, so that the result is that of
+the MX GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy leaves in BF16 is
+read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster
+then. So are weights that only the graph casts.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import VIEWS, argument, packet
+from mxcompile.graph.opsets import VIEWS, argument, aten, packet
+from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
-from mxcompile.graph.transpose import transpose
+from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.operands import Operands, stored
 from mxcompile.lowering.targets import Target
@@ -41,7 +44,8 @@ class WeightOnly:
     def products(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of `graph` that the kernel is for."""
         for node in list(graph.nodes):
-            if packet(node) is ops.scaled_mm.overloadpacket and self._takes(node):
+            taken = self._takes if packet(node) is ops.scaled_mm.overloadpacket else self._takes_plain
+            if taken(node):
                 yield node
 
     def apply(self, graph: fx.Graph) -> None:
@@ -49,12 +53,30 @@ class WeightOnly:
         build = Builder(graph, WeightOnly.name)
         operands = Operands(build)
         for node in self.products(graph):
-            self._replace(node, build, operands)
+            if packet(node) is ops.scaled_mm.overloadpacket:
+                self._replace(node, build, operands)
+            else:
+                self._replace_plain(node, build)
         graph.eliminate_dead_code()
 
     def _takes(self, node: fx.Node) -> bool:
-        out, a = tensor(node), tensor(node.args[0])
         qdata, scale, _ = stored(argument(node, 2), argument(node, 3))
+        return self._fits(node, argument(node, 0), qdata, scale)
+
+    def _takes_plain(self, node: fx.Node) -> bool:
+        """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
+        if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
+            return False
+        x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
+        out = tensor(node)
+        if out is None or weight.target is not ops.dequantize or weight.args[3] is not out.dtype:
+            return False
+        along = -1 if swapped else -2
+        return weight.args[2] in (along, along + 2) and self._fits(node, x, *_stored_parts(weight)[:2])
+
+    def _fits(self, node: fx.Node, x: fx.Node, qdata: fx.Node, scale: fx.Node) -> bool:
+        """Whether the kernel is for the product `node` of `x` and a weight of these elements and scales."""
+        out, a = tensor(node), tensor(x)
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
@@ -69,14 +91,32 @@ class WeightOnly:
         out = tensor(node)
         assert out is not None
         qa, sa, qb, sb = (argument(node, index) for index in range(4))
-        dtype = working_dtype(out.dtype)
         with build.graph.inserting_before(node):
-            x = operands.value(qa, sa, -1, dtype, node)
-            weight, scale, swapped = stored(qb, sb)
-            if not swapped:
-                weight, scale = (transpose(each, build) for each in (weight, scale))
-            arguments: tuple[Any, ...] = (x, weight, scale, node.args[4], out.dtype)
-            result = build.call(ops.weight_only_mm, *arguments, like=node)
+            x = operands.value(qa, sa, -1, working_dtype(out.dtype), node)
+            self._emit(node, build, x, stored(qb, sb), node.args[4])
+
+    def _replace_plain(self, node: fx.Node, build: Builder) -> None:
+        x, (made, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
+        weight, scale, turned = _stored_parts(made)
+        bias = node.args[0] if packet(node) is aten.addmm else None
+        with build.graph.inserting_before(node):
+            self._emit(node, build, x, (weight, scale, swapped != turned), bias)
+
+    def _emit(
+        self, node: fx.Node, build: Builder, x: fx.Node, parts: tuple[fx.Node, fx.Node, bool], bias: Any
+    ) -> None:
+        """Put the product of `x` in the place of `node`.
+
+        parts: elements and scales of the weight as stored, and whether the right operand is their transpose.
+        """
+        out, given = tensor(node), tensor(x)
+        assert out is not None
+        assert given is not None
+        weight, scale, swapped = parts
+        if not swapped:
+            weight, scale = (transpose(each, build) for each in (weight, scale))
+        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, like=node)
+        dtype = given.dtype
         value = tensor(weight)
         assert value is not None
         n, k = map(hint, value.shape)
@@ -84,6 +124,12 @@ class WeightOnly:
         kernel = f"mx_weight_only_mm {choices[0].one_of(len(choices))}"
         set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, result)
+
+
+def _stored_parts(made: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
+    """Elements and scales that `made`, a dequantization, reads, before transposes, if any: then True."""
+    (qdata, swapped), (scale, _) = untransposed(argument(made, 0)), untransposed(argument(made, 1))
+    return qdata, scale, swapped
 
 
 def _is_input(node: Any) -> bool:

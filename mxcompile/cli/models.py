@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.cli.dummy_inputs import dummy_inputs
 from mxcompile.errors import ModelError, nearest
+from mxcompile.plan.dummy_inputs import dummy_inputs
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
 _DIRECTORY = "a directory with a Hugging Face config.json"

@@ -35,7 +35,8 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`.
+    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8.
+    batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`.
     choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`. kernel: from
     the lowering.
     """
@@ -48,6 +49,7 @@ class GemmTag:
     gemm: Gemm
     kind: Kind
     tensors: tuple[str, str]
+    stored: torch.dtype | None = None
     batch: int = 1
     m: int = 0
     n: int = 0

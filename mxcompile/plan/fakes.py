@@ -19,6 +19,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
+from mxcompile.storage import MXTensor
 
 
 class Faker:
@@ -29,6 +30,10 @@ class Faker:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """`tensor` without its values."""
+        if isinstance(tensor, MXTensor):
+            with self._mode:
+                stored = tensor.with_parts(self)
+            return nn.Parameter(stored, requires_grad=False) if isinstance(tensor, nn.Parameter) else stored
         with self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):

@@ -59,9 +59,9 @@ class Repeats:
             gemms.append(gemm)
             run.append(gemm)
         gemms += self._copies(run, current)
-        return dataclasses.replace(part, gemms=tuple(gemms), outline=part.outline.widened(self._other_names))
+        return dataclasses.replace(part, gemms=tuple(gemms), outline=part.outline.widened(self.others))
 
-    def _other_names(self, path: str) -> Iterator[str]:
+    def others(self, path: str) -> Iterator[str]:
         """The paths that what is at `path` stands for, without its own."""
         keeper = self._keeper(path)
         if keeper is not None:

@@ -2,13 +2,14 @@
 
 from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.outline import Outline, OutlineNode, folded
-from mxcompile.report.record import GemmRecord, OperandFormat, Part, Summary
+from mxcompile.report.record import STORED, GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, reports
 from mxcompile.report.report import FORMS, Report, form_of
 
 __all__ = [
     "FORMS",
     "REGISTRY",
+    "STORED",
     "GemmNumerics",
     "GemmRecord",
     "Ledger",

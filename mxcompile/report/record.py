@@ -10,13 +10,16 @@ from mxcompile.report.outline import Outline
 SCHEMA = 1
 """Version of the JSON form."""
 
+STORED = "stored"
+"""In place of a rounding: of a weight that the model holds in MXFP8, and that no cast of this GEMM makes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperandFormat:
     """How one operand of a GEMM was quantized.
 
     operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
-    along the contraction dimension, or "32x32". rounding: of the scale.
+    along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`.
     """
 
     operand: str
@@ -35,7 +38,8 @@ class GemmRecord:
     name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size
     is its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype.
-    formats: of both operands, empty unless MXFP8. kernel: what the lowering chose, "" before lowering.
+    formats: of both operands in MXFP8; of a
+    stored weight alone where the GEMM is not. kernel: what the lowering chose, "" before lowering.
     reason: for the precision. source: ``file:line``. graph: position of its graph in the report. estimate_us,
     estimate_bf16_us: roofline estimates with casts, and in BF16; only from `explain`, for targets with known
     peaks.

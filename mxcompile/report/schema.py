@@ -27,7 +27,7 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("OperandFormat", "operand"): ("x", "w", "dy"),
     ("OperandFormat", "elem"): ("e4m3", "e5m2"),
     ("OperandFormat", "block"): ("1x32", "32x32"),
-    ("OperandFormat", "rounding"): ("rceil", "floor", "ceil", "even"),
+    ("OperandFormat", "rounding"): ("rceil", "floor", "ceil", "even", "stored"),
     ("GemmRecord", "gemm"): ("fprop", "dgrad", "wgrad"),
     ("GemmRecord", "precision"): ("mxfp8", "bf16"),
     ("OutlineNode", "kind"): KINDS,

@@ -13,6 +13,7 @@ from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import dequantized as dequantized  # registers the lowering
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.passes.reuse import Reuse
 from mxcompile.policy import Gemm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,6 +44,7 @@ def lowered(function, *inputs: Tensor, target: str = "sm_90", mode: str = "fake"
     for node in module.graph.nodes:
         if node.target is ops.scaled_mm:
             set_tag(node, TAG)
+    Reuse().apply(module.graph)
     WeightOnly(target=TARGETS[target], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()

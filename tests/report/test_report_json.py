@@ -15,7 +15,7 @@ from made_reports import kept, report, whole_report
 from mxcompile.errors import OptionError
 from mxcompile.formats import E4M3, E5M2, Rounding, Tile
 from mxcompile.policy import Gemm, Precision
-from mxcompile.report import Report
+from mxcompile.report import STORED, Report
 from mxcompile.report.record import SCHEMA
 from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
 
@@ -53,7 +53,7 @@ def test_the_published_schema_is_that_of_the_classes():
 def test_the_words_are_those_of_policies():
     assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
     assert set(CHOICES["GemmRecord", "precision"]) == set(Precision)
-    assert set(CHOICES["OperandFormat", "rounding"]) == set(map(str, Rounding))
+    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), STORED}
     assert set(CHOICES["OperandFormat", "block"]) == set(map(str, Tile))
     assert set(CHOICES["OperandFormat", "elem"]) == {E4M3.name, E5M2.name}
 

@@ -1,0 +1,76 @@
+"""What became of a model's weights, as a value and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from mxcompile.report.fold import spelled
+from mxcompile.report.words import byte_count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeight:
+    """One weight of a linear layer or an embedding.
+
+    name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is in MXFP8
+    now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of the stored
+    values over those they were made from, if that was measured.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    stored: bool
+    reason: str
+    num_bytes: int
+    bytes_bf16: int
+    sqnr_db: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """What became of every weight of a model's linear layers and embeddings; printed, equal ones in a row."""
+
+    weights: tuple[StoredWeight, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the stored ones take."""
+        return sum(weight.num_bytes for weight in self.weights if weight.stored)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """What the stored ones would take in BF16."""
+        return sum(weight.bytes_bf16 for weight in self.weights if weight.stored)
+
+    def __str__(self) -> str:
+        stored = [weight for weight in self.weights if weight.stored]
+        share = f" ({self.num_bytes / self.bytes_bf16:.1%} of BF16)" if stored else ""
+        head = f"{len(stored)} of {len(self.weights)} weights in MXFP8: {byte_count(self.num_bytes)}{share}"
+        return f"{head}\n\n{tabulate(self._rows(), headers='keys')}" if self.weights else head
+
+    def _rows(self) -> list[dict[str, str]]:
+        alike: dict[tuple[object, ...], list[StoredWeight]] = {}
+        for weight in self.weights:
+            key = weight.role, weight.shape, weight.stored, weight.reason
+            alike.setdefault(key, []).append(weight)
+        measured = any(weight.sqnr_db is not None for weight in self.weights)
+        return [_row(group, measured) for group in alike.values()]
+
+
+def _row(group: list[StoredWeight], measured: bool) -> dict[str, str]:
+    first = group[0]
+    row = {
+        "weight": spelled(weight.name for weight in group),
+        "role": first.role,
+        "shape": "×".join(map(str, first.shape)),
+        "stored": "mxfp8" if first.stored else "as it was",
+        "bytes": byte_count(sum(weight.num_bytes for weight in group)),
+        "reason": first.reason,
+    }
+    if measured:
+        worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
+        row["worst SQNR"] = "" if worst is None else f"{worst:.1f} dB"
+    return row

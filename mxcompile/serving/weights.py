@@ -1,0 +1,169 @@
+"""`quantize_weights_`: a model's weights become MXFP8 storage, in place.
+
+    parameter w of a layer that the policy sends to MXFP8 in forward  →  MXTensor, quantize(w along K)
+
+What every other parameter is, it stays: embeddings, heads, norms, routers, biases, and weights that something
+else than such layers reads too. A parameter that several modules share stays shared. One weight is cast at a
+time, some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mxcompile.errors import ModelError
+from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.plan.examples import example_inputs
+from mxcompile.policy import Policy
+from mxcompile.serving.choose import Chosen, choose
+from mxcompile.serving.table import StoredWeight, StoredWeights
+from mxcompile.storage import MXTensor
+
+_CHUNK = 1 << 22
+"""Elements cast at once: a few temporaries of 16 MiB."""
+
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Owner:
+    """One place in a model that holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+    path: str
+
+
+def quantize_weights_(
+    model: nn.Module,
+    policy: Policy | str | dict[str, Any] | None = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> StoredWeights:
+    """Store the weights of `model` that `policy` sends to MXFP8 in forward as `MXTensor`s, in place.
+
+    model: on any device; on the meta device too, where nothing but types changes. policy: a preset, file,
+    dict or `Policy`; default the preset ``inference``. args, kwargs: what the model is called with: the roles
+    of layers come from a trace of it on fake tensors; a Hugging Face or timm model needs none. progress: show
+    a bar.
+
+    The model then computes with the values of its stored weights, in its own dtype, eagerly and under any
+    backend. Stored weights are not trained: they require no gradient. Weights of three dimensions, stacks of
+    experts, are stored like others. What is MXFP8 already stays as it is.
+
+    Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
+    cannot be traced, or that needs `args` or `kwargs`; nothing is changed then.
+    """
+    model = getattr(model, "_orig_mod", model)
+    chosen = chosen_weights(model, policy, args, kwargs)
+    owners = _owners(model)
+    result: list[StoredWeight] = []
+    wanted = [path for path in chosen if path in owners]
+    with tqdm(total=len(wanted), desc="weights", unit="layer", disable=not progress, leave=False) as bar:
+        for path in wanted:
+            result.append(_store(path, owners[path], chosen[path]))
+            bar.update()
+    return StoredWeights(weights=tuple(result))
+
+
+def chosen_weights(
+    model: nn.Module,
+    policy: Policy | str | dict[str, Any] | None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Chosen]:
+    """What a policy decides for the weights of `model`, by parameter path. Raises as `quantize_weights_`."""
+    _refuse_sharded(model)
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
+    resolved = Policy.resolve("inference" if policy is None else policy)
+    return choose(model, resolved, args, kwargs or {})
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for path, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
+            raise ModelError(
+                f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
+                " or load a checkpoint that holds them in MXFP8"
+            )
+
+
+def _owners(model: nn.Module) -> dict[str, list[_Owner]]:
+    """Every path of a parameter to all places that hold it."""
+    by_identity: defaultdict[int, list[_Owner]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                path = f"{prefix}.{attribute}".lstrip(".")
+                by_identity[id(parameter)].append(_Owner(module=module, attribute=attribute, path=path))
+    return {owner.path: owners for owners in by_identity.values() for owner in owners}
+
+
+def _store(path: str, owners: Sequence[_Owner], chosen: Chosen) -> StoredWeight:
+    """Store one parameter, if that is what was chosen; what became of it."""
+    parameter = getattr(owners[0].module, owners[0].attribute)
+    before = parameter.numel() * parameter.element_size()
+    reason = chosen.reason
+    stored = None
+    if isinstance(parameter, MXTensor):
+        reason, stored = "stored in mxfp8 already", parameter
+    elif chosen.elem_dtype is not None:
+        reason = _obstacle(parameter) or reason
+        if not _obstacle(parameter):
+            stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
+            made = nn.Parameter(stored, requires_grad=False)
+            for owner in owners:
+                owner.module._parameters[owner.attribute] = made
+    return StoredWeight(
+        name=path,
+        role=chosen.role,
+        shape=tuple(parameter.shape),
+        stored=stored is not None,
+        reason=reason,
+        num_bytes=before if stored is None else stored.stored_bytes,
+        bytes_bf16=2 * parameter.numel(),
+    )
+
+
+def _obstacle(parameter: Tensor) -> str:
+    """What keeps a parameter from being stored, "" if nothing."""
+    if type(parameter) not in (nn.Parameter, Tensor):
+        return f"its type is {type(parameter).__name__}"
+    if parameter.dtype not in _SOURCES:
+        return f"its dtype is {str(parameter.dtype).removeprefix('torch.')}"
+    return ""
+
+
+def cast(x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str) -> MXTensor:
+    """`mxcompile.quantize` with temporaries of a few rows; `x` and the result are all that is large."""
+    dim = block_dim % x.ndim
+    qdata = torch.empty(x.shape, dtype=elem_dtype, device=x.device)
+    blocks = list(x.shape)
+    blocks[dim] = -(-blocks[dim] // 32)
+    scale = torch.empty(blocks, dtype=torch.uint8, device=x.device)
+    for rows in _pieces(x, dim):
+        elements, scales = quantize_tensors(x[rows], dim, elem_dtype, rounding)
+        qdata[rows] = elements
+        scale[rows] = scales
+    return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), dim - x.ndim, x.dtype)
+
+
+def _pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
+    """Parts of `x` of some `_CHUNK` elements, whole along `dim`."""
+    other = max((d for d in range(x.ndim) if d != dim), key=lambda d: x.shape[d], default=None)
+    if other is None:
+        yield (slice(None),)
+        return
+    step = max(1, _CHUNK // max(1, x.numel() // max(1, x.shape[other])))
+    for start in range(0, x.shape[other], step):
+        yield (*[slice(None)] * other, slice(start, start + step))

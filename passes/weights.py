@@ -1,0 +1,165 @@
+"""weights: which inputs of a graph its quantized products cast as they are, and in which format.
+
+    scaled_mm(quantize(x), quantize(view(w), along K))  →  w: along the dimension of w that K is, format
+
+A weight can be stored quantized where this is all that linear layers do with it. Reads a graph after the
+passes and changes nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.names import GraphInput
+from mxcompile.graph.opsets import TRANSPARENT, aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor
+from mxcompile.passes.flow import graph_input
+from mxcompile.policy import Gemm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUse:
+    """What one forward GEMM does with a weight.
+
+    path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
+    non-negative dimension of the parameter that is contracted. elem_dtype, rounding: of the cast, or of the
+    weight as it is stored; None and "" where the GEMM does not cast the weight as it is. reason: for either.
+    """
+
+    path: str
+    layer: str
+    role: str
+    reason: str
+    block_dim: int = 0
+    elem_dtype: torch.dtype | None = None
+    rounding: str = ""
+
+
+def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
+    """The uses of the parameters among `inputs` in forward GEMMs of `graph`, and in embeddings."""
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if packet(node) is aten.embedding:
+            path = _path(_source(node.args[0])[0], inputs)
+            if path:
+                yield WeightUse(path=path, layer=path, role="embedding", reason="role embedding")
+        elif tag is not None and tag.kind is Kind.LINEAR and tag.gemm is Gemm.FPROP:
+            yield from _of_gemm(node, tag, inputs)
+
+
+def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
+    assert tag.choice is not None
+    side = tag.tensors.index("w")
+    known: dict[str, Any] = {"layer": tag.name, "role": str(tag.role), "reason": tag.choice.reason}
+    if packet(node) not in ops.PRODUCTS:
+        path = _path(_source(operands(node)[side])[0], inputs)
+        if path:
+            yield WeightUse(path=path, **known)
+        return
+    cast, found = _source(node.args[2 * side])
+    if path := _path(cast, inputs):
+        stored, rank = tensor(cast), len(found or ())
+        block = found[rank - 1 if side == 0 else rank - 2] if found else None
+        assert stored is not None
+        yield WeightUse(path=path, block_dim=block or 0, elem_dtype=stored.dtype, rounding="rceil", **known)
+        return
+    if packet(cast) is not operator.getitem or not isinstance(cast.args[0], fx.Node):
+        return
+    made = cast.args[0]
+    source, dim, elem_dtype, rounding, *options = made.args
+    parameter, found = _source(source)
+    path = _path(parameter, inputs)
+    if not path:
+        return
+    if made.target is not ops.quantize or any(options[:1]):
+        yield WeightUse(path=path, **{**known, "reason": "its scales are not those of 32 elements along K"})
+        return
+    value = tensor(source)
+    assert value is not None
+    block = found[int(dim) % value.ndim] if found is not None else None  # type: ignore[arg-type]
+    if block is None:
+        yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
+        return
+    assert isinstance(elem_dtype, torch.dtype)
+    yield WeightUse(path=path, block_dim=block, elem_dtype=elem_dtype, rounding=str(rounding), **known)
+
+
+def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
+    """Path of the parameter that `node` is, "" for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder":
+        return ""
+    known = graph_input(node, inputs)
+    return known.path if known is not None and known.static else ""
+
+
+def _source(node: Any) -> tuple[Any, list[int | None] | None]:
+    """What `node` is a view, cast or copy of; for each dimension of `node` that of the source, None if none.
+
+    The dimensions are None altogether where a view does not tell.
+    """
+    if not isinstance(node, fx.Node):
+        return node, None
+    value = tensor(node)
+    dims: list[int | None] | None = None if value is None else [*range(value.ndim)]
+    while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
+        dims = _through(node, dims)
+        node = node.args[0]
+    return node, dims
+
+
+def _through(node: fx.Node, dims: list[int | None] | None) -> list[int | None] | None:
+    """`dims`, into `node`, as dimensions of its first argument."""
+    value, source = tensor(node), tensor(node.args[0])
+    if dims is None or value is None or source is None:
+        return None
+    table = _before(node, [*value.shape], [*source.shape])
+    return None if table is None else [None if dim is None else table[dim] for dim in dims]
+
+
+def _before(node: fx.Node, shape: list[Any], source: list[Any]) -> list[int | None] | None:
+    """For each dimension of the view `node` that of what it views; None if it is not one of those known."""
+    rank = len(source)
+    match packet(node):
+        case aten.t:
+            return [*range(rank)][::-1]
+        case aten.permute:
+            return [int(dim) % rank for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
+        case aten.transpose:
+            order: list[int | None] = [*range(rank)]
+            first, second = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+            order[first], order[second] = second, first
+            return order
+        case aten.select:
+            gone = int(node.args[1]) % rank  # type: ignore[arg-type]
+            return [dim for dim in range(rank) if dim != gone]
+    if len(shape) == rank and shape == source:
+        return [*range(rank)]
+    if packet(node) in (aten.slice, aten.expand) and len(shape) == rank:
+        return [dim if shape[dim] == source[dim] else None for dim in range(rank)]
+    if packet(node) in (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze):
+        return [_same_place(shape, dim, source) for dim in range(len(shape))]
+    return None
+
+
+def _same_place(shape: list[Any], dim: int, source: list[Any]) -> int | None:
+    """The dimension of `source` as long as `dim` of `shape`, with as many elements behind it."""
+    behind = _product(shape[dim + 1 :])
+    for other, length in enumerate(source):
+        if length == shape[dim] and _product(source[other + 1 :]) == behind:
+            return other
+    return None
+
+
+def _product(sizes: Sequence[Any]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

@@ -1,0 +1,281 @@
+"""`quantize_weights_`: which weights it stores, what the model then computes, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.errors import ModelError
+from mxcompile.graph.tags import tags_of
+from mxcompile.lowering.graph.weight_only import WeightOnly
+from mxcompile.lowering.targets import TARGETS
+
+BF16 = torch.bfloat16
+ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+class Block(nn.Module):
+    """A gated feed-forward network with a residual, its output layer as wide as it is long."""
+
+    def __init__(self, width: int = 96, hidden: int = 128) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=BF16)
+        self.gate = nn.Linear(width, hidden, bias=False, dtype=BF16)
+        self.up = nn.Linear(width, hidden, bias=False, dtype=BF16)
+        self.down = nn.Linear(hidden, width, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """An embedding, blocks that repeat, and a head tied to the embedding."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 96, dtype=BF16)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(96, 64, bias=False, dtype=BF16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def stored_names(model: nn.Module) -> set[str]:
+    return {name for name, value in model.named_parameters() if isinstance(value, MXTensor)}
+
+
+def quantized(model: nn.Module | None = None, policy=None) -> tuple[nn.Module, mxcompile.StoredWeights]:
+    model = Model() if model is None else model
+    return model, mxcompile.quantize_weights_(model, policy, args=(TOKENS,), progress=False)
+
+
+def test_blocks_are_stored_and_the_rest_is_not():
+    model = Model()
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    _, table = quantized(model)
+    wanted = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("gate", "up", "down")}
+    assert stored_names(model) == wanted
+    for name, value in model.named_parameters():
+        if name in wanted:
+            assert torch.equal(value.dequantize(), mxcompile.quantize(expected[name]).dequantize())
+        else:
+            assert torch.equal(value, expected[name])
+    assert table.num_bytes <= 0.52 * table.bytes_bf16
+    by_name = {weight.name: weight for weight in table.weights}
+    assert by_name["embed.weight"].reason == "role embedding"
+    assert model.head.weight is model.embed.weight
+    assert "6 of 7 weights in MXFP8" in str(table)
+
+
+def test_of_repeated_blocks_every_one_is_stored():
+    model, _ = quantized(Model(blocks=7))
+    assert len(stored_names(model)) == 21
+
+
+def dense_copy(model: nn.Module) -> nn.Module:
+    """The model of the values of the stored weights."""
+    dense = Model(blocks=len(model.blocks))
+    dense.load_state_dict(model.state_dict())
+    assert not stored_names(dense)
+    return dense.requires_grad_(False)
+
+
+def test_it_computes_with_the_values_of_its_weights():
+    model, _ = quantized()
+    dense = dense_copy(model)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), dense(TOKENS))
+        compiled = torch.compile(model, backend="inductor", fullgraph=True)(TOKENS)
+        torch.testing.assert_close(compiled, torch.compile(dense, backend="inductor")(TOKENS))
+
+
+def test_compiled_with_mxfp8_it_is_the_model_of_dense_weights_bit_for_bit():
+    model, _ = quantized()
+    dense = dense_copy(model)
+    results, bytes_ = [], []
+    with torch.no_grad():
+        for each in (model, dense):
+            torch._dynamo.reset()
+            mxcompile.clear_reports()
+            compiled = torch.compile(each, backend="mxfp8", options={"policy": "inference"}, fullgraph=True)
+            results.append(compiled(TOKENS))
+            bytes_.append(mxcompile.reports()[-1].summary.weight_bytes)
+    assert torch.equal(*results)
+    blocks = sum(value.numel() for name, value in dense.named_parameters() if name.startswith("blocks"))
+    assert bytes_[0] < bytes_[1] - 0.9 * blocks
+
+
+def test_records_say_that_weights_are_stored():
+    model, _ = quantized()
+    for policy, precision in (("inference", "mxfp8"), ("bf16", "bf16")):
+        report = mxcompile.explain(model, TOKENS, policy=policy, training=False)
+        record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
+        assert record.precision == precision
+        (weight,) = (form for form in record.formats if form.operand == "w")
+        assert str(weight) == "w:e4m3 1x32 stored"
+        head = next(gemm for gemm in report.gemms if gemm.name == "head")
+        assert head.formats == ()
+
+
+def test_stored_weights_are_not_cast_again(monkeypatch):
+    """Neither for the chip's own MX GEMM nor for an emulated one, and a few rows read the codes."""
+    from mxcompile.compiler import compilation
+
+    found: dict[str, list[str]] = {}
+
+    def look(graph, target, device) -> None:
+        if target.name == "sm_90":
+            WeightOnly(target=TARGETS["sm_90"], device="cpu").apply(graph)
+        found[target.name] = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        kernels = [tag.kernel for node in graph.nodes for tag in tags_of(node)]
+        found[f"{target.name} kernels"] = kernels
+
+    monkeypatch.setattr(compilation.lowering, "run", look)
+    model, _ = quantized()
+    for target in ("sm_90", "sm_100"):
+        mxcompile.explain(model, TOKENS[:1], policy="inference", training=False, target=target)
+        casts = [name for name in found[target] if "mx.quantize" in name]
+        assert len(casts) == 4, "two activations of each block"
+        assert "mx.dequantize.default" not in found[target]
+    mxcompile.explain(model, TOKENS[:1], policy="bf16", training=False, target="sm_90")
+    assert found["sm_90"].count("mx.weight_only_mm.default") == 6
+    assert "mx.dequantize.default" not in found["sm_90"]
+    assert all(kernel.startswith("mx_weight_only_mm") for kernel in found["sm_90 kernels"][:6])
+
+
+def test_a_policy_chooses():
+    rules = [{"match": {"name": "blocks.0.*"}, "use": "bf16"}]
+    model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules})
+    assert stored_names(model) == {f"blocks.1.{name}.weight" for name in ("gate", "up", "down")}
+    assert {w.reason for w in table.weights if w.name.startswith("blocks.0")} == {"policy: rule 1"}
+
+
+def test_a_weight_that_an_embedding_reads_stays():
+    model, table = quantized(policy=ALL)
+    assert "embed.weight" not in stored_names(model)
+    (embedding,) = (weight for weight in table.weights if weight.name == "embed.weight")
+    assert embedding.reason == "role embedding"
+
+
+class Transposed(nn.Module):
+    """Weights stored [K, N], as wide as they are long; one shared by two layers; one used both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(64, 64, dtype=BF16))
+        self.second = nn.Parameter(torch.randn(64, 64, dtype=BF16))
+        self.both = nn.Parameter(torch.randn(64, 64, dtype=BF16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(x @ self.first) @ self.second.t()
+        return x @ self.both @ self.both.t()
+
+
+def test_blocks_run_along_what_is_contracted():
+    model = Transposed()
+    dense = [value.detach().clone() for value in model.parameters()]
+    table = mxcompile.quantize_weights_(model, ALL, args=(torch.randn(3, 64, dtype=BF16),), progress=False)
+    assert stored_names(model) == {"first", "second"}
+    assert torch.equal(model.first.dequantize(), mxcompile.quantize(dense[0], block_dim=0).dequantize())
+    assert torch.equal(model.second.dequantize(), mxcompile.quantize(dense[1], block_dim=1).dequantize())
+    assert "in different ways" in next(w.reason for w in table.weights if w.name == "both")
+
+
+class Experts(nn.Module):
+    """A stack of experts, every token through all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 96, 64, dtype=BF16))
+        self.down = nn.Parameter(torch.randn(4, 96, 64, dtype=BF16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(torch.bmm(x.expand(4, *x.shape), self.up.transpose(1, 2)))
+        return torch.bmm(hidden, self.down).sum(0)
+
+
+def test_stacks_of_experts():
+    model, x = Experts(), torch.randn(3, 64, dtype=BF16)
+    mxcompile.quantize_weights_(model, ALL, args=(x,), progress=False)
+    assert [value.block_dim for value in model.parameters()] == [-1, -2]
+    report = mxcompile.explain(model, x, policy=ALL, training=False)
+    assert [gemm.name for gemm in report.gemms] == ["up", "down"]
+    with torch.no_grad():
+        dense = [value.dequantize() for value in model.parameters()]
+        expected = torch.bmm(torch.relu(torch.bmm(x.expand(4, 3, 64), dense[0].mT)), dense[1]).sum(0)
+        assert torch.equal(model(x), expected)
+
+
+def test_shared_modules_and_parameters_stay_shared():
+    model = nn.Sequential(Block(), Block())
+    model[1].up = model[0].up
+    model[1].down.weight = model[0].down.weight
+    mxcompile.quantize_weights_(model, ALL, args=(torch.randn(2, 96, dtype=BF16),), progress=False)
+    assert isinstance(model[1].up.weight, MXTensor)
+    assert isinstance(model[1].down.weight, MXTensor)
+    assert model[1].down.weight is model[0].down.weight
+
+
+def test_twice_is_once():
+    model, _ = quantized()
+    before = {name: id(value) for name, value in model.named_parameters()}
+    _, table = quantized(model)
+    assert {name: id(value) for name, value in model.named_parameters()} == before
+    assert {w.reason for w in table.weights if w.stored} == {"stored in mxfp8 already"}
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        model = Model()
+    quantized(model)
+    assert len(stored_names(model)) == 6
+    assert all(value.is_meta for value in model.parameters())
+    source, _ = quantized()
+    model.load_state_dict(source.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), source(TOKENS))
+
+
+def test_a_large_weight_is_cast_in_pieces():
+    from mxcompile.serving import weights
+
+    x = torch.randn(5, 300, 70) * torch.exp2(torch.randint(-9, 9, (5, 300, 70)).float())
+    for dim in range(3):
+        expected = mxcompile.quantize(x, block_dim=dim)
+        pieces = len(list(weights._pieces(x, dim)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights, "_CHUNK", 1000)
+            assert len(list(weights._pieces(x, dim))) > pieces
+            found = weights.cast(x, dim, torch.float8_e4m3fn, "rceil")
+        assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+        assert torch.equal(found.scale_bytes, expected.scale_bytes)
+
+
+def test_a_model_that_nothing_is_known_of_is_refused():
+    with pytest.raises(ModelError, match="pass args="):
+        mxcompile.quantize_weights_(Model())
+
+
+def test_sharded_parameters_are_refused(monkeypatch):
+    model = Model()
+
+    class Sharded(nn.Parameter):
+        device_mesh = placements = ()
+
+    model.blocks[0].up.weight = Sharded(torch.zeros(128, 96, dtype=BF16))
+    with pytest.raises(ModelError, match=r"blocks.0.up.weight is sharded"):
+        quantized(model)
+    assert not stored_names(model)
