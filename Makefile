@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo test test-slow lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
+.PHONY: demo docs test test-slow lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxcompile demo
@@ -15,6 +15,9 @@ test: $(VENV)/.test
 # What takes long: model zoos, fuzzing, killed processes, many ranks.
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -59,5 +62,5 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet --editable '.[demo,test,lint]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --editable '.[demo,test,lint,docs]' -c $(CONSTRAINTS)
 	touch $@ $(VENV)/.demo
