@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import fx
 
+from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
@@ -38,12 +39,14 @@ class Find:
     """Tag the matmuls of a graph.
 
     inputs: those of the captured graph. prefix: put before module paths. first_index: of the first GEMM.
+    blocks: of the model.
     """
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
     prefix: str = ""
     first_index: int = 0
+    blocks: Blocks = field(default_factory=Blocks)
 
     def apply(self, graph: fx.Graph) -> None:
         """Tag all matmul-like nodes of `graph`."""
@@ -95,6 +98,7 @@ class _Finder:
             kind=kind,
             tensors=tensors,
             stored=stored,
+            block=self._options.blocks.place(name),
         )
         set_tag(node, *_per_product(tag, sizes))
         self._by_seq[node.meta.get("seq_nr", -1)].append(node)

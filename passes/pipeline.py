@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
+from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.printer import Printed
 from mxcompile.passes.classify import Classify
@@ -43,10 +44,11 @@ def joint_passes(
     strict: bool = False,
     prefix: str = "",
     first_index: int = 0,
+    blocks: Blocks | None = None,
 ) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order."""
     return (
-        Find(inputs=inputs, prefix=prefix, first_index=first_index),
+        Find(inputs=inputs, prefix=prefix, first_index=first_index, blocks=blocks or Blocks()),
         Classify(inputs=inputs),
         Decide(policy=policy, strict=strict),
         Rewrite(),

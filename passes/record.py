@@ -42,6 +42,7 @@ def _record(tag: GemmTag) -> GemmRecord:
         formats=_formats(tag),
         kernel=tag.kernel,
         module=tag.module,
+        block=tag.block,
         source=tag.source,
     )
 

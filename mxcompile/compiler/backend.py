@@ -23,6 +23,7 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
+from mxcompile.graph.blocks import Blocks
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
@@ -68,7 +69,7 @@ class Backend:
         path = next((name for name, module in self.root.named_modules() if module is block), None)
         if path is None:
             raise OptionError("Backend(block=…) is not a module of root")
-        return name_signature(self.options.policy, self.root, path)
+        return name_signature(self.options.policy, self.root, path, Blocks.of(self.root))
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
         """Compile `gm`. Called by Dynamo."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import PARALLEL, GraphInput, module_of, source_of, user_path
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
@@ -21,13 +22,15 @@ class Capture:
     """A graph as Dynamo handed it over.
 
     inputs: what each is, by its path below the frame's module. root: the compiled model, if known. prefix:
-    path in it of the module whose frame this is. device: of the first tensor. identity: hash of what names
-    the graph's layers; with_sources: the same with the lines of the user's code, and the inputs' shapes.
+    path in it of the module whose frame this is. blocks: of the model. device: of the first tensor. identity:
+    hash of what names the graph's layers; with_sources: the same with the lines of the user's code, and the
+    inputs' shapes.
     """
 
     inputs: tuple[GraphInput, ...]
     root: nn.Module | None
     prefix: str
+    blocks: Blocks
     device: torch.device
     identity: str
     with_sources: str
@@ -44,14 +47,16 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
         inputs.append(found)
         if prefix is not None:
             prefixes.add(prefix)
+    blocks = Blocks.of(root)
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return Capture(
         inputs=tuple(inputs),
         root=root,
         prefix=prefix,
+        blocks=blocks,
         device=_device(example_inputs),
-        identity=_hash(_identity(gm, prefix)),
-        with_sources=_hash(_details(gm, example_inputs, prefix)),
+        identity=_hash((*_identity(gm, prefix), blocks)),
+        with_sources=_hash((*_details(gm, example_inputs, prefix), blocks)),
     )
 
 

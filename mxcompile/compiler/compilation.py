@@ -77,7 +77,7 @@ class Compilation:
     def _warnings(self) -> tuple[str, ...]:
         if self.found.root is None or not self.found.prefix:
             return ()
-        sentence = shared_code(self.options.policy, self.found.root, self.found.prefix)
+        sentence = shared_code(self.options.policy, self.found.root, self.found.prefix, self.found.blocks)
         if sentence is None:
             return ()
         log.warning("%s", sentence)
@@ -121,6 +121,7 @@ class Compilation:
             strict=self.options.strict,
             prefix=self.found.prefix,
             first_index=len(self._part.gemms),
+            blocks=self.found.blocks,
         )
         start = time.perf_counter()
         try:

@@ -25,6 +25,7 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
 from mxcompile.explain.roofline import estimate
+from mxcompile.graph.blocks import Blocks
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
 from mxcompile.plan.fakes import call, fake_copy
 from mxcompile.plan.inputs import ModelInput, keywords
@@ -87,8 +88,8 @@ def _parts(
         return _Explainer(model, options, training, _keep_all).run(args, kwargs)
 
 
-def _keep_all(_: nn.Module, __: Policy) -> Repeats:
-    return Repeats()
+def _keep_all(model: nn.Module, _: Policy) -> Repeats:
+    return Repeats(blocks=Blocks.of(model))
 
 
 def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
@@ -123,7 +124,7 @@ class _Explainer:
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: note what is decided, and go on with fake results."""
-        found = capture(gm, example_inputs, self._model)
+        found = dataclasses.replace(capture(gm, example_inputs, self._model), blocks=self._repeats.blocks)
         target = TARGETS.get(self._options.target, Target(name=self._options.target, device="cpu"))
         compilation = Compilation(self._options, found, gm, target, self._repeats.count)
         trace(compilation, gm, example_inputs)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format
-from mxcompile.policy import Choice, Gemm, Layer, Role, Saved
+from mxcompile.policy import Block, Choice, Gemm, Layer, Role, Saved
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -35,10 +35,10 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8.
-    batch, m, n, k: sizes, symbolic ones by their hint. role: from `classify`.
-    choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`. kernel: from
-    the lowering.
+    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where the
+    layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role: from
+    `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`.
+    kernel: from the lowering.
     """
 
     layer: str
@@ -50,6 +50,7 @@ class GemmTag:
     kind: Kind
     tensors: tuple[str, str]
     stored: torch.dtype | None = None
+    block: Block | None = None
     batch: int = 1
     m: int = 0
     n: int = 0
@@ -62,7 +63,15 @@ class GemmTag:
 
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
-        return Layer(name=self.name, role=self.role, module=self.module, m=self.m, n=self.n, k=self.k)
+        return Layer(
+            name=self.name,
+            role=self.role,
+            module=self.module,
+            m=self.m,
+            n=self.n,
+            k=self.k,
+            block=self.block,
+        )
 
 
 def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:

@@ -1,7 +1,7 @@
 """Equal layers of a model, of which a few stand for all when the model is only traced.
 
 Layers are the members of a module list. Two are equal if they have the same classes, settings, parameters
-(shape, dtype, gradient) and buffers throughout, but for their own index, and if the policy's name patterns
+(shape, dtype, gradient) and buffers throughout, but for their own index, and if the policy's names and blocks
 fall on them alike. Of every kind the first, one in the middle and the last are kept; the one in the middle
 stands for the rest: ends can differ in what surrounds them, the middle cannot.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxcompile.graph.blocks import Blocks
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import name_signature
@@ -31,9 +32,13 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeats:
-    """Which layers stand for which: module path of a kept layer to the paths of those left out."""
+    """Which layers stand for which: module path of a kept layer to the paths of those left out.
+
+    blocks: of the model with all its layers.
+    """
 
     standing_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=Blocks)
 
     def _keeper(self, path: str) -> str | None:
         """The kept layer that `path` lies in, if it stands for others."""
@@ -73,7 +78,8 @@ class Repeats:
             return
         for path in self.standing_for[keeper]:
             for gemm in run:
-                yield dataclasses.replace(gemm, name=path + gemm.name.removeprefix(keeper))
+                name = path + gemm.name.removeprefix(keeper)
+                yield dataclasses.replace(gemm, name=name, block=self.blocks.place(name))
 
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:
@@ -82,28 +88,34 @@ def fold(model: nn.Module, policy: Policy) -> Repeats:
     for module in model.modules():
         for parameter in module._parameters.values():
             owners[id(parameter)] += 1
+    blocks = Blocks.of(model)
     standing_for: dict[str, tuple[str, ...]] = {}
     pending = [("", model)]
     while pending:
         path, module = pending.pop()
         if isinstance(module, _CONTAINERS):
-            standing_for |= _fold_container(model, path, module, policy, owners)
+            standing_for |= _fold_container(model, path, module, policy, owners, blocks)
         for name, child in module._modules.items():
             inside = f"{path}.{name}".lstrip(".")
             if child is not None and inside not in standing_for:
                 pending.append((inside, child))
-    return Repeats(standing_for=standing_for)
+    return Repeats(standing_for=standing_for, blocks=blocks)
 
 
 def _fold_container(
-    model: nn.Module, path: str, container: nn.Module, policy: Policy, owners: dict[int, int]
+    model: nn.Module,
+    path: str,
+    container: nn.Module,
+    policy: Policy,
+    owners: dict[int, int],
+    blocks: Blocks,
 ) -> dict[str, tuple[str, ...]]:
     """Fold one container; for each kept layer that stands for others, their paths."""
     kinds: dict[Any, list[str]] = {}
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
             own = f"{path}.{name}".lstrip(".")
-            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own))
+            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own, blocks))
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():

@@ -2,10 +2,13 @@
 
 from mxcompile.policy.model import (
     ATTENTION_PRODUCTS,
+    Block,
     Choice,
     Decision,
+    Ends,
     Gemm,
     Layer,
+    Limit,
     Match,
     Precision,
     Role,
@@ -17,10 +20,13 @@ from mxcompile.policy.policy import Policy
 
 __all__ = [
     "ATTENTION_PRODUCTS",
+    "Block",
     "Choice",
     "Decision",
+    "Ends",
     "Gemm",
     "Layer",
+    "Limit",
     "Match",
     "Policy",
     "Precision",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
-from mxcompile.formats import E4M3, ElemType, Format, Rounding, Tile
+from mxcompile.formats import BLOCK, E4M3, ElemType, Format, Rounding, Tile
 
 
 class Role(StrEnum):
@@ -58,11 +59,19 @@ class Saved(StrEnum):
     BF16 = "bf16"
 
 
+class Block(NamedTuple):
+    """Where a layer lies in the depth of a model: in block `number`, from 0, of `total` repeated ones."""
+
+    number: int
+    total: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
     """A linear layer as a rule sees it; m, n and k are those of its forward GEMM.
 
-    name: full module path. module: class name of the module that runs it.
+    name: full module path. module: class name of the module that runs it. block: where it lies among the
+    repeated blocks of the model, None outside them.
     """
 
     name: str
@@ -71,6 +80,7 @@ class Layer:
     m: int
     n: int
     k: int
+    block: Block | None = None
 
 
 @functools.cache
@@ -81,24 +91,62 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
-    """What a rule applies to: every field that is not empty or 0 must hold.
+class Ends:
+    """The `first` and the `last` blocks of every stack of repeated blocks."""
 
-    name: globs (``*`` crosses dots) or ``re:`` expressions, anchored. role, module: any of. min_m, min_n,
-    min_k: least size of the forward GEMM.
+    first: int = 0
+    last: int = 0
+
+    def hold(self, block: Block | None) -> bool:
+        """Whether `block` is one of them."""
+        return block is not None and (block.number < self.first or block.number >= block.total - self.last)
+
+
+class Limit(NamedTuple):
+    """One size limit of a rule and the size it is about: `key` is that of the rule, `letter` m, n or k."""
+
+    key: str
+    letter: str
+    limit: int
+    size: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the size is allowed."""
+        return self.size <= self.limit if self.upper else self.size >= self.limit
+
+    @property
+    def upper(self) -> bool:
+        """Whether the limit is the largest size allowed, not the least."""
+        return self.key.startswith("max")
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.limit} ({self.letter}={self.size})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What a rule applies to: every field that is not empty, None or 0 must hold.
+
+    name: globs (``*`` crosses dots) or ``re:`` expressions, anchored. role, module: any of. blocks: in the
+    first or last repeated blocks. min_m to max_k: least and largest size of the forward GEMM.
     """
 
     name: tuple[str, ...] = ()
     role: tuple[Role, ...] = ()
     module: tuple[str, ...] = ()
+    blocks: Ends | None = None
     min_m: int = 0
     min_n: int = 0
     min_k: int = 0
+    max_m: int = 0
+    max_n: int = 0
+    max_k: int = 0
 
     def fits(self, layer: Layer) -> bool:
         """Whether everything but the sizes holds for `layer`."""
         return (
-            self.names(layer.name)
+            self.places(layer.name, layer.block)
             and (not self.role or layer.role in self.role)
             and (not self.module or layer.module in self.module)
         )
@@ -107,17 +155,29 @@ class Match:
         """Whether the name patterns, if there are any, allow `name`."""
         return not self.name or any(_compiled(pattern).fullmatch(name) for pattern in self.name)
 
-    def limits(self, layer: Layer) -> tuple[tuple[str, int, int], ...]:
-        """Letter, limit and size of `layer` for every size limit there is."""
-        every = (("m", self.min_m, layer.m), ("n", self.min_n, layer.n), ("k", self.min_k, layer.k))
-        return tuple((key, limit, size) for key, limit, size in every if limit)
+    def places(self, name: str, block: Block | None) -> bool:
+        """Whether all that is said about where a layer is holds for one called `name` in `block`."""
+        return self.names(name) and (self.blocks is None or self.blocks.hold(block))
 
-    def too_small(self, layer: Layer) -> str | None:
-        """The first size limit `layer` misses, with the measured size, or None."""
-        for key, limit, size in self.limits(layer):
-            if size < limit:
-                return f"min_{key} {limit} ({key}={size})"
-        return None
+    def limits(self, layer: Layer) -> tuple[Limit, ...]:
+        """Every size limit there is, with the size of `layer`."""
+        every = (
+            Limit("min_m", "m", self.min_m, layer.m),
+            Limit("min_n", "n", self.min_n, layer.n),
+            Limit("min_k", "k", self.min_k, layer.k),
+            Limit("max_m", "m", self.max_m, layer.m),
+            Limit("max_n", "n", self.max_n, layer.n),
+            Limit("max_k", "k", self.max_k, layer.k),
+        )
+        return tuple(limit for limit in every if limit.limit)
+
+    def of_any_size(self) -> Match:
+        """The same without size limits."""
+        return replace(self, min_m=0, min_n=0, min_k=0, max_m=0, max_n=0, max_k=0)
+
+    def missed(self, layer: Layer) -> Limit | None:
+        """The first size limit that `layer` does not keep, or None."""
+        return next((limit for limit in self.limits(layer) if not limit.kept), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +219,10 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What decides where no rule does: which GEMMs of which roles, in which formats."""
+    """What decides where no rule does: which GEMMs of which roles, in which formats.
+
+    least_side: of a weight; one with a smaller side is left alone.
+    """
 
     name: str
     gemms: frozenset[Gemm] = frozenset(Gemm)
@@ -176,6 +239,7 @@ class Preset:
     elem: ElemType = E4M3
     grad_elem: ElemType = E4M3
     rounding: Rounding = Rounding.RCEIL
+    least_side: int = BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,7 +125,15 @@ def _parse_match(raw: Any, path: Path, source: Source) -> Match:
             f"expected a mapping with at least one of {_words(schema.MATCH)}, found {shown(raw)}",
         )
     _check_keys(raw, schema.MATCH, path, source)
-    return Match(**{key: _read(schema.MATCH[key], raw[key], (*path, key), source) for key in raw})
+    match = Match(**{key: _read(schema.MATCH[key], raw[key], (*path, key), source) for key in raw})
+    for letter in "mnk":
+        least, largest = getattr(match, f"min_{letter}"), getattr(match, f"max_{letter}")
+        if 0 < largest < least:
+            raise source.error(
+                (*path, f"max_{letter}"),
+                f"no size is at least min_{letter} {least} and at most max_{letter} {largest}",
+            )
+    return match
 
 
 def _parse_use(raw: Any, path: Path, source: Source) -> Use:

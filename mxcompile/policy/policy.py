@@ -15,8 +15,10 @@ from mxcompile.policy import schema
 from mxcompile.policy.model import (
     Choice,
     Decision,
+    Ends,
     Gemm,
     Layer,
+    Limit,
     Precision,
     Preset,
     Rule,
@@ -106,15 +108,15 @@ class Policy:
     def rule_for(self, layer: Layer) -> int | None:
         """Index of the rule that decides for `layer`, or None for the preset."""
         for index, rule in enumerate(self.rules):
-            if rule.match.fits(layer) and rule.match.too_small(layer) is None:
+            if rule.match.fits(layer) and rule.match.missed(layer) is None:
                 return index
         return None
 
-    def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> str | None:
+    def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> Limit | None:
         """The size limit that kept a rule, tried before the deciding one, from MXFP8 for `gemm`."""
         for rule in self.rules[:decided]:
             if rule.use.wants(gemm) is Precision.MXFP8 and rule.match.fits(layer):
-                return rule.match.too_small(layer)
+                return rule.match.missed(layer)
         return None
 
     def _choose(self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None) -> Choice:
@@ -126,12 +128,23 @@ class Policy:
             wanted, reason = Precision.BF16, f"role {layer.role}"
         elif gemm not in self.base.gemms:
             wanted, reason = Precision.BF16, f"preset {self.base.name}: no {gemm}"
+        elif small := self._small_side(layer):
+            wanted, reason = Precision.BF16, f"preset {self.base.name}: {small}"
         else:
             wanted, reason = Precision.MXFP8, f"preset {self.base.name}: role {layer.role}"
         if wanted is Precision.BF16:
             near_miss = self._near_miss(gemm, layer, index)
             reason = f"policy: {near_miss}" if near_miss else reason
         return Choice(precision=wanted, reason=reason)
+
+    def _small_side(self, layer: Layer) -> str | None:
+        """The side of the layer's weight that the preset finds too small, or None.
+
+        Casting such a matrix costs more than its product saves: an adapter of low rank, a gate per head.
+        """
+        sides = (("n", layer.n), ("k", layer.k))
+        small = next((f"{key}={size}" for key, size in sides if size < self.base.least_side), None)
+        return small and f"a side under {self.base.least_side} ({small})"
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as `from_dict` reads it."""
@@ -185,4 +198,6 @@ def _plain(value: Any) -> Any:
         return words[0] if len(words) == 1 else words
     if isinstance(value, ElemType):
         return value.name
+    if isinstance(value, Ends):
+        return {key: getattr(value, key) for key in schema.BLOCKS if getattr(value, key)}
     return str(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The presets. They decide by role alone and set no size limit."""
+"""The presets. They decide by role; matrices with a side shorter than a block of a scale they leave alone."""
 
 from __future__ import annotations
 

@@ -15,16 +15,17 @@ from typing import Any
 
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats import ELEM_TYPES, Rounding, Tile
-from mxcompile.policy.model import Precision, Role, Saved
+from mxcompile.policy.model import Ends, Precision, Role, Saved
 from mxcompile.policy.presets import PRESETS
 
 VERSION = 1
+BLOCKS = ("first", "last")
 
 
 class Invalid(ValueError):  # noqa: N818 - a signal inside this package, not an error users see
-    """A value that its key does not allow. `index` is its place in a list, if it came in one."""
+    """A value that its key does not allow. `index` is its place in a list or mapping, if it came in one."""
 
-    def __init__(self, message: str, index: int | None = None) -> None:
+    def __init__(self, message: str, index: int | str | None = None) -> None:
         super().__init__(message)
         self.index = index
 
@@ -101,6 +102,23 @@ def _class_name(value: Any) -> str:
     return value
 
 
+def _ends(value: Any) -> Ends:
+    if not isinstance(value, dict) or not value:
+        raise Invalid(
+            f"expected a mapping with {' or '.join(BLOCKS)}, such as {{first: 2, last: 2}},"
+            f" found {shown(value)}"
+        )
+    numbers = {}
+    for key, number in value.items():
+        if key not in BLOCKS:
+            raise Invalid(not_allowed("key", key, BLOCKS), key)
+        try:
+            numbers[key] = _positive(number)
+        except Invalid as error:
+            raise Invalid(str(error), key) from None
+    return Ends(**numbers)
+
+
 def _version(value: Any) -> int:
     if type(value) is not int or value != VERSION:
         raise Invalid(f"this mxcompile reads policy version {VERSION}, found {shown(value)}")
@@ -122,9 +140,21 @@ MATCH: dict[str, Value] = {
     ),
     "role": listed(word("role", _table(Role))).says("What the layer does, found from the graph's structure."),
     "module": listed(CLASS_NAME).says("Class name of the module that runs the layer."),
+    "blocks": Value(
+        _ends,
+        {
+            "type": "object",
+            "properties": dict.fromkeys(BLOCKS, POSITIVE.json),
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+    ).says("In the first or last repeated blocks of the model, of every stack of them."),
     "min_m": POSITIVE.says("Least number of tokens of the forward GEMM."),
     "min_n": POSITIVE.says("Least number of output features."),
     "min_k": POSITIVE.says("Least number of input features."),
+    "max_m": POSITIVE.says("Largest number of tokens of the forward GEMM."),
+    "max_n": POSITIVE.says("Largest number of output features."),
+    "max_k": POSITIVE.says("Largest number of input features."),
 }
 
 USE: dict[str, Value] = {

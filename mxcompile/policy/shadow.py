@@ -1,7 +1,8 @@
 """Which rules can never fire, because earlier ones take everything they match.
 
 Sound, not complete: a rule is only called shadowed when that can be shown from the patterns alone, one
-combination of name, role and module at a time, and within `MAX_STEPS` comparisons for a whole policy.
+combination of name, role, module and end of a stack of blocks at a time, and within `MAX_STEPS` comparisons
+for a whole policy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fnmatch
 import itertools
 import re
 
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Role
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Ends, Match, Role
 
 MAX_STEPS = 400_000
 """About half a second."""
@@ -37,13 +38,15 @@ class Shadows:
     def _covering(self, match: Match) -> set[int]:
         """Numbers of the rules that cover `match`; none if they do not, or it is too much to tell."""
         covering: set[int] = set()
-        cases = itertools.product(match.name or (_ANY,), match.role or _LINEAR, match.module or (None,))
-        for name, role, module in cases:
+        cases = itertools.product(
+            match.name or (_ANY,), match.role or _LINEAR, match.module or (None,), _ends(match.blocks)
+        )
+        for name, role, module, ends in cases:
             for number, known in enumerate(self._earlier, 1):
                 self._steps += 1 + len(known.patterns)
                 if self._steps > MAX_STEPS:
                     return set()
-                if known.covers(name, role, module, match):
+                if known.covers(name, role, module, ends, match):
                     covering.add(number)
                     break
             else:
@@ -61,19 +64,41 @@ class _Known:
         self.names = frozenset(match.name)
         self.patterns = tuple(name for name in match.name if is_pattern(name))
 
-    def covers(self, name: str, role: Role, module: str | None, later: Match) -> bool:
+    def covers(self, name: str, role: Role, module: str | None, ends: Ends | None, later: Match) -> bool:
         known = self.match
         return (
             (not known.role or role in known.role)
             and (not known.module or module in known.module)
+            and (known.blocks is None or _within(ends, known.blocks))
             and known.min_m <= later.min_m
             and known.min_n <= later.min_n
             and known.min_k <= later.min_k
+            and _at_most(later.max_m, known.max_m)
+            and _at_most(later.max_n, known.max_n)
+            and _at_most(later.max_k, known.max_k)
             and (not self.names or self._has(name))
         )
 
     def _has(self, name: str) -> bool:
         return name in self.names or any(_pattern_covers(pattern, name) for pattern in self.patterns)
+
+
+def _ends(blocks: Ends | None) -> tuple[Ends | None, ...]:
+    """The ends that `blocks` asks for, one by one; None for no such demand."""
+    if blocks is None:
+        return (None,)
+    one_by_one = (Ends(first=blocks.first), Ends(last=blocks.last))
+    return tuple(ends for ends in one_by_one if ends != Ends())
+
+
+def _within(later: Ends | None, known: Ends) -> bool:
+    """Whether all blocks of `later` are blocks of `known`; None is every layer."""
+    return later is not None and later.first <= known.first and later.last <= known.last
+
+
+def _at_most(later: int, known: int) -> bool:
+    """Whether what the largest size `later` allows, `known` allows too; 0 is no limit."""
+    return not known or 0 < later <= known
 
 
 def _pattern_covers(known: str, later: str) -> bool:

@@ -5,12 +5,13 @@ A typo must not pass for a decision, nor a layer stay in BF16 for want of a few 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 
 from mxcompile.compiler.options import Options
 from mxcompile.errors import PolicyError, UnsupportedError
-from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Match, Policy
+from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Limit, Match, Policy
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits
 from mxcompile.rules.layers import layers_of, spelled
@@ -45,11 +46,11 @@ def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
 def near_misses(policy: Policy, layers: Sequence[Layer]) -> list[str]:
     """One sentence per rule and size for layers within 10 % of its limit that the preset treats otherwise."""
     return [
-        f"{policy.label}: rule {fit.number}: {missed}, just under, and no other rule decides;"
-        " lower the limit or add a rule"
+        f"{policy.label}: rule {fit.number}: {missed}, just {'over' if limit.upper else 'under'}, and no"
+        f" other rule decides; {'raise' if limit.upper else 'lower'} the limit or add a rule"
         for fit in fits(policy, layers)
         if not fit.unused
-        for missed in _missed(fit, fit.near)
+        for limit, missed in _missed(fit, fit.near)
     ]
 
 
@@ -84,13 +85,19 @@ def _say(sentences: list[str], strict: bool) -> None:
 
 def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:
     sentence = f"{policy.label}: rule {fit.number} matched no layer"
-    if fit.small:
-        return f"{sentence}: {'; '.join(_missed(fit, fit.small))}"
+    if fit.missed:
+        return f"{sentence}: {'; '.join(missed for _, missed in _missed(fit, fit.missed))}"
     return sentence + _miss(fit.rule.match, [x for x in layers if x.role not in ATTENTION_PRODUCTS])
 
 
 def _miss(match: Match, layers: Sequence[Layer]) -> str:
     """What the rule's author may have meant: a layer of that name, or the names nearest to it."""
+    if match.blocks is not None:
+        if not any(layer.block for layer in layers):
+            return ": the model has no repeated blocks (members of a module list); give names"
+        elsewhere = [x for x in layers if dataclasses.replace(match, blocks=None).fits(x)]
+        if elsewhere:
+            return f": what else fits is in other blocks or in none ({spelled(elsewhere)})"
     if not match.name:
         return ""
     for layer in layers:
@@ -120,9 +127,14 @@ def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
     ]
 
 
-def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[str]:
+def _missed(fit: RuleFit, layers: Iterable[Layer]) -> list[tuple[Limit, str]]:
     """``x and y below min_k 256 (k=248)`` for every limit that some of `layers` miss, and size."""
-    by_limit: dict[str, list[Layer]] = {}
+    by_limit: dict[Limit, list[Layer]] = {}
     for layer in layers:
-        by_limit.setdefault(str(fit.rule.match.too_small(layer)), []).append(layer)
-    return [f"{spelled(missing)} below {limit}" for limit, missing in by_limit.items()]
+        limit = fit.rule.match.missed(layer)
+        assert limit is not None
+        by_limit.setdefault(limit, []).append(layer)
+    return [
+        (limit, f"{spelled(missing)} {'above' if limit.upper else 'below'} {limit}")
+        for limit, missing in by_limit.items()
+    ]

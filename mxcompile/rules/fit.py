@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mxcompile.policy import ATTENTION_PRODUCTS, Decision, Gemm, Layer, Policy, Rule
+from mxcompile.policy import ATTENTION_PRODUCTS, Decision, Gemm, Layer, Limit, Policy, Rule
 
 NEAR = 0.9
-"""A size of at least this part of a limit is just under it."""
+"""A size of at least this part of a limit is just under it; so is a limit of a size that is over it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,15 +17,15 @@ class RuleFit:
     """One rule and the layers it is about, in their order.
 
     number: of the rule, from 1. decides: layers it decides for. taken: layers it matches, but earlier rules
-    decide for. small: layers it would match but for a size limit. near: those of `small` that are just under
-    the limit and for which no rule decides, so that the preset does something else.
+    decide for. missed: layers it would match but for a size limit. near: those of `missed` that are just
+    outside the limit and for which no rule decides, so that the preset does something else.
     """
 
     number: int
     rule: Rule
     decides: tuple[Layer, ...]
     taken: tuple[Layer, ...]
-    small: tuple[Layer, ...]
+    missed: tuple[Layer, ...]
     near: tuple[Layer, ...]
 
     @property
@@ -40,17 +40,17 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
     found = []
     for index, rule in enumerate(policy.rules):
         about = [(layer, by) for layer, by in zip(layers, deciding, strict=True) if _about(rule, layer)]
-        small = [(layer, by) for layer, by in about if rule.match.too_small(layer) is not None]
+        missed = [(layer, by) for layer, by in about if rule.match.missed(layer) is not None]
         found.append(
             RuleFit(
                 number=index + 1,
                 rule=rule,
                 decides=tuple(layer for layer, by in about if by == index),
-                taken=tuple(
-                    layer for layer, by in about if by != index and rule.match.too_small(layer) is None
+                taken=tuple(layer for layer, by in about if by != index and rule.match.missed(layer) is None),
+                missed=tuple(layer for layer, _ in missed),
+                near=tuple(
+                    layer for layer, by in missed if by is None and _just_outside(policy, rule, layer)
                 ),
-                small=tuple(layer for layer, _ in small),
-                near=tuple(layer for layer, by in small if by is None and _just_under(policy, rule, layer)),
             )
         )
     return tuple(found)
@@ -61,7 +61,7 @@ def deciding_rule(policy: Policy, layer: Layer) -> int | None:
     if layer.role not in ATTENTION_PRODUCTS:
         return policy.rule_for(layer)
     fitting = (i for i, rule in enumerate(policy.rules) if _about(rule, layer))
-    return next((i for i in fitting if policy.rules[i].match.too_small(layer) is None), None)
+    return next((i for i in fitting if policy.rules[i].match.missed(layer) is None), None)
 
 
 def _about(rule: Rule, layer: Layer) -> bool:
@@ -70,13 +70,18 @@ def _about(rule: Rule, layer: Layer) -> bool:
     return addressed and rule.match.fits(layer)
 
 
-def _just_under(policy: Policy, rule: Rule, layer: Layer) -> bool:
-    """Whether `layer` nearly reaches the limits of `rule`, and without them would be decided otherwise."""
-    if any(size < NEAR * limit for _, limit, size in rule.match.limits(layer)):
+def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
+    """Whether `layer` nearly keeps the limits of `rule`, and without them would be decided otherwise."""
+    if any(_part(limit) < NEAR for limit in rule.match.limits(layer)):
         return False
-    open_rule = dataclasses.replace(rule, match=dataclasses.replace(rule.match, min_m=0, min_n=0, min_k=0))
+    open_rule = dataclasses.replace(rule, match=rule.match.of_any_size())
     with_rule = dataclasses.replace(policy, rules=(open_rule,)).decide(layer)
     return _outcome(with_rule) != _outcome(policy.decide(layer))
+
+
+def _part(limit: Limit) -> float:
+    """How near a size is to the limit it does not keep; 1 and more if it keeps it."""
+    return limit.limit / max(limit.size, 1) if limit.upper else limit.size / limit.limit
 
 
 def _outcome(decision: Decision) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mxcompile.policy import Layer, Role
+from mxcompile.policy import Block, Layer, Role
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
 
@@ -12,7 +12,15 @@ from mxcompile.report.fold import Row, fold
 def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
     """One `Layer` per forward GEMM and attention product of `gemms`, in their order."""
     return tuple(
-        Layer(name=g.name, role=Role(g.role), module=g.module, m=g.m, n=g.n, k=g.k)
+        Layer(
+            name=g.name,
+            role=Role(g.role),
+            module=g.module,
+            m=g.m,
+            n=g.n,
+            k=g.k,
+            block=None if g.block is None else Block(*g.block),
+        )
         for g in gemms
         if g.gemm == "fprop"
     )

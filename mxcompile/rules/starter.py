@@ -6,11 +6,9 @@ every layer of the model what the preset alone does; only the reasons in reports
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Precision, Role
-from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import VERSION
 from mxcompile.rules.layers import folded, spelled
@@ -42,9 +40,16 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
 
 
 def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
-    """The rule for `role` in `policy`'s words, under its layers."""
-    decision = policy.decide(layers[0])
-    sent = [gemm for gemm in Gemm if decision.choice(gemm).precision is Precision.MXFP8]
+    """The rule for `role` in `policy`'s words, under its layers; it sends only what the preset sends."""
+    decisions = [policy.decide(layer) for layer in layers]
+    sent = [
+        gemm
+        for gemm in Gemm
+        if any(decision.choice(gemm).precision is Precision.MXFP8 for decision in decisions)
+    ]
+    sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
+    least = policy.base.least_side
+    sizes = f", min_n: {least}, min_k: {least}" if any(side < least for side in sides) else ""
     use: str = Precision.MXFP8
     if not sent:
         use = Precision.BF16
@@ -57,28 +62,16 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
         gemm = row.gemms[0]
         owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
         lines.append(f"  #   {_plain(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{_plain(owner)}")
-    return [*lines, f"  - match: {{role: {role}}}", f"    use: {use}"]
+    return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
 
 
 def _ends(layers: Iterable[Layer]) -> list[str]:
-    """A rule, commented out, for the first and last of every stack of blocks; nothing for a model without."""
-    stacks: dict[str, set[int]] = {}
-    for layer in layers:
-        steps = layer.name.split(".")
-        number = next((i for i, step in enumerate(steps) if step.isdecimal()), None)
-        if number is not None and number < len(steps) - 1:
-            stacks.setdefault(".".join(steps[:number]), set()).add(int(steps[number]))
-    names = [
-        literal(f"{prefix}.{index}.".lstrip(".")) + "*"
-        for prefix, blocks in stacks.items()
-        if len(blocks) >= _LEAST_BLOCKS
-        for index in (min(blocks), max(blocks))
-    ]
-    if not names:
+    """A rule, commented out, for the first and last blocks; nothing for a model without a stack of them."""
+    if max((layer.block.total for layer in layers if layer.block), default=0) < _LEAST_BLOCKS:
         return []
     return [
         "  # The first and the last block in BF16, as many recipes have it:",
-        f"  # - match: {{name: [{', '.join(json.dumps(name) for name in names)}]}}",
+        "  # - match: {blocks: {first: 1, last: 1}}",
         f"  #   use: {Precision.BF16}",
     ]
 

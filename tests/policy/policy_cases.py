@@ -160,6 +160,19 @@ TYPES = {
     "min_k fraction": Broken(match("{min_k: 1.5}"), 3, "expected a positive integer, found 1.5"),
     "min_k with a unit": Broken(match("{min_k: 1k}"), 3, "expected a positive integer, found '1k'"),
     "min_k list": Broken(match("{min_k: [1]}"), 3, "expected a positive integer, found [1]"),
+    "max_k 0": Broken(match("{max_k: 0}"), 3, "expected a positive integer, found 0"),
+    "number for blocks": Broken(match("{blocks: 2}"), 3, "expected a mapping with first or last"),
+    "empty blocks": Broken(match("{blocks: {}}"), 3, "expected a mapping with first or last"),
+    "list for blocks": Broken(match("{blocks: [first]}"), 3, "expected a mapping with first or last"),
+    "typo in blocks": Broken(
+        match("{blocks: {frist: 2}}"), 3, "rules[0].match.blocks.frist: unknown key 'frist'", "first"
+    ),
+    "no first blocks": Broken(
+        match("{blocks: {first: 0}}"), 3, "blocks.first: expected a positive integer, found 0"
+    ),
+    "a word for the last blocks": Broken(
+        match("{blocks: {last: all}}"), 3, "blocks.last: expected a positive integer, found 'all'"
+    ),
     "min_k of 5,000 digits": Broken(match(f"{{min_k: {'1' * 5000}}}"), 3, "cannot read '1111"),
     "bool for a GEMM": Broken(use("{fprop: true}"), 3, "unknown precision True"),
     "list for an element type": Broken(use("{elem_dtype: [e4m3]}"), 3, "element type", "e4m3"),
@@ -177,6 +190,9 @@ MISSING = {
 }
 
 MEANING = {
+    "no size between": Broken(
+        match("{min_k: 65, max_k: 64}"), 3, "match.max_k: no size is at least min_k 65 and at most max_k 64"
+    ),
     "precision and one GEMM": Broken(
         use("{precision: mxfp8,\n      fprop: bf16}"),
         4,
@@ -238,6 +254,18 @@ SHADOWED = {
         5,
         "by rules 1, 2",
     ),
+    "by more of the first blocks": Broken(
+        shadowed("{blocks: {first: 2, last: 1}}", "{blocks: {first: 2}, role: qkv}"), 4, "by rule 1"
+    ),
+    "by both ends one by one": Broken(
+        shadowed("{blocks: {first: 2}}", "{blocks: {last: 3}}", "{blocks: {first: 1, last: 3}}"),
+        5,
+        "by rules 1, 2",
+    ),
+    "by a rule without blocks": Broken(
+        shadowed("{role: qkv}", "{role: qkv, blocks: {last: 1}}"), 4, "rule 1"
+    ),
+    "by a larger max_n": Broken(shadowed("{max_n: 64}", "{max_n: 64, min_n: 8}"), 4, "by rule 1"),
     "by its own anchor": Broken(
         rules("&rule {match: {role: qkv}, use: bf16}", "*rule"), 4, "rules[1]: rule 2 can never"
     ),
@@ -361,6 +389,12 @@ VALID = {
         shadowed("{role: qkv, min_k: 64, min_m: 8}", "{role: qkv, min_k: 128, min_m: 4}"),
         2,
     ),
+    "more blocks later": (shadowed("{blocks: {first: 1}}", "{blocks: {first: 2}}"), 2),
+    "one end, then both": (shadowed("{blocks: {first: 2}}", "{blocks: {first: 2, last: 1}}"), 2),
+    "blocks, then all": (shadowed("{blocks: {first: 99, last: 99}}", "{name: '*'}"), 2),
+    "a larger max_k later": (shadowed("{max_k: 64}", "{max_k: 65}"), 2),
+    "a largest size, then any": (shadowed("{max_m: 64}", "{role: qkv}"), 2),
+    "the least is the largest": (match("{min_k: 64, max_k: 64}"), 1),
     "names and roles that cross": (
         shadowed("{name: a, role: qkv}", "{name: b, role: head}", "{name: [a, b], role: head}"),
         3,

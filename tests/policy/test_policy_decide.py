@@ -9,6 +9,7 @@ import pytest
 from mxcompile.formats import E4M3, E5M2, Format, Rounding, Tile
 from mxcompile.policy import (
     ATTENTION_PRODUCTS,
+    Block,
     Decision,
     Gemm,
     Layer,
@@ -29,8 +30,9 @@ def layer(
     m: int = 128,
     n: int = 96,
     k: int = 64,
+    block: Block | None = None,
 ) -> Layer:
-    return Layer(name=name, role=Role(role), module=module, m=m, n=n, k=k)
+    return Layer(name=name, role=Role(role), module=module, m=m, n=n, k=k, block=block)
 
 
 def policy(*rules: dict[str, Any], preset: str = "bf16") -> Policy:
@@ -112,9 +114,51 @@ def test_every_role_of_a_linear_layer_is_decided_above():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_set_no_size_limit(preset: str):
-    small, large = (Policy.preset(preset).decide(layer(m=s, n=s, k=s)) for s in (1, 1 << 20))
+def test_presets_set_no_limit_on_tokens_and_none_above_a_block(preset: str):
+    small, large = (
+        Policy.preset(preset).decide(layer(m=m, n=s, k=s)) for m, s in ((1, 32), (1 << 20, 1 << 20))
+    )
     assert small == large
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"n": 8}, "preset nvidia: a side under 32 (n=8)"),
+        ({"k": 31}, "preset nvidia: a side under 32 (k=31)"),
+        ({"n": 1, "k": 1}, "preset nvidia: a side under 32 (n=1)"),
+    ],
+)
+def test_presets_leave_a_matrix_with_a_small_side_alone(sizes: dict[str, int], reason: str):
+    found = Policy.preset("nvidia").decide(layer(**sizes))
+    assert (precisions(found), reasons(found)) == (["bf16"] * 3, [reason] * 3)
+    assert reasons(Policy.preset("bf16").decide(layer(**sizes))) == ["preset bf16"] * 3
+    head = layer(**sizes, role="head")
+    assert reasons(Policy.preset("nvidia").decide(head)) == ["role head"] * 3
+
+
+def test_a_rule_sends_a_matrix_with_a_small_side():
+    sent = policy(rule("mxfp8", name="*")).decide(layer(n=8))
+    assert (precisions(sent), reasons(sent)) == (["mxfp8"] * 3, ["policy: rule 1"] * 3)
+    changed = policy(rule({"rounding": "floor"}, name="*"), preset="nvidia").decide(layer(n=8))
+    assert reasons(changed) == ["preset nvidia: a side under 32 (n=8)"] * 3
+
+
+@pytest.mark.parametrize(
+    ("ends", "total", "numbers"),
+    [
+        ({"first": 2}, 6, {0, 1}),
+        ({"last": 2}, 6, {4, 5}),
+        ({"first": 1, "last": 2}, 6, {0, 4, 5}),
+        ({"first": 2, "last": 2}, 3, {0, 1, 2}),
+        ({"first": 9}, 3, {0, 1, 2}),
+        ({"last": 1}, 1, {0}),
+    ],
+)
+def test_blocks_are_counted_from_the_ends(ends: dict[str, int], total: int, numbers: set[int]):
+    found = [i for i in range(total) if matches({"blocks": ends}, block=Block(i, total))]
+    assert {*found} == numbers
+    assert not matches({"blocks": ends}, block=None)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +203,12 @@ def test_name_patterns_are_anchored_and_cross_dots(pattern: Any, name: str, fits
         ({"min_m": 8}, {"m": 7}, False),
         ({"min_n": 8}, {"n": 7, "m": 9, "k": 9}, False),
         ({"min_k": 8}, {"k": 7, "m": 9, "n": 9}, False),
+        ({"max_m": 8}, {"m": 8}, True),
+        ({"max_m": 8}, {"m": 9}, False),
+        ({"max_n": 8}, {"n": 9, "m": 7, "k": 7}, False),
+        ({"max_k": 8}, {"k": 9, "m": 7, "n": 7}, False),
+        ({"min_k": 8, "max_k": 8}, {"k": 8}, True),
+        ({"blocks": {"first": 1}, "role": "qkv"}, {"block": Block(0, 2), "role": "head"}, False),
         ({"name": "a.*", "role": "qkv", "min_k": 8}, {"name": "a.b", "role": "qkv", "k": 8}, True),
         ({"name": "a.*", "role": "qkv"}, {"name": "a.b", "role": "head"}, False),
         ({"name": "a.*", "role": "qkv"}, {"name": "b.a", "role": "qkv"}, False),
@@ -175,6 +225,8 @@ def test_every_key_of_a_match_must_hold(match: dict[str, Any], facts: dict[str, 
         ({"min_k": 256}, {"k": 48}, "policy: min_k 256 (k=48)"),
         ({"min_m": 64}, {"m": 1}, "policy: min_m 64 (m=1)"),
         ({"min_n": 512}, {"n": 511}, "policy: min_n 512 (n=511)"),
+        ({"max_n": 512}, {"n": 513}, "policy: max_n 512 (n=513)"),
+        ({"min_k": 16, "max_k": 64}, {"k": 65}, "policy: max_k 64 (k=65)"),
         ({"min_m": 64, "min_k": 256}, {"m": 64, "k": 48}, "policy: min_k 256 (k=48)"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2, Rounding, Tile
-from mxcompile.policy import ATTENTION_PRODUCTS, Match, Policy, Precision, Role, Rule, Saved, Use
+from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Precision, Role, Rule, Saved, Use
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.shadow import Shadows
 
@@ -103,6 +103,9 @@ MATCHES = st.builds(
     min_m=st.integers(0, 1 << 40),
     min_n=st.integers(0, 2),
     min_k=st.integers(0, 2),
+    max_n=st.sampled_from([0, 2, 3]),
+    max_k=st.sampled_from([0, 2, 3]),
+    blocks=st.none() | st.builds(Ends, first=st.integers(0, 2), last=st.integers(1, 2)),
 ).filter(lambda match: match != Match())
 USES = st.builds(
     Use,

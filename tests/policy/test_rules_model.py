@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from mxcompile import explain
 from mxcompile.cli import main
 from mxcompile.errors import PolicyError
-from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
+from mxcompile.policy import ATTENTION_PRODUCTS, Block, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, OperandFormat
 from mxcompile.rules import complaints, fits, layers_of
@@ -23,7 +24,9 @@ from mxcompile.rules.starter import starter
 
 
 def layer(name: str, role: str, n: int, k: int, module: str = "Linear") -> Layer:
-    return Layer(name=name, role=Role(role), module=module, m=128, n=n, k=k)
+    number = re.match(r"model\.layers\.(\d+)", name)
+    block = Block(int(number[1]), 4) if number else None
+    return Layer(name=name, role=Role(role), module=module, m=128, n=n, k=k, block=block)
 
 
 def decoder(blocks: int = 4) -> list[Layer]:
@@ -97,7 +100,7 @@ def test_just_under_is_within_ten_percent(limit: int, near: bool):
 
 def test_just_under_one_limit_and_far_under_another_is_not_near():
     (fit,) = fits(policy(rule(role="ffn_out", min_k=241, min_n=100), preset="bf16"), decoder(1))
-    assert len(fit.small) == 1
+    assert len(fit.missed) == 1
     assert fit.near == ()
 
 
@@ -165,6 +168,7 @@ def test_the_suggestion_of_the_starter_is_a_rule_when_its_comment_is_taken_away(
     text = (
         starter("nvidia", decoder(), "m").replace("  # - match", "  - match").replace("  #   use", "    use")
     )
+    assert "\n  - match: {blocks: {first: 1, last: 1}}\n" in text
     made = Policy.from_dict(yaml.safe_load(text))
     assert complaints(made, decoder()) == []
     kept = {one.name for one in decoder() if made.rule_for(one) == 0}
@@ -173,9 +177,42 @@ def test_the_suggestion_of_the_starter_is_a_rule_when_its_comment_is_taken_away(
     }
 
 
+def test_a_starter_leaves_small_matrices_where_the_preset_leaves_them():
+    mixed = [layer("a", "qkv", 64, 64), layer("a.lora_A", "qkv", 8, 64), layer("b.gate", "ffn_in", 4, 64)]
+    made = Policy.from_dict(yaml.safe_load(starter("nvidia", mixed, "m")))
+    preset = Policy.preset("nvidia")
+    assert [outcome(made, one) for one in mixed] == [outcome(preset, one) for one in mixed]
+
+
+def test_just_over_is_within_ten_percent_too():
+    found = policy(rule(role="ffn_out", max_k=220), preset="bf16")
+    assert complaints(found, decoder(1)) == [
+        "policy: rule 1 matched no layer: model.layers.0.mlp.down above max_k 220 (k=240)"
+    ]
+    near = policy(rule(role=["ffn_out", "qkv"], max_k=220), preset="bf16")
+    assert complaints(near, decoder(1)) == [
+        "policy: rule 1: model.layers.0.mlp.down above max_k 220 (k=240), just over, and no other rule"
+        " decides; raise the limit or add a rule"
+    ]
+
+
+def test_blocks_that_match_nothing_are_told_what_there_is():
+    found = policy(
+        rule("bf16", blocks={"first": 2}, name="head"), rule("bf16", blocks={"last": 1}, role="qkv")
+    )
+    assert complaints(found, decoder()) == [
+        "policy: rule 1 matched no layer: what else fits is in other blocks or in none (head)"
+    ]
+    flat = [layer("a", "qkv", 64, 64), layer("b", "head", 64, 64)]
+    assert complaints(policy(rule("bf16", blocks={"first": 2})), flat) == [
+        "policy: rule 1 matched no layer: the model has no repeated blocks (members of a module list);"
+        " give names"
+    ]
+
+
 def test_a_starter_for_names_that_are_no_yaml():
-    odd = [layer(f'a[*]"#: {i}\u2028.{i}.q\n', "qkv", 8, 8) for i in range(4)]
-    odd += [layer(f"blocks: [.{i}.x", "qkv", 8, 8) for i in range(4)]
+    odd = [layer(f'a[*]"#: {i}\u2028.{i}.q\n', "qkv", 32, 32) for i in range(4)]
+    odd += [layer(f"blocks: [.{i}.x", "qkv", 32, 32) for i in range(4)]
     made = yaml.safe_load(starter("nvidia", odd, "m\nversion: 2"))
     assert made == {"version": 1, "preset": "nvidia", "rules": [{"match": {"role": "qkv"}, "use": "mxfp8"}]}
 

@@ -1,0 +1,99 @@
+"""The repeated blocks of a model, and which of them a layer lies in.
+
+A stack is a module list, a Sequential or a numbered module dict in which a class of composite modules
+repeats; its blocks are its composite members, in order (of a Sequential those whose class repeats: it may
+begin with a stem and end with a head). Of stacks inside stacks the outer one counts: an expert lies in its
+layer's block. Stages are no blocks: members that hold stacks of their own and differ in width; there every
+stage's stack counts by itself. Blocks that are attributes (``block1``, ``block2``) are not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mxcompile.graph.names import PARALLEL, user_path
+from mxcompile.policy import Block
+
+_Named = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The place of every block of a model, by the block's path."""
+
+    places: Mapping[str, Block] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, root: nn.Module | None) -> Blocks:
+        """The blocks of `root`; none without one."""
+        places: dict[str, Block] = {}
+        pending = [("", root)] if root is not None else []
+        while pending:
+            path, module = pending.pop()
+            blocks = _blocks(module)
+            for index, (name, _) in enumerate(blocks):
+                places[_join(path, name)] = Block(index, len(blocks))
+            found = {name for name, _ in blocks}
+            pending += [(_join(path, name), child) for name, child in _children(module) if name not in found]
+        return cls(places)
+
+    def place(self, name: str) -> Block | None:
+        """The block that the layer called `name` lies in, or None."""
+        steps = name.split(".") if self.places else []
+        heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
+        return next((self.places[head] for head in heads if head in self.places), None)
+
+
+def _join(path: str, name: str) -> str:
+    return ".".join(part for part in (path, name) if part)
+
+
+def _children(module: nn.Module) -> Iterator[_Named]:
+    """The children of `module` by their names for users, those of its wrappers in their place."""
+    for name, child in module.named_children():
+        wrapped = not user_path(name) or (name == "module" and type(module).__name__ in PARALLEL)
+        yield ("" if wrapped else name), child
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """`module`, or what it wraps."""
+    inside = dict(_children(module)).get("")
+    return module if inside is None else _own(inside)
+
+
+def _blocks(module: nn.Module) -> list[_Named]:
+    """The blocks of the stack that `module` is; none if it is no stack."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return []
+    if isinstance(module, nn.ModuleDict) and not all(name[-1:].isdecimal() for name in module):
+        return []
+    members = [(name, _own(child)) for name, child in _children(module)]
+    members = [(name, member) for name, member in members if _is_composite(member)]
+    kinds = Counter(type(member) for _, member in members)
+    if isinstance(module, nn.Sequential):
+        members = [(name, member) for name, member in members if kinds[type(member)] > 1]
+    elif len(members) > 1 and max(kinds.values()) == 1:
+        return []
+    return [] if _are_stages([member for _, member in members]) else members
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether `module` is more than one layer: has parts, or several matrices."""
+    matrices = sum(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    parts = any(True for _ in module.children())
+    return matrices > 1 or (parts and any(True for _ in module.parameters()))
+
+
+def _are_stages(members: list[nn.Module]) -> bool:
+    """Whether `members` differ in width and hold stacks themselves."""
+    first: dict[type[nn.Module], dict[str, object]] = {}
+    for member in members:
+        shapes: dict[str, object] = {name: tuple(p.shape) for name, p in member.named_parameters()}
+        known = first.setdefault(type(member), shapes)
+        if any(known.get(name, shape) != shape for name, shape in shapes.items()):
+            return any(_blocks(inner) for one in members for inner in one.modules())
+    return False

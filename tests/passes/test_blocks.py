@@ -1,0 +1,210 @@
+"""The repeated blocks of models: which there are, and that every way to decide sees the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from eager_backend import EagerBackend
+from torch import nn
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile.graph.blocks import Blocks
+
+
+def places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {path: tuple(block) for path, block in Blocks.of(model).places.items()}
+
+
+def stack(path: str, count: int) -> dict[str, tuple[int, int]]:
+    return {f"{path}.{i}".lstrip("."): (i, count) for i in range(count)}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int):
+        super().__init__()
+        self.router = nn.Linear(32, experts) if experts else None
+        self.experts = nn.ModuleList(Block() for _ in range(experts))
+        self.dense = None if experts else Block()
+
+
+class Model(nn.Module):
+    """Embedding in front, a stack of blocks, head behind."""
+
+    def __init__(self, depth: int = 5):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(32, 50, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self._checkpoint_wrapped_module = module
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+
+MADE: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
+    "a module list": (lambda: Model(3), stack("layers", 3)),
+    "a list of one": (lambda: Model(1), stack("layers", 1)),
+    "blocks and all else in one Sequential": (
+        lambda: nn.Sequential(nn.Embedding(8, 32), Block(), Block(), nn.Sequential(nn.Linear(32, 8))),
+        {"1": (0, 2), "2": (1, 2)},
+    ),
+    "layers that are no blocks": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), {}),
+    "matrices without modules": (lambda: nn.ModuleList([Matrices(), Matrices()]), stack("", 2)),
+    "parts that differ": (lambda: nn.ModuleList([Block(), nn.Sequential(nn.Linear(4, 4))]), {}),
+    "numbered names": (
+        lambda: nn.ModuleDict({"layer0": Block(), "layer1": Block()}),
+        {"layer0": (0, 2), "layer1": (1, 2)},
+    ),
+    "named parts": (lambda: nn.ModuleDict({"actor": Block(), "critic": Block()}), {}),
+    "a dense layer before experts": (
+        lambda: nn.ModuleDict({"layers": nn.ModuleList([Experts(0), Experts(4), Experts(4)])}),
+        stack("layers", 3),
+    ),
+    "stages": (
+        lambda: nn.ModuleList(
+            nn.ModuleDict({"blocks": nn.ModuleList([Block(w), Block(w)])}) for w in (16, 32)
+        ),
+        stack("0.blocks", 2) | stack("1.blocks", 2),
+    ),
+    "widths that differ from block to block": (
+        lambda: nn.ModuleList(Block(w) for w in (16, 32, 48)),
+        stack("", 3),
+    ),
+    "every second wrapped": (
+        lambda: nn.ModuleList([Block(), Wrapped(Block()), Block(), Wrapped(Block())]),
+        stack("", 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_which_blocks_there_are(name: str):
+    make, expected = MADE[name]
+    assert places(make()) == expected
+
+
+def test_a_wrapper_around_a_stack_leaves_names_alone():
+    assert places(Wrapped(Model(2))) == stack("layers", 2)
+    assert Blocks.of(Wrapped(Model(2))).place("layers.1.up") == (1, 2)
+    assert Blocks.of(Model(2)).place("head") is None
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+CONFIGS = {
+    "llama": (transformers.LlamaConfig(**TINY, vocab_size=64), stack("layers", 3)),
+    "gpt2": (transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64), stack("h", 3)),
+    "t5": (
+        transformers.T5Config(d_model=32, d_ff=64, num_layers=2, num_decoder_layers=3, num_heads=2),
+        stack("encoder.block", 2) | stack("decoder.block", 3),
+    ),
+    "deepseek": (
+        transformers.DeepseekV3Config(**TINY, vocab_size=64, first_k_dense_replace=1, n_routed_experts=8,
+                                      moe_intermediate_size=16, n_group=2, topk_group=1),
+        stack("layers", 3),
+    ),
+    "swin": (
+        transformers.SwinConfig(embed_dim=16, depths=[2, 3], num_heads=[2, 2], image_size=32, patch_size=4),
+        stack("encoder.layers.0.blocks", 2) | stack("encoder.layers.1.blocks", 3),
+    ),
+    "vit": (transformers.ViTConfig(**TINY, image_size=32, patch_size=8), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_blocks_of_real_models(name: str):
+    config, expected = CONFIGS[name]
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    found = places(model)
+    if isinstance(expected, int):
+        assert {*found.values()} == {(i, expected) for i in range(expected)}
+    else:
+        assert found == expected
+
+
+ENDS = {"version": 1, "rules": [{"match": {"blocks": {"first": 2, "last": 1}}, "use": "bf16"}]}
+KEPT = {0, 1, 4}
+
+
+def decided(report: mxcompile.Report) -> dict[str, tuple[str, str]]:
+    return {g.name: (g.precision, g.reason) for g in report.gemms if g.gemm == "fprop"}
+
+
+def expected(depth: int = 5) -> dict[str, str]:
+    return {
+        f"layers.{i}.{part}": "policy: rule 1" if i in KEPT else f"preset nvidia: role {role}"
+        for i in range(depth)
+        for part, role in (("up", "ffn_in"), ("down", "ffn_out"))
+    } | {"head": "role head"}
+
+
+def test_first_and_last_blocks_in_explain_and_in_a_compile():
+    model, ids = Model(), torch.randint(0, 50, (2, 8))
+    explained = mxcompile.explain(model, ids, policy=ENDS)
+    assert {name: why for name, (_, why) in decided(explained).items()} == expected()
+    torch.compile(model, backend=EagerBackend(policy=ENDS))(ids).sum().backward()
+    (report,) = mxcompile.reports()
+    assert decided(report) == decided(explained)
+    assert {g.name: g.block for g in report.gemms}["layers.3.up"] == (3, 5)
+    assert {g.block for g in report.gemms if g.name == "head"} == {None}
+    assert mxcompile.Report.from_json(report.to_json()) == report
+
+
+def test_layers_left_out_of_a_trace_keep_their_place():
+    with torch.device("meta"):
+        model = Model(40)
+    policy = {"version": 1, "rules": [{"match": {"blocks": {"first": 3, "last": 2}}, "use": "bf16"}]}
+    report = mxcompile.explain(model, torch.zeros(2, 8, dtype=torch.long, device="meta"), policy=policy)
+    kept = {g.block for g in report.gemms if g.reason == "policy: rule 1"}
+    assert kept == {(i, 40) for i in (0, 1, 2, 38, 39)}
+    assert {g.block for g in report.gemms if g.block} == {(i, 40) for i in range(40)}
+
+
+def test_blocks_compiled_one_by_one_know_their_place():
+    model, ids = Model(), torch.randint(0, 50, (2, 8))
+    backends = [mxcompile.Backend(root=model, block=layer, policy=ENDS) for layer in model.layers]
+    assert backends[0] == backends[1] == backends[4] != backends[2] == backends[3]
+    assert ids.shape == (2, 8)
+
+
+def test_a_compile_of_another_depth_has_its_own_code():
+    """The same block at the same place of a deeper model, where it is no longer the last."""
+    ids = torch.randint(0, 50, (2, 8))
+    policy = {"version": 1, "rules": [{"match": {"blocks": {"last": 1}}, "use": "bf16"}]}
+    for depth in (2, 3):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        model = Model(depth)
+        torch.compile(model, backend="mxfp8", options={"policy": policy})(ids)
+        found = decided(mxcompile.reports()[-1])
+        assert {int(n.split(".")[1]) for n, (p, _) in found.items() if p == "bf16" and n != "head"} == {
+            depth - 1
+        }
