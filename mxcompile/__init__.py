@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mxcompile.report import GemmRecord as GemmRecord
     from mxcompile.report import Report as Report
     from mxcompile.report import clear_reports as clear_reports
+    from mxcompile.report import gather_reports as gather_reports
     from mxcompile.report import reports as reports
     from mxcompile.serving import StoredWeights as StoredWeights
     from mxcompile.serving import quantize_weights_ as quantize_weights_
@@ -48,6 +49,7 @@ _HOME = {
     "codegen": "mxcompile.offline",
     "explain": "mxcompile.explain",
     "StoredWeights": "mxcompile.serving",
+    "gather_reports": "mxcompile.report",
     "quantize": "mxcompile.storage",
     "quantize_weights_": "mxcompile.serving",
     "reports": "mxcompile.report",

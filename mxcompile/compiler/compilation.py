@@ -67,6 +67,7 @@ class Compilation:
             policy=options.policy.label,
             path=options.report,
             group=options.fingerprint(),
+            model=found.root,
         )
 
     @property

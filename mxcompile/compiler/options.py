@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from mxcompile.errors import OptionError, not_allowed
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import form_of
+from mxcompile.report.files import RANK, check_place
 
+_PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 KEYS = ("policy", "report", "target", "strict", "inductor")
 
 
@@ -70,7 +73,12 @@ def _report(value: Any) -> Path | None:
     if not isinstance(value, str | Path):
         raise OptionError(f"option 'report' is a file path, found {value!r}")
     form_of(value)
-    return Path(value).absolute()
+    for found in _PLACEHOLDER.findall(str(value)):
+        if found != RANK:
+            raise OptionError(f"report {str(value)!r}: {not_allowed('placeholder', found, (RANK,))}")
+    path = Path(value).absolute()
+    check_place(path)
+    return path
 
 
 def _mode(mode: Any) -> str | None:

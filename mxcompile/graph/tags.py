@@ -35,9 +35,9 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where the
-    layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role: from
-    `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`.
+    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where
+    the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role:
+    from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`.
     kernel: from the lowering.
     """
 

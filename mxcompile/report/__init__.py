@@ -3,7 +3,7 @@
 from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.outline import Outline, OutlineNode, folded
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat, Part, Summary
-from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, reports
+from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, gather_reports, reports
 from mxcompile.report.report import FORMS, Report, form_of
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "clear_reports",
     "folded",
     "form_of",
+    "gather_reports",
     "reports",
 ]

@@ -1,47 +1,82 @@
-"""The reports of this process: what was compiled, oldest first.
+"""The reports of this process: what was compiled, one report per model, oldest first.
 
-A report grows while its model is compiled: graph by graph, and, where backward is lowered late, kernel by
-kernel. `reports` gives the state of the moment.
+A report grows while its model is compiled: frame by frame, graph by graph, and, where backward is lowered
+late, kernel by kernel. `reports` gives the state of the moment. A file that cannot be written is warned
+about, never more: what a report is about is a training run.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mxcompile.report.files import is_mine, of_rank
+from mxcompile.report.merge import latest
 from mxcompile.report.record import GemmRecord, Part
 from mxcompile.report.report import Report
 
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger("mxcompile.report")
+
 
 class Ledger:
-    """One report in the making: the parts of a compiled frame, by graph, and the file it is kept in.
+    """One compile of one frame: its parts, by graph, and the file they are kept in.
 
-    group: equal for frames compiled with equal options, which may be parts of one model.
+    group: equal for frames compiled with equal options. model: that the frame is a part of, if known; frames
+    of one model and group make one report. frame: equal for compiles of the same code; set by the registry.
+    path: with the rank for ``{rank}``, None where another rank writes it.
     """
 
-    def __init__(self, *, target: str, policy: str, path: Path | None = None, group: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        target: str,
+        policy: str,
+        path: Path | None = None,
+        group: str = "",
+        model: nn.Module | None = None,
+    ) -> None:
         self.target = target
         self.policy = policy
-        self.path = path
+        self.path = of_rank(path) if path is not None and is_mine(path) else None
         self.group = group
+        self.model = None if model is None else _reference(model)
+        self.frame: object = None
         self.parts: list[Part] = []
 
-    def report(self) -> Report:
-        """The report as far as it is known."""
-        return Report.of(self.parts, target=self.target, policy=self.policy)
+
+def _reference(model: nn.Module) -> weakref.ref[nn.Module]:
+    """A key for `model` that does not keep it alive and outlives it."""
+    reference = weakref.ref(model)
+    hash(reference)  # it is remembered, and cannot be found once the model is gone
+    return reference
 
 
 class Registry:
-    """All ledgers of the process, by the frame they belong to."""
+    """All ledgers of the process, by the compile they belong to."""
 
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}
+        self._planned: dict[object, tuple[GemmRecord, ...]] = {}
+        self._failing: set[Path] = set()
         self._lock = threading.RLock()
 
     def open(self, key: object, fresh: Ledger) -> Ledger:
-        """The ledger of the frame `key`, `fresh` if it has none yet."""
+        """The ledger of the compile `key`, a context of Dynamo's or anything else; `fresh` if it has none."""
         with self._lock:
+            fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)
             return self._ledgers.setdefault(key, fresh)
+
+    def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord]) -> None:
+        """All GEMMs of `model` under the options `group`, for reports to have before they are compiled."""
+        with self._lock:
+            self._planned[_reference(model), group] = tuple(gemms)
 
     def put(self, ledger: Ledger, index: int | None, part: Part) -> int:
         """Set part `index` of `ledger`, or append it for None; rewrite the ledger's file."""
@@ -49,6 +84,8 @@ class Registry:
             if index is None:
                 ledger.parts.append(part)
                 index = len(ledger.parts) - 1
+            elif ledger.parts[index] == part:
+                return index
             else:
                 ledger.parts[index] = part
             if ledger.path is not None:
@@ -56,10 +93,29 @@ class Registry:
             return index
 
     def _write(self, path: Path) -> None:
-        """Write all that was compiled with the report file `path` to it."""
+        """Write all that was compiled with the report file `path` to it, or warn."""
         same = [ledger for ledger in self._ledgers.values() if ledger.path == path]
-        parts = [part for ledger in same for part in ledger.parts]
-        Report.of(parts, target=same[-1].target, policy=same[-1].policy).save(path)
+        try:
+            self._report(same).save(path)
+        except Exception as error:  # whatever it is, it must not end what is compiled
+            if path not in self._failing:
+                log.warning("the report is not written, and what is compiled goes on: %s", error)
+            self._failing.add(path)
+        else:
+            self._failing.discard(path)
+
+    def _report(self, ledgers: Sequence[Ledger]) -> Report:
+        """The report of `ledgers`, which have one target and policy."""
+        last = ledgers[-1]
+        planned = dict.fromkeys(
+            gemm for ledger in ledgers for gemm in self._planned.get((ledger.model, ledger.group), ())
+        )
+        return Report.of(
+            latest([(ledger.frame, ledger.parts) for ledger in ledgers]),
+            target=last.target,
+            policy=last.policy,
+            planned=tuple(planned),
+        )
 
     def layers(self, group: str) -> list[GemmRecord]:
         """The records of all ledgers of `group`."""
@@ -68,24 +124,47 @@ class Registry:
             return [gemm for ledger in same for part in ledger.parts for gemm in part.gemms]
 
     def reports(self) -> list[Report]:
-        """All reports, oldest first."""
+        """One report per model and options, oldest first; one per frame that belongs to no known model."""
         with self._lock:
-            return [ledger.report() for ledger in self._ledgers.values()]
+            models: dict[object, list[Ledger]] = {}
+            for key, ledger in self._ledgers.items():
+                whose = (ledger.model, ledger.group, ledger.target) if ledger.model is not None else key
+                models.setdefault(whose, []).append(ledger)
+            return [self._report(ledgers) for ledgers in models.values()]
 
     def clear(self) -> None:
         """Forget all reports."""
         with self._lock:
             self._ledgers.clear()
+            self._failing.clear()
 
 
 REGISTRY = Registry()
 
 
 def reports() -> list[Report]:
-    """The reports of what this process compiled, oldest first; one per compiled frame."""
+    """The reports of what this process compiled, oldest first; one per model and set of options."""
     return REGISTRY.reports()
 
 
 def clear_reports() -> None:
     """Forget the reports of this process."""
     REGISTRY.clear()
+
+
+def gather_reports() -> list[Report]:
+    """The reports of all ranks, merged: a collective of the default process group, with one result on all.
+
+    The n-th reports of all ranks are of one model (see `Report.merged`). Without a process group these are
+    the reports of this process. Raises `OptionError` where ranks compiled with other targets or policies.
+    """
+    from torch import distributed
+
+    mine = reports()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return mine
+    texts: list[list[str]] = [[] for _ in range(distributed.get_world_size())]
+    distributed.all_gather_object(texts, [report.to_json() for report in mine])
+    most = max(map(len, texts))
+    found = [[Report.from_json(own[index]) for own in texts if index < len(own)] for index in range(most)]
+    return [Report.merged(same) for same in found]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.report import schema
+from mxcompile.report.files import publish
+from mxcompile.report.merge import merge, together, total, with_plan
 from mxcompile.report.outline import Outline
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
 
@@ -31,30 +33,47 @@ class Report:
     graph: tuple[Outline, ...] = ()
 
     @classmethod
-    def of(cls, parts: Sequence[Part], *, target: str, policy: str) -> Report:
-        """The report of a model compiled as several graphs, one part each."""
-        gemms = tuple(
+    def of(
+        cls, parts: Sequence[Part], *, target: str, policy: str, planned: Sequence[GemmRecord] = ()
+    ) -> Report:
+        """The report of a model compiled as several graphs, one part each.
+
+        planned: all its GEMMs, of which those in no part are in the report as not compiled yet.
+        """
+        compiled = tuple(
             dataclasses.replace(gemm, graph=index) for index, part in enumerate(parts) for gemm in part.gemms
         )
+        gemms = with_plan(compiled, planned, graph=len(parts))
+        pending = (Outline(),) if len(gemms) > len(compiled) else ()
         return cls(
             gemms=gemms,
-            graph=tuple(part.outline for part in parts),
+            graph=(*(part.outline for part in parts), *pending),
             summary=Summary(
                 target=target,
                 policy=policy,
                 num_gemms=len(gemms),
                 flop_share=flop_share(gemms),
-                saved_bytes=_total(part.saved_bytes for part in parts),
-                saved_bytes_bf16=_total(part.saved_bytes_bf16 for part in parts),
+                saved_bytes=total(part.saved_bytes for part in parts),
+                saved_bytes_bf16=total(part.saved_bytes_bf16 for part in parts),
                 weight_bytes=sum(part.weight_bytes for part in parts),
                 weight_bytes_bf16=sum(part.weight_bytes_bf16 for part in parts),
                 pass_time_us=sum(part.pass_time_us for part in parts),
                 graphs=len(parts),
                 graph_breaks=sum(part.graph_breaks for part in parts),
-                cache=_cache(parts),
+                cache=together(part.cache for part in parts),
                 warnings=tuple(dict.fromkeys(w for part in parts for w in part.warnings)),
             ),
         )
+
+    @classmethod
+    def merged(cls, reports: Sequence[Report]) -> Report:
+        """One report of several of one model (ranks, pipeline stages): every layer is in it once.
+
+        Of equal layers the first report's stands; reports that add nothing do not count in the summary.
+        Raises `OptionError` for none, and for reports of different targets or policies.
+        """
+        found = merge([one.summary for one in reports], [(one.gemms, one.graph) for one in reports])
+        return cls(gemms=found.gemms, summary=found.summary, graph=found.graph)
 
     def __str__(self) -> str:
         from mxcompile.report.text import to_text
@@ -105,10 +124,16 @@ class Report:
         return compare(old, self)
 
     def save(self, path: str | Path) -> None:
-        """Write the report to `path` in the form of its suffix: see `FORMS`."""
-        path, form = Path(path), form_of(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(form(self), encoding="utf-8")
+        """Write the report to `path` in the form of its suffix (see `FORMS`), whole or not at all.
+
+        Raises `OptionError` if the file cannot be written.
+        """
+        text = form_of(path)(self)
+        try:
+            publish(Path(path), text)
+        except OSError as error:
+            reason = error.strerror or error
+            raise OptionError(f"report {str(path)!r} cannot be written: {reason}") from None
 
 
 def _json(value: Any) -> str:
@@ -146,13 +171,3 @@ def form_of(path: str | Path) -> Callable[[Report], str]:
     if suffix not in FORMS:
         raise OptionError(f"report {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
     return FORMS[suffix]
-
-
-def _total(values: Any) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _cache(parts: Sequence[Part]) -> str:
-    states = {part.cache for part in parts}
-    return states.pop() if len(states) == 1 else "partial" if states else "off"

@@ -1,0 +1,41 @@
+"""``mxcompile merge``: one report of the reports of many ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "merge",
+        help="one report of the reports of many ranks",
+        description="Merge reports of one model, as JSON, of ranks or pipeline stages: every layer once.",
+    )
+    command.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the report; .txt .md .json .html chooses the form (default: print it)",
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from mxcompile.report import Report, form_of
+
+    if options.output is not None:
+        form_of(options.output)
+    report = Report.merged([Report.load(path) for path in options.reports])
+    if options.output is None:
+        print(report)
+    else:
+        report.save(options.output)
+        layers = len({gemm.name for gemm in report.gemms})
+        print(f"{len(options.reports)} reports, {layers} layers; written to {options.output}")
+    return 0

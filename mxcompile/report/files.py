@@ -1,0 +1,67 @@
+"""Report files: written whole or not at all, and no reason for anything else to stop.
+
+A file is written beside its place and renamed into it: a reader, and another process that writes the same
+file, see an old or a new one, never half of one. ``{rank}`` in a path is the rank of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from mxcompile.errors import OptionError
+
+_counter = itertools.count()
+RANK = "{rank}"
+"""In the path of a report: the rank of the process."""
+
+
+def publish(path: Path, text: str) -> None:
+    """Write `text` to `path`, with the folders it needs, by rename. Raises `OSError`."""
+    path = Path(os.path.realpath(path))  # a link stays a link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.{next(_counter)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def check_place(path: Path) -> None:
+    """Raise `OptionError` if no file can be put at `path`. Leaves nothing there."""
+    path = of_rank(path)
+    try:
+        if path.is_dir():
+            raise OptionError(f"report {str(path)!r} cannot be written: Is a directory")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        probe = folder / f".mxcompile.{os.getpid()}.{next(_counter)}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OptionError(f"report {str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
+def rank() -> int | None:
+    """The rank of this process, in the default process group or as its launcher says; None without both."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    said = os.environ.get("RANK", "")
+    return int(said) if said.isdecimal() else None
+
+
+def of_rank(path: Path, rank: Callable[[], int | None] = rank) -> Path:
+    """`path` with the rank of this process, 0 if it has none, for every ``{rank}``."""
+    return Path(str(path).replace(RANK, str(rank() or 0))) if RANK in str(path) else path
+
+
+def is_mine(path: Path, rank: Callable[[], int | None] = rank) -> bool:
+    """Whether this process writes `path`: of many ranks the first does, unless each has a file of its own."""
+    return RANK in str(path) or not rank()

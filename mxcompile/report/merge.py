@@ -1,0 +1,146 @@
+"""One report for one model: of many graphs, of many ranks, every layer once.
+
+A graph that is compiled again (another shape, another process) says the same of the same layers; the records
+of the latest compile stand, and a compile of which nothing stands does not count in the summary. A layer that
+a graph calls twice has the records of both calls. What is planned and not compiled yet comes as planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from mxcompile.errors import OptionError
+from mxcompile.report.outline import Outline
+from mxcompile.report.record import GemmRecord, Part, Summary, flop_share
+
+NOT_COMPILED = "not compiled yet"
+"""The kernel of a GEMM that is planned, and in no graph that was compiled."""
+
+_Key = tuple[str, str, str, str]
+
+
+def _key(gemm: GemmRecord) -> _Key:
+    """Equal for records of one layer's GEMM in graphs of equal code; products are told apart by line."""
+    return gemm.name, gemm.role, gemm.gemm, gemm.source
+
+
+def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:
+    """The parts of `compiles` without the records that a later compile of the same frame repeats.
+
+    compiles: frames, None for one that is not known, and their parts, oldest first. Parts left without a
+    record are left out.
+    """
+    known: dict[object, set[_Key]] = {}
+    kept: list[Part] = []
+    for frame, parts in reversed(compiles):
+        later = known.setdefault(frame, set())
+        for part in reversed(parts):
+            stands = tuple(gemm for gemm in part.gemms if frame is None or _key(gemm) not in later)
+            if stands or not part.gemms:
+                kept.append(dataclasses.replace(part, gemms=stands))
+        later.update(_key(gemm) for part in parts for gemm in part.gemms)
+    return tuple(reversed(kept))
+
+
+def with_plan(
+    gemms: Iterable[GemmRecord], planned: Sequence[GemmRecord], graph: int
+) -> tuple[GemmRecord, ...]:
+    """`gemms`, and those of `planned` whose name and GEMM they lack, in the order of the plan.
+
+    graph: position that the records of the plan are given.
+    """
+    gemms = tuple(gemms)
+    if not planned:
+        return gemms
+    compiled = {(gemm.name, gemm.gemm) for gemm in gemms}
+    missing = (gemm for gemm in planned if (gemm.name, gemm.gemm) not in compiled)
+    pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
+    place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
+    return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """The fields of a report that was merged."""
+
+    gemms: tuple[GemmRecord, ...]
+    summary: Summary
+    graph: tuple[Outline, ...]
+
+
+def merge(
+    summaries: Sequence[Summary], contents: Sequence[tuple[Sequence[GemmRecord], Sequence[Outline]]]
+) -> Merged:
+    """One report of several, in their order: of equal records the first stands, compiled before planned.
+
+    contents: records and graphs, by report. Raises `OptionError` if targets or policies differ.
+    """
+    _check_alike(summaries)
+    compiled = {
+        (gemm.name, gemm.gemm) for gemms, _ in contents for gemm in gemms if gemm.kernel != NOT_COMPILED
+    }
+    known: set[_Key] = set()
+    gemms: list[GemmRecord] = []
+    graphs: list[Outline] = []
+    counted: list[Summary] = []
+    for summary, (records, outlines) in zip(summaries, contents, strict=True):
+        stands = [
+            gemm
+            for gemm in records
+            if _key(gemm) not in known
+            and (gemm.kernel != NOT_COMPILED or (gemm.name, gemm.gemm) not in compiled)
+        ]
+        known.update(map(_key, stands))
+        if stands or not records:
+            gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
+            graphs += outlines
+            counted.append(summary)
+    return Merged(gemms=tuple(gemms), summary=_sum(counted, gemms), graph=tuple(graphs))
+
+
+def _check_alike(summaries: Sequence[Summary]) -> None:
+    if not summaries:
+        raise OptionError("nothing to merge: give at least one report")
+    for what in ("target", "policy"):
+        found = list(dict.fromkeys(getattr(summary, what) for summary in summaries))
+        if len(found) > 1:
+            raise OptionError(f"reports of one model have one {what}, found {', '.join(map(repr, found))}")
+
+
+def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
+    first = summaries[0]
+    return Summary(
+        target=first.target,
+        policy=first.policy,
+        num_gemms=len(gemms),
+        flop_share=flop_share(gemms),
+        saved_bytes=total(s.saved_bytes for s in summaries),
+        saved_bytes_bf16=total(s.saved_bytes_bf16 for s in summaries),
+        weight_bytes=sum(s.weight_bytes for s in summaries),
+        weight_bytes_bf16=sum(s.weight_bytes_bf16 for s in summaries),
+        pass_time_us=sum(s.pass_time_us for s in summaries),
+        graphs=sum(s.graphs for s in summaries),
+        graph_breaks=sum(s.graph_breaks for s in summaries),
+        cache=together(s.cache for s in summaries),
+        warnings=tuple(dict.fromkeys(w for s in summaries for w in s.warnings)),
+        estimate_us=_estimate(gemm.estimate_us for gemm in gemms),
+        estimate_bf16_us=_estimate(gemm.estimate_bf16_us for gemm in gemms),
+    )
+
+
+def total(values: Iterable[int | None]) -> int | None:
+    """The sum of what is known; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _estimate(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def together(states: Iterable[str]) -> str:
+    """What the cache did for all: one word if it was the same for all, "partial" if not."""
+    found = set(states)
+    return found.pop() if len(found) == 1 else "partial" if found else "off"

@@ -1,0 +1,282 @@
+"""Report files: whole or not at all, one per rank or one for all, and never the end of a training run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from made_reports import kept, record, report, training
+from torch import nn
+
+import mxcompile
+from mxcompile.compiler.options import Options
+from mxcompile.errors import OptionError
+from mxcompile.report import Ledger, Part, Report, files
+from mxcompile.report.registry import Registry
+
+
+def step(path: Path | None = None, backend=None) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    backend = backend or EagerBackend(report=path)
+    torch.compile(model, backend=backend)(torch.randn(4, 64)).sum().backward()
+
+
+# -- the place of a file -------------------------------------------------------------------------------
+
+
+def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_compiled(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.json").mkdir()
+    for path, why in (
+        (tmp_path / "file" / "mx.json", "Not a directory|File exists"),
+        (tmp_path / "folder.json", "Is a directory"),
+        (tmp_path / f"{'x' * 300}" / "mx.json", "File name too long"),
+        (Path("/proc/mx.json"), "No such file|Permission denied|not permitted"),
+    ):
+        with pytest.raises(OptionError, match=rf"report '.*' cannot be written: .*({why})"):
+            Options.parse(None, {"report": path})
+        with pytest.raises(OptionError, match=why):
+            report(*training("a")).save(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.json"]
+
+
+def test_checking_a_path_leaves_no_file_and_keeps_the_old_one(tmp_path: Path):
+    old = tmp_path / "mx.json"
+    old.write_text("old")
+    Options.parse(None, {"report": old})
+    Options.parse(None, {"report": tmp_path / "new" / "mx.json"})
+    assert [p.name for p in tmp_path.rglob("*")] == ["mx.json"]
+    assert old.read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["mx_{rnk}.json", "{local_rank}/mx.json"])
+def test_a_placeholder_that_is_not_known(tmp_path: Path, name: str):
+    with pytest.raises(OptionError, match=r"unknown placeholder .* allowed: {rank}"):
+        Options.parse(None, {"report": tmp_path / name})
+
+
+# -- a file that cannot be written later ---------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_is_a_warning_and_the_old_file_stays(tmp_path: Path, caplog):
+    path = tmp_path / "mx.json"
+    step(path)
+    before = path.read_text()
+
+    def full(self: Path, text: str, **_: object) -> int:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with caplog.at_level(logging.WARNING, "mxcompile.report"), mock.patch.object(Path, "write_text", full):
+        step(path)
+    said = [r.message for r in caplog.records if r.name == "mxcompile.report"]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["mx.json"]
+
+
+def test_a_form_that_cannot_be_made_does_not_end_a_compile(tmp_path: Path, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "mxcompile.report"),
+        mock.patch.object(Report, "__str__", side_effect=RuntimeError("no text")),
+    ):
+        step(tmp_path / "mx.txt")
+    assert any("no text" in r.message for r in caplog.records)
+
+
+def test_a_file_behind_a_link_is_written_and_the_link_stays(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "mx.json"
+    link.symlink_to(tmp_path / "real" / "mx.json")
+    report(*training("a")).save(link)
+    assert link.is_symlink()
+    assert Report.load(tmp_path / "real" / "mx.json") == report(*training("a"))
+
+
+def _write(path: Path, name: str, times: int) -> None:
+    made = report(*(record(f"{name}.{i}") for i in range(300)))
+    for _ in range(times):
+        made.save(path)
+
+
+def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
+    path = tmp_path / "mx.json"
+    _write(path, "first", 1)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write, args=(path, name, 40)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    reads = 0
+    while any(writer.is_alive() for writer in writers):
+        found = {gemm.name.split(".")[0] for gemm in Report.load(path).gemms}
+        assert len(found) == 1
+        reads += 1
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert reads > 1
+    assert [p.name for p in tmp_path.iterdir()] == ["mx.json"]
+
+
+# -- ranks ---------------------------------------------------------------------------------------------
+
+
+def test_a_rank_writes_its_own_file_or_none(tmp_path: Path, monkeypatch):
+    own, common = tmp_path / "{rank}" / "mx_{rank}.json", tmp_path / "mx.json"
+    assert files.of_rank(own) == tmp_path / "0" / "mx_0.json"
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)
+        assert files.of_rank(own) == tmp_path / rank / f"mx_{rank}.json"
+        assert Ledger(target="", policy="", path=own).path == tmp_path / rank / f"mx_{rank}.json"
+        assert Ledger(target="", policy="", path=common).path == (common if rank == "0" else None)
+
+
+def test_a_compile_on_a_rank(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    step(tmp_path / "mx_{rank}.json")
+    step(tmp_path / "mx.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["mx_5.json"]
+    assert Report.load(tmp_path / "mx_5.json") == mxcompile.reports()[0]
+
+
+# -- merging -------------------------------------------------------------------------------------------
+
+
+def test_equal_ranks_are_one_report():
+    one = report(*training("layers.0.up"), kept(), saved_bytes=10, saved_bytes_bf16=20, graph_breaks=1)
+    assert Report.merged([one, one, one]) == one
+
+
+def test_stages_are_put_together():
+    first = report(*training("layers.0.up", k=64), saved_bytes=10, saved_bytes_bf16=20, warnings=("a",))
+    second = report(*training("layers.1.up"), kept(), saved_bytes=3, saved_bytes_bf16=4, warnings=("a", "b"))
+    both = Report.merged([first, second])
+    assert [(g.name, g.gemm, g.graph) for g in both.gemms] == [
+        *(("layers.0.up", gemm, 0) for gemm in ("fprop", "dgrad", "wgrad")),
+        *(("layers.1.up", gemm, 1) for gemm in ("fprop", "dgrad", "wgrad")),
+        ("lm_head", "fprop", 1),
+    ]
+    summary = both.summary
+    assert (summary.num_gemms, summary.graphs, summary.saved_bytes, summary.saved_bytes_bf16) == (
+        7,
+        2,
+        13,
+        24,
+    )
+    assert summary.warnings == ("a", "b")
+    assert summary.flop_share == pytest.approx((64 + 32) * 3 / ((64 + 32) * 3 + 32))
+    assert len(both.graph) == 2
+
+
+def test_what_one_rank_compiled_wins_over_what_another_planned():
+    plan = [*training("0.up"), *training("1.up")]
+    stages = [
+        Report.of([Part(gemms=(*training(f"{i}.up", kernel="mm"),))], target="", policy="", planned=plan)
+        for i in range(2)
+    ]
+    assert [g.kernel for g in stages[1].gemms] == ["not compiled yet"] * 3 + ["mm"] * 3
+    assert stages[1].summary.graphs == 1
+    assert stages[1].summary.flop_share == 1.0
+    assert Report.from_json(stages[0].to_json()) == stages[0]
+    assert "not compiled yet" in str(stages[0])
+    merged = Report.merged([stages[1], stages[0], stages[1]])
+    assert [(g.name, g.kernel) for g in merged.gemms] == [(f"{i}.up", "mm") for i in (1, 1, 1, 0, 0, 0)]
+    halves = Report.merged(stages[:1])
+    assert sum(g.kernel == "not compiled yet" for g in halves.gemms) == 3
+
+
+def test_reports_of_different_things_are_not_merged():
+    one = report(*training("a"))
+    other = Report.of([Part()], target="sm_100", policy="preset nvidia")
+    with pytest.raises(OptionError, match="have one target, found 'cpu', 'sm_100'"):
+        Report.merged([one, other])
+    with pytest.raises(OptionError, match="nothing to merge"):
+        Report.merged([])
+
+
+def test_the_command(tmp_path: Path, capsys):
+    from mxcompile.cli import main
+
+    paths = [tmp_path / f"mx_{i}.json" for i in range(2)]
+    for i, path in enumerate(paths):
+        report(*training(f"layers.{i}.up")).save(path)
+    assert main(["merge", *map(str, paths), "-o", str(tmp_path / "mx.json")]) == 0
+    assert capsys.readouterr().out == f"2 reports, 2 layers; written to {tmp_path / 'mx.json'}\n"
+    assert len(json.loads((tmp_path / "mx.json").read_text())["gemms"]) == 6
+    assert main(["merge", *map(str, paths)]) == 0
+    assert "layers.0-1.up" in capsys.readouterr().out
+    assert main(["merge", str(paths[0]), str(tmp_path / "no.json")]) == 2
+
+
+# -- one report per model ------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """A graph break in the middle, and a layer that both graphs use."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.both = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.both(self.a(x))
+        torch._dynamo.graph_break()
+        return self.both(self.b(y))
+
+
+def counts(report: Report) -> dict[str, int]:
+    names = [g.name for g in report.gemms if g.gemm == "fprop"]
+    return {name: names.count(name) for name in names}
+
+
+def test_the_frames_of_a_model_are_one_report():
+    model = Broken()
+    torch.compile(model, backend=EagerBackend())(torch.randn(4, 64)).sum().backward()
+    (found,) = mxcompile.reports()
+    assert counts(found) == {"a": 1, "both": 2, "b": 1}
+    assert found.summary.graphs == len(found.graph) == 2
+    assert found.summary.graph_breaks == 1
+
+
+def test_a_graph_compiled_again_is_counted_once():
+    model = Broken()
+    compiled = torch.compile(model, backend=EagerBackend(), dynamic=False)
+    for rows in (4, 5, 6):
+        compiled(torch.randn(rows, 64)).sum().backward()
+    (found,) = mxcompile.reports()
+    assert counts(found) == {"a": 1, "both": 2, "b": 1}
+    assert {g.m for g in found.gemms if g.gemm == "fprop"} == {6}
+    assert found.summary.graphs == 2
+
+
+def test_models_and_policies_have_reports_of_their_own():
+    models = [nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))]
+    for model in models:
+        torch.compile(model, backend=EagerBackend())(torch.randn(4, 64))
+    torch._dynamo.reset()
+    torch.compile(models[0], backend=EagerBackend(policy="bf16"))(torch.randn(4, 64))
+    assert [r.summary.policy for r in mxcompile.reports()] == ["preset nvidia"] * 2 + ["preset bf16"]
+
+
+def test_the_plan_of_a_model_is_in_its_report():
+    registry, model = Registry(), nn.Linear(1, 1)
+    ledger = registry.open("frame", Ledger(target="cpu", policy="p", group="g", model=model))
+    registry.plan(model, "g", [record("0"), record("1")])
+    registry.put(ledger, None, Part(gemms=(record("1", kernel="mm"),)))
+    (found,) = registry.reports()
+    assert [(g.name, g.kernel) for g in found.gemms] == [("0", "not compiled yet"), ("1", "mm")]
+
+
+def test_gathering_without_ranks_is_what_this_process_has():
+    step()
+    assert mxcompile.gather_reports() == mxcompile.reports()
