@@ -28,6 +28,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.report import Report, form_of
+    from mxcompile.report.words import count
 
     if options.output is not None:
         form_of(options.output)
@@ -37,5 +38,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         report.save(options.output)
         layers = len({gemm.name for gemm in report.gemms})
-        print(f"{len(options.reports)} reports, {layers} layers; written to {options.output}")
+        print(
+            f"{count(len(options.reports), 'report')}, {count(layers, 'layer')}; written to {options.output}"
+        )
     return 0

@@ -70,6 +70,7 @@ def llama(layers: int = 2, **changes: Any) -> Case:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "tie_word_embeddings": False,
     }
     config = hf.LlamaConfig(**{**sizes, **changes})
@@ -96,7 +97,7 @@ def qwen3(layers: int = 2) -> Case:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=12,
+        head_dim=16,
         attention_bias=True,
         tie_word_embeddings=False,
     )
@@ -205,7 +206,7 @@ def t5(layers: int = 2) -> Case:
 def mixtral(layers: int = 2) -> Case:
     config = hf.MixtralConfig(
         vocab_size=128, hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     attention = {k: v for k, v in LLAMA_LAYER.items() if k.startswith("self_attn")}
     layer = {
