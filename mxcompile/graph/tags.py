@@ -37,8 +37,8 @@ class GemmTag:
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
     operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where
     the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role:
-    from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from `decide`.
-    kernel: from the lowering.
+    from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from
+    `decide`. kernel: from the lowering.
     """
 
     layer: str

@@ -36,12 +36,13 @@ class GemmRecord:
     """One matrix product of the model: what was done with it, by which kernel, and why.
 
     name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
-    "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size
-    is its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype.
-    formats: of both operands in MXFP8; of a stored weight alone where the GEMM is not. kernel: what the
-    lowering chose, "" before lowering. reason: for the precision. source: ``file:line``. block: number, from 0, of the
-    repeated block it lies in and how many there are. graph: position of its graph in the report. estimate_us,
-    estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets with known peaks.
+    "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
+    its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
+    of both operands in MXFP8; of a stored weight alone where the GEMM is not. kernel: what the lowering
+    chose, "" before lowering. reason: for the precision. source: ``file:line``. block: number, from 0, of
+    the repeated block it lies in and how many there are. graph: position of its graph in the report.
+    estimate_us, estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets with
+    known peaks.
     """
 
     name: str
