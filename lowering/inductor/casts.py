@@ -23,6 +23,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.elements import f32, i32
 from mxcompile.lowering.inductor.tiling import less, place_of, tiled
@@ -230,6 +231,8 @@ def lower_quantize(
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Qdata and scale bytes."""
+    if (made := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
+        return made
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse = cast.scales(_inverse_scale_value)
     stored = cast.blocks.pointwise(
@@ -251,6 +254,8 @@ def lower_quantize_dequantize(
     dtype: torch.dtype,
 ) -> ir.TensorBox:
     """What the quantized tensor stands for, in `dtype`."""
+    if (made := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
+        return made
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse, scale = cast.scales(_inverse_scale_value), cast.scales(_scale_value)
     return cast.blocks.pointwise(
@@ -266,6 +271,8 @@ def lower_dequantize(
     qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype
 ) -> ir.TensorBox:
     """Elements times scales, in `dtype`."""
+    if (made := cpp.dequantize(qdata, scale, block_dim, dtype)) is not None:
+        return made
     blocks = _Blocks(qdata, (block_dim,))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:

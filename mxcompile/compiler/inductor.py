@@ -22,10 +22,12 @@ GraphModules = tuple[fx.GraphModule, fx.GraphModule]
 
 
 def sources() -> list[Path]:
-    """Mxcompile's own modules. In a checkout two of its folders are links, which a glob does not follow."""
+    """Mxcompile's own code. In a checkout two of its folders are links, which a glob does not follow."""
     root = Path(__file__).parent.parent
     trees = (root, root / "passes", root / "lowering")
-    return sorted({path.resolve() for tree in trees for path in tree.rglob("*.py")})
+    return sorted(
+        {path.resolve() for tree in trees for end in ("py", "h") for path in tree.rglob(f"*.{end}")}
+    )
 
 
 @functools.cache

@@ -1,0 +1,210 @@
+// Casts of a tensor to MXFP8 and back.
+//
+//   values   what the quantized elements stand for
+//   codes    the quantized elements
+//   scales   a byte for each block
+//
+// A tensor is [outer, length, inner], in that order in memory, and its blocks run along `length`; along rows `inner`
+// is 1. Casts of one matrix in both layouts read tiles of 32 rows twice, the second time from the cache. Of the
+// results those are made whose pointers are not null. Threads share tiles; each writes its own.
+#ifndef MXCOMPILE_CASTS_H
+#define MXCOMPILE_CASTS_H
+
+#include "elements.h"
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+constexpr int64_t GROUP = 8;               // blocks of a row whose scales are computed together
+constexpr int64_t COLUMNS = GROUP * BLOCK;  // 32 rows of so many columns stay in the first-level cache
+constexpr int64_t FEW = 1 << 14;           // elements that are not worth waking threads for
+
+inline int64_t num_blocks(int64_t length) { return (length + BLOCK - 1) / BLOCK; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+inline T* moved(T* pointer, int64_t by) {
+  return pointer ? pointer + by : nullptr;
+}
+
+template <class Value>
+struct Results {
+  Value* values;
+  uint8_t* codes;
+  uint8_t* scales;
+};
+
+// One number for all elements of a block, in the place of an array with one for each.
+struct Same {
+  float value;
+  float operator[](int64_t) const { return value; }
+};
+
+// body(part, tile) for every pair
+template <class Body>
+inline void for_tiles(int64_t parts, int64_t tiles, int64_t elements, int threads, Body body) {
+#pragma omp parallel for num_threads(threads) if (elements > FEW)
+  for (int64_t i = 0; i < parts * tiles; i++) body(i / tiles, i % tiles);
+}
+
+template <class Elem, Rounding rounding, class Source, class Value>
+struct Cast {
+  using Magnitude = decltype(magnitude(Source()));
+
+  template <class Factors>
+  static void write(const Source* x, int64_t count, Factors inverse, Factors scale, Value* values, uint8_t* codes) {
+    if (values)
+      #pragma omp simd
+      for (int64_t i = 0; i < count; i++)
+        narrow(rounded<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i])) * scale[i], values[i]);
+    if (codes)
+      #pragma omp simd
+      for (int64_t i = 0; i < count; i++) codes[i] = encode<Elem>(saturated<Elem, rounding>(widen(x[i]) * inverse[i]));
+  }
+
+  static Magnitude amax(const Source* x, int64_t count) {
+    Magnitude most = 0;
+    #pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < count; i++) most = magnitude(x[i]) > most ? magnitude(x[i]) : most;
+    return most;
+  }
+
+  static void scales_of(const Magnitude* most, int64_t count, float* inverse, float* scale, uint8_t* bytes) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+      uint32_t byte = scale_byte<Elem, rounding>(fp32_bits(most[i]));
+      inverse[i] = inverse_scale_value(byte);
+      scale[i] = scale_value(byte);
+      bytes[i] = static_cast<uint8_t>(byte);
+    }
+  }
+
+  // up to COLUMNS elements of a row, blocks along it
+  static void row(const Source* x, int64_t count, Results<Value> out) {
+    Magnitude most[GROUP] = {};
+    float inverse[GROUP], scale[GROUP];
+    uint8_t bytes[GROUP];
+    int64_t whole = count / BLOCK, rest = count % BLOCK;
+    for (int64_t i = 0; i < whole; i++) most[i] = amax(x + i * BLOCK, BLOCK);
+    if (rest) most[whole] = amax(x + whole * BLOCK, rest);
+    scales_of(most, GROUP, inverse, scale, bytes);
+    if (out.scales) std::memcpy(out.scales, bytes, num_blocks(count));
+    for (int64_t i = 0; i < whole; i++) {
+      int64_t at = i * BLOCK;
+      write(x + at, BLOCK, Same{inverse[i]}, Same{scale[i]}, moved(out.values, at), moved(out.codes, at));
+    }
+    if (rest) {
+      int64_t at = whole * BLOCK;
+      write(x + at, rest, Same{inverse[whole]}, Same{scale[whole]}, moved(out.values, at), moved(out.codes, at));
+    }
+  }
+
+  // `height` ≤ 32 rows, `width` apart, of up to COLUMNS: a block in each column, or one in each 32 of them if square
+  template <bool square>
+  static void strip(const Source* x, int64_t height, int64_t count, int64_t width, Results<Value> out) {
+    Magnitude most[COLUMNS] = {};
+    float inverse[COLUMNS], scale[COLUMNS];
+    uint8_t bytes[COLUMNS];
+    for (int64_t r = 0; r < height; r++) {
+      const Source* from = x + r * width;
+      #pragma omp simd
+      for (int64_t i = 0; i < count; i++) most[i] = magnitude(from[i]) > most[i] ? magnitude(from[i]) : most[i];
+    }
+    if (square)
+      for (int64_t at = 0; at < COLUMNS; at += BLOCK) {
+        Magnitude all = 0;
+        #pragma omp simd reduction(max : all)
+        for (int64_t i = at; i < at + BLOCK; i++) all = most[i] > all ? most[i] : all;
+        #pragma omp simd
+        for (int64_t i = at; i < at + BLOCK; i++) most[i] = all;
+      }
+    scales_of(most, COLUMNS, inverse, scale, bytes);
+    if (out.scales) std::memcpy(out.scales, bytes, count);
+    for (int64_t r = 0; r < height; r++) {
+      int64_t at = r * width;
+      write(x + at, count, static_cast<const float*>(inverse), static_cast<const float*>(scale),
+            moved(out.values, at), moved(out.codes, at));
+    }
+  }
+
+  // blocks along rows of `width`
+  static void rows(const Source* x, int64_t number, int64_t width, int threads, Results<Value> out) {
+    for_tiles(number, 1, number * width, threads, [=](int64_t r, int64_t) {
+      for (int64_t start = 0; start < width; start += COLUMNS) {
+        int64_t at = r * width + start;
+        row(x + at, least(COLUMNS, width - start),
+            {moved(out.values, at), moved(out.codes, at), moved(out.scales, r * num_blocks(width) + start / BLOCK)});
+      }
+    });
+  }
+
+  // Blocks along columns of matrices [length, width], and along their rows too where `along` has results. If square,
+  // the one scale of a tile is repeated along its columns in `down` and along its rows in `along`, which has no others.
+  template <bool square>
+  static void matrices(const Source* x, int64_t number, int64_t length, int64_t width, int threads,
+                       Results<Value> down, Results<Value> along) {
+    int64_t across = (width + COLUMNS - 1) / COLUMNS, blocks = num_blocks(length), steps = num_blocks(width);
+    bool both = along.values || along.codes || along.scales;
+    for_tiles(number * blocks, across, number * length * width, threads, [=](int64_t part, int64_t tile) {
+      int64_t first = part % blocks * BLOCK, start = tile * COLUMNS, count = least(COLUMNS, width - start);
+      int64_t height = least(BLOCK, length - first), top = part / blocks * length + first;
+      int64_t at = top * width + start;
+      uint8_t bytes[COLUMNS];
+      uint8_t* scales = square ? bytes : moved(down.scales, part * width + start);
+      strip<square>(x + at, height, count, width, {moved(down.values, at), moved(down.codes, at), scales});
+      if (square && down.scales) std::memcpy(down.scales + part * width + start, bytes, count);
+      for (int64_t r = 0; both && r < height; r++) {
+        uint8_t* to = moved(along.scales, (top + r) * steps + start / BLOCK);
+        int64_t from = at + r * width;
+        if (!square)
+          row(x + from, count, {moved(along.values, from), moved(along.codes, from), to});
+        else
+          for (int64_t i = 0; i < num_blocks(count); i++) to[i] = bytes[i * BLOCK];
+      }
+    });
+  }
+};
+
+// Values of codes under scales: of rows of `width`, blocks along them.
+template <class Elem, class Value>
+inline void dequantize_rows(const uint8_t* codes, const uint8_t* scales, int64_t number, int64_t width, int threads,
+                            Value* values) {
+  for_tiles(number, 1, number * width, threads, [=](int64_t r, int64_t) {
+    for (int64_t block = 0; block < num_blocks(width); block++) {
+      float scale = scale_value(scales[r * num_blocks(width) + block]);
+      int64_t at = r * width + block * BLOCK, count = least(BLOCK, width - block * BLOCK);
+      if (count == BLOCK)
+        #pragma omp simd
+        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(codes[at + i]) * scale, values[at + i]);
+      else
+        #pragma omp simd
+        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(codes[at + i]) * scale, values[at + i]);
+    }
+  });
+}
+
+// The same of matrices [length, width], blocks along their columns.
+template <class Elem, class Value>
+inline void dequantize_columns(const uint8_t* codes, const uint8_t* scales, int64_t number, int64_t length,
+                               int64_t width, int threads, Value* values) {
+  int64_t across = (width + COLUMNS - 1) / COLUMNS, blocks = num_blocks(length);
+  for_tiles(number * blocks, across, number * length * width, threads, [=](int64_t part, int64_t tile) {
+    int64_t first = part % blocks * BLOCK, start = tile * COLUMNS, count = least(COLUMNS, width - start);
+    int64_t height = least(BLOCK, length - first), top = part / blocks * length + first;
+    float scale[COLUMNS];
+    #pragma omp simd
+    for (int64_t i = 0; i < count; i++) scale[i] = scale_value(scales[part * width + start + i]);
+    for (int64_t r = 0; r < height; r++) {
+      int64_t at = (top + r) * width + start;
+      #pragma omp simd
+      for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(codes[at + i]) * scale[i], values[at + i]);
+    }
+  });
+}
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif

@@ -1,0 +1,205 @@
+"""Casts on CPU: the kernels of ``casts.h`` in the place of Inductor's loops.
+
+    quantize, quantize_dequantize, dequantize of BF16 and FP32            other dtypes: `inductor.casts`
+
+Casts of one matrix along its rows and along its columns are one kernel, which reads it once: whichever
+Inductor lowers first makes the other too, and the other is found here when its turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
+from mxcompile.ops import Spec
+
+_FLOATS = frozenset({torch.bfloat16, torch.float32})
+_RESULTS = ("values", "codes", "scales")
+
+Made = list[ir.TensorBox]
+"""The results of one operator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast:
+    """One ``quantize`` or ``quantize_dequantize``.
+
+    dim: non-negative. value_dtype: of the values; None for codes and scales.
+    """
+
+    dim: int
+    elem: ElemType
+    rounding: Rounding
+    square: bool
+    value_dtype: torch.dtype | None
+
+    @staticmethod
+    def of(rank: int, arguments: Sequence[Any], *, values: bool) -> Cast | None:
+        """From the operator's arguments after the first, if there is a kernel for it."""
+        dim, elem, rounding, *options = arguments
+        square = bool(options[0]) if options else False
+        last = options[1] if len(options) > 1 else None
+        if not values and last not in (None, ScaleLayout.ROW_MAJOR):
+            return None
+        if values and last not in _FLOATS:
+            return None
+        return Cast(
+            dim=dim % rank,
+            elem=elem_type(elem),
+            rounding=Rounding(rounding),
+            square=square,
+            value_dtype=last if values else None,
+        )
+
+    def results(self, x: ir.TensorBox) -> dict[str, Spec]:
+        """The tensors it makes of `x`, by the names of the kernel's pointers."""
+        shape = list(x.get_size())
+        if self.value_dtype is not None:
+            return {"values": (shape, self.value_dtype)}
+        blocks = FloorDiv(shape[self.dim] + (BLOCK - 1), BLOCK)
+        scale_shape = [*shape[: self.dim], blocks, *shape[self.dim + 1 :]]
+        return {"codes": (shape, self.elem.dtype), "scales": (scale_shape, torch.uint8)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Progress:
+    """Of one graph. seen: casts that have results. early: results whose node's turn has not come."""
+
+    seen: set[fx.Node] = field(default_factory=set)
+    early: dict[fx.Node, Made] = field(default_factory=dict)
+
+
+_PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
+"""By Inductor's graph."""
+
+
+def quantize(x: ir.TensorBox, *arguments: Any) -> tuple[ir.TensorBox, ir.TensorBox] | None:
+    """Qdata and scale bytes of ``mx.quantize``; None where Inductor's loops serve."""
+    made = _made(x, Cast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
+    return None if made is None else (made[0], made[1])
+
+
+def quantize_dequantize(x: ir.TensorBox, *arguments: Any) -> ir.TensorBox | None:
+    """The value of ``mx.quantize_dequantize``; None where Inductor's loops serve."""
+    made = _made(x, Cast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
+    return None if made is None else made[0]
+
+
+def _taken(x: ir.TensorBox) -> bool:
+    device = x.get_device_or_error()
+    return device.type == "cpu" and x.get_dtype() in _FLOATS and kernel.usable()
+
+
+def _made(x: ir.TensorBox, cast: Cast | None) -> Made | None:
+    if cast is None:
+        return None
+    progress = _PROGRESS.setdefault(V.graph, _Progress())
+    node = V.graph.current_node
+    if node in progress.early:
+        return progress.early.pop(node)
+    progress.seen.add(node)
+    last = len(x.get_size()) - 1
+    other = next(_others(node, cast, last), None) if cast.dim >= last - 1 else None
+    if other is None:
+        return _emit(x, {cast.dim: cast})
+    sibling, its = other
+    made = _emit(x, {cast.dim: cast, its.dim: its})
+    count = len(cast.results(x))
+    progress.seen.add(sibling)
+    progress.early[sibling] = made[count:]
+    return made[:count]
+
+
+def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cast]]:
+    """Casts of the same tensor along the other of its last two dimensions, alike but for what they give."""
+    if node is None or last < 1 or cast.square:
+        return
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    for user in source.users:
+        if user is node or user.target not in (ops.quantize, ops.quantize_dequantize) or user.kwargs:
+            continue
+        its = Cast.of(last + 1, user.args[1:], values=user.target is ops.quantize_dequantize)
+        if its is None or its.dim != 2 * last - 1 - cast.dim or user in _PROGRESS[V.graph].seen:
+            continue
+        if (its.elem, its.rounding, its.square) != (cast.elem, cast.rounding, False):
+            continue
+        if None not in (its.value_dtype, cast.value_dtype) and its.value_dtype is not cast.value_dtype:
+            continue
+        yield user, its
+
+
+def _emit(x: ir.TensorBox, casts: dict[int, Cast]) -> list[ir.TensorBox]:
+    """All results of `casts`, of one tensor by dimension, in order."""
+    shape = list(x.get_size())
+    outputs = {f"{name}{dim}": spec for dim, cast in casts.items() for name, spec in cast.results(x).items()}
+    source = kernel.stored(x)
+
+    def body(words: Words) -> str:
+        return _body(shape, source.get_dtype(), casts, words)
+
+    code = Code(header="casts.h", body=body)
+    return kernel.call(code, {"x": source}, outputs, x.get_device_or_error())
+
+
+def _body(shape: list[Any], source: torch.dtype, casts: dict[int, Cast], words: Words) -> str:
+    """The call of ``Cast<…>::rows`` or ``matrices``."""
+    cast = next(iter(casts.values()))
+    value = next((each.value_dtype for each in casts.values() if each.value_dtype), source)
+    results = f"mxcompile::Results<{C_TYPES[value]}>"
+
+    def pointers(dim: int, *names: str) -> str:
+        wanted = (words.pointer(f"{n}{dim}") if n in names else "nullptr" for n in _RESULTS)
+        return f"{results}{{{', '.join(wanted)}}}"
+
+    elem = f"mxcompile::{cast.elem.name.upper()}, mxcompile::Rounding::{cast.rounding}"
+    function = f"mxcompile::Cast<{elem}, {C_TYPES[source]}, {C_TYPES[value]}>"
+    last, x, threads = len(shape) - 1, words.pointer("x"), words.threads
+    dim = min(casts)  # of two the one along columns
+    if dim == last and not cast.square:
+        sizes = words.sizes(math.prod(shape[:-1]), shape[-1])
+        return f"{function}::rows({x}, {sizes}, {threads}, {pointers(last, *_RESULTS)});"
+    down, along = pointers(dim, *_RESULTS), pointers(last, *_RESULTS) if len(casts) > 1 else pointers(last)
+    if dim == last:  # a square tile's elements are those along columns, its scales those along rows
+        down, along, dim = pointers(last, "values", "codes"), pointers(last, "scales"), last - 1
+    sizes = words.sizes(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+    square = str(cast.square).lower()
+    return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
+
+
+def dequantize(
+    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype
+) -> ir.TensorBox | None:
+    """The value of ``mx.dequantize``; None where Inductor's loops serve."""
+    shape, device = list(qdata.get_size()), qdata.get_device_or_error()
+    if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():
+        return None
+    if len(scale.get_size()) != len(shape):  # tiled
+        return None
+    dim = block_dim % len(shape)
+    elem = f"mxcompile::{elem_type(qdata.get_dtype()).name.upper()}"
+    inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
+
+    def body(words: Words) -> str:
+        rows = dim == len(shape) - 1
+        inner = () if rows else (math.prod(shape[dim + 1 :]),)
+        sizes = words.sizes(math.prod(shape[:dim]), shape[dim], *inner)
+        pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
+        function = f"mxcompile::dequantize_{'rows' if rows else 'columns'}<{elem}>"
+        return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"
+
+    code = Code(header="casts.h", body=body)
+    return kernel.call(code, inputs, {"values": (shape, dtype)}, device)[0]

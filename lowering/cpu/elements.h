@@ -1,0 +1,160 @@
+// MX elements and scales in C++: the bit arithmetic that casts and products share.
+//
+//   byte   from the FP32 bits of a block's amax                                    scale_byte<Elem, rounding>
+//   code   of y = x · 2^(127 − byte), |y| ≤ max or NaN                             encode<Elem>
+//   value  of a code, and of y rounded to the element type                         decode<Elem>, rounded<Elem>
+//
+// Rounding adds C = 2^(e + 23 − p) to |y|, e the exponent of y, at least that of the smallest normal value: the sum
+// ends at the last of p stored bits, so the addition rounds it to nearest even, subnormals included, and its low bits
+// are the element's. All functions are branch-free, so that loops over them become vectors of whatever ISA the
+// compiler is told. They need IEEE additions: no reassociation, no flushing of subnormal results.
+//
+// Reference: mxcompile/formats/numerics.py.
+#ifndef MXCOMPILE_ELEMENTS_H
+#define MXCOMPILE_ELEMENTS_H
+
+#include <cstdint>
+#include <cstring>
+
+// Inductor turns GCC's vectorizer off, as its own loops are written in vectors; ours are written as loops.
+#if defined(__GNUC__) && !defined(__clang__)
+#define MXCOMPILE_VECTORIZED _Pragma("GCC push_options") _Pragma("GCC optimize(\"tree-loop-vectorize\")")
+#define MXCOMPILE_VECTORIZED_END _Pragma("GCC pop_options")
+#else
+#define MXCOMPILE_VECTORIZED
+#define MXCOMPILE_VECTORIZED_END
+#endif
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+constexpr int64_t BLOCK = 32;
+constexpr uint32_t INFINITY_BITS = 0x7f800000, NAN_BITS = 0x7fc00000, MAGNITUDE = 0x7fffffff;
+constexpr uint32_t SCALE_NAN = 255;
+
+enum class Rounding { rceil, floor, ceil, even };
+
+struct E4M3 {
+  static constexpr int mantissa_bits = 3, emax = 8, min_field = 121;  // min_field: biased exponent of 2^-6
+  static constexpr float max = 448.0f;
+};
+
+struct E5M2 {
+  static constexpr int mantissa_bits = 2, emax = 15, min_field = 113;
+  static constexpr float max = 57344.0f;
+};
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// A BF16 number is the high half of an FP32 one.
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float widen(Bfloat16 x) { return as_float(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(float x) { return x; }
+inline uint16_t magnitude(Bfloat16 x) { return x.bits & 0x7fff; }
+inline uint32_t magnitude(float x) { return as_bits(x) & MAGNITUDE; }
+inline uint32_t fp32_bits(uint16_t magnitude) { return static_cast<uint32_t>(magnitude) << 16; }
+inline uint32_t fp32_bits(uint32_t magnitude) { return magnitude; }
+
+inline void narrow(float value, float& out) { out = value; }
+inline void narrow(float value, Bfloat16& out) {
+  uint32_t bits = as_bits(value);
+  uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  out.bits = static_cast<uint16_t>((bits & MAGNITUDE) > INFINITY_BITS ? 0x7fc0 : nearest);
+}
+
+template <class Elem, Rounding rounding>
+inline uint32_t scale_byte(uint32_t amax) {
+  constexpr int32_t added = rounding == Rounding::rceil  ? 0x1fffff
+                            : rounding == Rounding::even ? 1 << (22 - Elem::mantissa_bits)
+                                                         : 0;
+  int32_t byte = static_cast<int32_t>((amax + added) >> 23) - Elem::emax;
+  byte = byte < 0 ? 0 : byte;
+  byte = byte > 254 ? 254 : byte;
+  if (rounding == Rounding::ceil) byte += (amax & 0x7fffff) != 0;
+  return amax >= INFINITY_BITS ? SCALE_NAN : static_cast<uint32_t>(byte);
+}
+
+// 2^(byte − 127), NaN for 255
+inline float scale_value(uint32_t byte) {
+  uint32_t bits = byte == 0 ? 0x00400000 : byte << 23;
+  return as_float(byte == SCALE_NAN ? NAN_BITS : bits);
+}
+
+// 2^(127 − byte), NaN for 255
+inline float inverse_scale_value(uint32_t byte) {
+  uint32_t bits = byte == 254 ? 0x00400000 : (254 - byte) << 23;
+  return as_float(byte == SCALE_NAN ? NAN_BITS : bits);
+}
+
+template <class Elem>
+struct Split {  // |y| as the exponent that rules its last bit, in place, and the constant that rounds to that bit
+  uint32_t exponent, constant;
+  explicit Split(uint32_t magnitude) {
+    constexpr uint32_t least = static_cast<uint32_t>(Elem::min_field) << 23;
+    uint32_t own = magnitude & INFINITY_BITS;
+    exponent = own > least ? own : least;
+    constant = exponent + (static_cast<uint32_t>(23 - Elem::mantissa_bits) << 23);
+  }
+};
+
+// FLOOR and EVEN derive scales under which y may exceed the largest element; NaN stays.
+template <class Elem, Rounding rounding>
+inline float saturated(float y) {
+  if (rounding == Rounding::rceil || rounding == Rounding::ceil) return y;
+  y = y > Elem::max ? Elem::max : y;
+  return y < -Elem::max ? -Elem::max : y;
+}
+
+template <class Elem>
+inline float rounded(float y) {
+  uint32_t bits = as_bits(y);
+  Split<Elem> split(bits & MAGNITUDE);
+  float value = (as_float(bits & MAGNITUDE) + as_float(split.constant)) - as_float(split.constant);
+  return as_float(as_bits(value) | (bits & ~MAGNITUDE));
+}
+
+template <class Elem>
+inline uint8_t encode(float y) {
+  constexpr uint32_t first = static_cast<uint32_t>(Elem::min_field) << Elem::mantissa_bits;
+  uint32_t bits = as_bits(y), size = bits & MAGNITUDE;
+  Split<Elem> split(size);
+  uint32_t steps = as_bits(as_float(size) + as_float(split.constant)) - split.constant;
+  uint32_t code = (split.exponent >> (23 - Elem::mantissa_bits)) - first + steps;
+  code = size > INFINITY_BITS ? 0x7f : code;
+  return static_cast<uint8_t>(code | ((bits >> 24) & 0x80));
+}
+
+template <class Elem>
+inline float decode(uint8_t code) {
+  constexpr int shift = 23 - Elem::mantissa_bits;
+  constexpr uint32_t bias = static_cast<uint32_t>(Elem::min_field - 1) << 23;
+  constexpr uint32_t not_finite = Elem::emax == 8 ? 0x7f : 0x7c;  // E5M2 has infinities from there
+  uint32_t size = code & 0x7f;
+  // an integer times the step of the subnormals; a normal value is its bits, moved
+  float subnormal = static_cast<float>(static_cast<int32_t>(size)) *
+                    as_float(static_cast<uint32_t>(Elem::min_field - Elem::mantissa_bits) << 23);
+  uint32_t value = size < (1u << Elem::mantissa_bits) ? as_bits(subnormal) : (size << shift) + bias;
+  uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
+  value = size >= not_finite ? special : value;
+  return as_float(value | (static_cast<uint32_t>(code & 0x80) << 24));
+}
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif

@@ -1,0 +1,65 @@
+"""The headers of lowering/cpu alone, compiled for one instruction set after the other, behind ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.cpp_builder import get_cpp_compiler
+
+HEADERS = Path(__file__).parents[2] / "lowering" / "cpu"
+FLAGS = ("-O3", "-std=c++17", "-fno-tree-loop-vectorize", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+
+FORMS = {
+    "plain": ("-march=x86-64",),
+    "avx2": ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX2"),
+    "avx512": (
+        *("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY_AVX512"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    ),
+    "avx512 bf16": ("-march=native", "-DCPU_CAPABILITY_AVX512"),
+}
+"""By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
+
+_ENDS = ("plain", "avx512 bf16")
+PARAMS = [pytest.param(form, marks=[] if form in _ENDS else pytest.mark.slow) for form in FORMS]
+"""For fixtures: the two ends every time, what lies between with the slow tests."""
+
+_NEEDS = {"plain": "", "avx2": "avx2", "avx512": "avx512_vl", "avx512 bf16": "avx512_bf16"}
+
+
+@functools.cache
+def library(form: str, source: str, folder: Path) -> ctypes.CDLL:
+    """`source`, C++ that includes headers of lowering/cpu, as the instruction set called `form` runs it."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"forms of x86-64, not of {platform.machine()}")
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").replace("avx512vl", "avx512_vl")
+    if _NEEDS[form] not in flags:
+        pytest.skip(f"this CPU has no {_NEEDS[form]}")
+    stem = folder / f"{form.replace(' ', '_')}_{abs(hash(source))}"
+    stem.with_suffix(".cpp").write_text(source, encoding="utf-8")
+    command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]
+    subprocess.run([*command, "-o", str(stem.with_suffix(".so"))], check=True)
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def integer(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit, but for what a NaN carries."""
+    nan = expected.float().isnan()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+    equal = found.view(bits) == expected.view(bits)
+    return torch.equal(found.float().isnan(), nan) and bool((equal | nan).all())

@@ -1,0 +1,151 @@
+"""The C++ casts in every form this machine can run, bit for bit against the definition."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cpp_forms import PARAMS, integer, library, pointer, same_bits
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from mxcompile import ops
+from mxcompile.formats import Rounding
+from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
+
+ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+SOURCES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
+
+
+def _source() -> str:
+    lines = ['#include "casts.h"', "using namespace mxcompile;"]
+    for elem in ELEMS:
+        for source in SOURCES:
+            results = f"Results<{source}>"
+            arguments = f"const {source}* x, int64_t number, int64_t m, int64_t n, {results} a, {results} b"
+            for rounding in Rounding:
+                cast = f"Cast<{elem}, Rounding::{rounding}, {source}, {source}>"
+                name = f"{elem}_{source}_{rounding}"
+                body = f"{cast}::matrices<false>(x, number, m, n, 2, a, b);"
+                lines.append(f'extern "C" void both_{name}({arguments}) {{ {body} }}')
+                body = f"{cast}::matrices<true>(x, number, m, n, 2, a, b);"
+                lines.append(f'extern "C" void square_{name}({arguments}) {{ {body} }}')
+                body = f"{cast}::rows(x, number * m, n, 2, b);"
+                lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
+            back = f"const uint8_t* q, const uint8_t* s, int64_t number, int64_t m, int64_t n, {source}* v"
+            for form, sizes in (("rows", "number * m, n"), ("columns", "number, m, n")):
+                body = f"dequantize_{form}<{elem}>(q, s, {sizes}, 2, v);"
+                lines.append(f'extern "C" void {form}_back_{elem}_{source}({back}) {{ {body} }}')
+    return "\n".join(lines)
+
+
+class _Forms:
+    """The compiled functions, called with tensors."""
+
+    def __init__(self, form: str, folder: Path) -> None:
+        self._library = library(form, _source(), folder)
+
+    def cast(self, name: str, x: Tensor, elem: str, rounding: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Values, codes and scales along columns, then along rows."""
+        number, m, n = x.shape
+        source = next(word for word, dtype in SOURCES.items() if dtype is x.dtype)
+        made = []
+        for shape in ((number, -(-m // 32), n), (number, m, -(-n // 32))):
+            codes = torch.zeros_like(x, dtype=torch.uint8)
+            made.append((torch.zeros_like(x), codes, torch.zeros(shape, dtype=torch.uint8)))
+        structs = [_Results(*map(pointer, each)) for each in made]
+        if name == "square":
+            structs[1] = _Results(pointer(None), pointer(None), pointer(made[1][2]))
+        function = getattr(self._library, f"{name}_{elem}_{source}_{rounding}")
+        function(pointer(x), *map(integer, x.shape), *structs)
+        return made
+
+    def back(self, form: str, codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
+        source = next(word for word, each in SOURCES.items() if each is dtype)
+        values = torch.zeros(codes.shape, dtype=dtype)
+        function = getattr(self._library, f"{form}_back_{elem}_{source}")
+        function(pointer(codes), pointer(scales), *map(integer, codes.shape), pointer(values))
+        return values
+
+
+class _Results(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "codes", "scales")]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Forms:
+    return _Forms(request.param, tmp_path_factory.mktemp("forms"))
+
+
+def sources(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Every BF16 value by neighbours, whole binades in a block, wild bits with NaN and Inf, odd sizes."""
+    torch.manual_seed(0)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()].view(1, -1, 510).to(dtype)
+    yield every.contiguous()
+    yield every.mT.contiguous()
+    integers = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    info = torch.iinfo(integers)
+    wild = torch.randint(info.min, info.max, (3, 70, 330), dtype=integers).view(dtype)
+    yield torch.where(wild.isfinite() | (torch.rand(wild.shape) < 0.002), wild, torch.ones((), dtype=dtype))
+    binades = torch.exp2(torch.randint(-130, 120, (2, 33, 1)).float())
+    yield (torch.randn(2, 33, 97) * binades).to(dtype)
+    yield (torch.randn(1, 1, 31) * torch.tensor([0.0, -0.0, 1.0])[torch.randint(3, (1, 1, 31))]).to(dtype)
+
+
+def check(made: tuple[Tensor, Tensor, Tensor], x: Tensor, dim: int, elem: str, rounding: str, square: bool):
+    values, codes, scales = made
+    qdata, expected = quantize_tensors(x, dim, ELEMS[elem], rounding, square)
+    assert torch.equal(scales, expected)
+    assert same_bits(codes.view(ELEMS[elem]), qdata)
+    assert same_bits(values, dequantize_tensors(qdata, expected, dim, x.dtype))
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("elem", ELEMS)
+@pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
+def test_casts_of_every_form(forms: _Forms, dtype: torch.dtype, elem: str, rounding: str):
+    for x in sources(dtype):
+        down, along = forms.cast("both", x, elem, rounding)
+        check(down, x, -2, elem, rounding, False)
+        check(along, x, -1, elem, rounding, False)
+        check(forms.cast("rows", x, elem, rounding)[1], x, -1, elem, rounding, False)
+        down, along = forms.cast("square", x, elem, rounding)
+        check(down, x, -2, elem, rounding, True)
+        check((*down[:2], along[2]), x, -1, elem, rounding, True)
+
+
+@pytest.mark.parametrize("elem", ELEMS)
+@pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
+def test_every_code_under_every_scale(forms: _Forms, dtype: torch.dtype, elem: str):
+    codes = torch.arange(256, dtype=torch.uint8).expand(1, 256, 256).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].expand(1, 256, 8).contiguous()
+    for form, dim in (("rows", -1), ("columns", -2)):
+        if dim == -2:
+            codes, scales = codes.mT.contiguous(), scales.mT.contiguous()
+        expected = dequantize_tensors(codes.view(ELEMS[elem]), scales, dim, dtype)
+        assert same_bits(forms.back(form, codes, scales, elem, dtype), expected)
+
+
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
+    """Whatever they give, after a producer, for any number of tokens, called from Python or C++."""
+
+    def casts(x: Tensor) -> tuple[Tensor, ...]:
+        x = x.relu() - x
+        value = ops.quantize_dequantize(x, -1, torch.float8_e4m3fn, "rceil", False, torch.bfloat16)
+        return value, *ops.quantize(x, -2, torch.float8_e4m3fn, "rceil")
+
+    compiled = torch.compile(casts, fullgraph=True, dynamic=True, options={"cpp_wrapper": cpp_wrapper})
+    x = torch.randn(40, 100, dtype=torch.bfloat16)
+    _, (code,) = run_and_get_code(compiled, x)
+    assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
+    assert not re.search(r"Cast<.*>::rows\(re", code)
+    for other in (x, torch.randn(65, 100, dtype=torch.bfloat16)):
+        for one, expected in zip(compiled(other), casts(other), strict=True):
+            assert same_bits(one, expected)
