@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mxcompile.audit import Audit as Audit
     from mxcompile.audit import audit as audit
+    from mxcompile.checkpoint import load_quantized as load_quantized
+    from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
     from mxcompile.explain import explain as explain
     from mxcompile.offline import CodegenResult as CodegenResult
@@ -50,9 +52,11 @@ _HOME = {
     "explain": "mxcompile.explain",
     "StoredWeights": "mxcompile.serving",
     "gather_reports": "mxcompile.report",
+    "load_quantized": "mxcompile.checkpoint",
     "quantize": "mxcompile.storage",
     "quantize_weights_": "mxcompile.serving",
     "reports": "mxcompile.report",
+    "save_quantized": "mxcompile.checkpoint",
     "tune": "mxcompile.tune",
 }
 

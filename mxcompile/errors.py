@@ -38,6 +38,10 @@ class TargetError(MXCompileError, ValueError):
     """The target is unknown, or this machine or these versions cannot serve it."""
 
 
+class CheckpointError(MXCompileError, ValueError):
+    """A checkpoint is damaged, holds what cannot be read, or cannot hold what is to be written."""
+
+
 class VerificationError(MXCompileError, AssertionError):
     """A pass left an invalid graph: a defect of mxcompile, never of the user's model."""
 

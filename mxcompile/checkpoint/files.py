@@ -1,0 +1,165 @@
+"""Reading safetensors checkpoints: one file, or a directory of shards with its index.
+
+Headers are read when a checkpoint is opened, tensors when they are asked for. Nothing is unpickled, and no
+file is opened whose name leads out of the directory. What is wrong with a checkpoint is a `CheckpointError`
+of one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt", ".msgpack"})
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor of a file, from its header."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was opened.
+
+    path: as given. entries: of all files, by name. files: in order; metadata: of each.
+    """
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: tuple[dict[str, str], ...]
+    files: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """The checkpoint at `path`, a ``.safetensors`` file or a directory. Raises `CheckpointError`."""
+        path = Path(path)
+        files = _shards(path)
+        entries: dict[str, Entry] = {}
+        metadata: list[dict[str, str]] = []
+        for file in files:
+            with opened(file) as handle:
+                metadata.append(dict(handle.metadata() or {}))
+                for name in handle.keys():  # noqa: SIM118 — not a mapping
+                    if name in entries:
+                        raise CheckpointError(f"{file}: {name!r} is in {entries[name].file.name} too")
+                    entries[name] = _entry(handle, name, file)
+        _check_index(path, entries)
+        return cls(path=path, entries=entries, metadata=tuple(metadata), files=files)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor called `name`."""
+        with opened(self.entries[name].file) as handle:
+            return handle.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def opened(file: Path) -> Any:
+    """`file`, open for reading, as a context. Raises `CheckpointError`."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError("checkpoints need safetensors: pip install 'mxcompile[checkpoints]'") from None
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a whole safetensors file: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _entry(handle: Any, name: str, file: Path) -> Entry:
+    part = handle.get_slice(name)
+    dtype = _DTYPES.get(part.get_dtype())
+    if dtype is None:
+        raise CheckpointError(f"{file}: {name!r} has dtype {part.get_dtype()}, which torch does not have")
+    return Entry(name=name, file=file, dtype=dtype, shape=tuple(part.get_shape()))
+
+
+def _shards(path: Path) -> tuple[Path, ...]:
+    """The files of the checkpoint at `path`."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            kind = "a pickle, which is never loaded" if path.suffix in PICKLES else "no safetensors file"
+            raise CheckpointError(f"{path}: {kind}")
+        return (path,)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if (path / INDEX).is_file():
+        return _of_index(path)
+    files = tuple(sorted(path.glob("*.safetensors")))
+    if files:
+        return files
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise CheckpointError(f"{path}: holds pickles ({pickles[0]}), which are never loaded, no safetensors")
+    raise CheckpointError(f"{path}: holds no safetensors")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / INDEX}: no index of safetensors: {_line(error)}") from None
+    if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
+        raise CheckpointError(f"{path / INDEX}: its weight_map does not map names to files")
+    return weights
+
+
+def _of_index(path: Path) -> tuple[Path, ...]:
+    names = sorted({*_weight_map(path).values()})
+    for name in names:
+        if PurePosixPath(name).name != name or "\\" in name or name in ("", ".", ".."):
+            raise CheckpointError(f"{path / INDEX}: {name!r} is not a file of this directory")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path / INDEX}: {name!r} is no safetensors file")
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path / INDEX}: {name!r} is missing")
+    return tuple(path / name for name in names)
+
+
+def _check_index(path: Path, entries: dict[str, Entry]) -> None:
+    """That the index, if there is one, says of every tensor where it is."""
+    if not (path / INDEX).is_file():
+        return
+    weights = _weight_map(path)
+    for name, file in weights.items():
+        if name not in entries or entries[name].file.name != file:
+            raise CheckpointError(f"{path / INDEX}: {name!r} is not in {file}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises `CheckpointError`."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {_line(error)}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: is no JSON object")
+    return found

@@ -1,0 +1,119 @@
+"""`load_quantized`: a model whose MXFP8 weights come from a checkpoint, without BF16 ones in between.
+
+    config.json ─▶ model on the meta device;  codes and scales ─▶ MXTensors ─▶ its parameters
+
+Names and shapes of a Hugging Face checkpoint become those of the model by Transformers' own conversions,
+which stack the codes of experts as they stack any tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.checkpoint.files import Checkpoint, read_json
+from mxcompile.checkpoint.layouts import stored
+from mxcompile.errors import CheckpointError
+from mxcompile.storage import MXTensor
+
+Readers = dict[str, Callable[[], Tensor]]
+
+
+def load_quantized(
+    path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """A model with the weights of the checkpoint at `path`, those in MXFP8 as `MXTensor`s.
+
+    path: a safetensors file or a directory of them, in the layout of compressed-tensors
+    (``mxfp8-quantized``) or torchao. model: what to load into, on the meta device or any other; its
+    parameters are replaced. Without it, the Hugging Face model of the directory's config.json, in evaluation
+    mode. dtype: of the values that MXFP8 weights stand for, where neither config.json nor the checkpoint
+    says; default BF16.
+
+    Nothing is downloaded, unpickled or run from the directory. Raises `CheckpointError` for a checkpoint that
+    is damaged, is no MXFP8, or does not fit the model.
+    """
+    checkpoint = Checkpoint.open(path)
+    if model is not None:
+        _assign(model, stored(checkpoint, dtype or _dtype({}, torch.bfloat16)))
+        return model
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(f"{path}: a file alone does not say what model it is of: pass model=")
+    raw = read_json(directory / "config.json")
+    wanted = dtype or _dtype(raw, torch.bfloat16)
+    return _huggingface(directory, raw, wanted, stored(checkpoint, wanted))
+
+
+def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
+    found = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), default)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+
+
+def _huggingface(path: Path, raw: dict[str, Any], dtype: torch.dtype, readers: Readers) -> nn.Module:
+    owner, config = architecture(path, raw)
+    state = {name: read() for name, read in readers.items()}
+    try:
+        model, info = owner.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:  # transformers checks what it is given in its own ways
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[key]:
+            raise CheckpointError(f"{path}: {key.replace('_', ' ')}: {sorted(map(str, info[key]))[0]}")
+    for parameter in model.parameters():
+        if isinstance(parameter, MXTensor):
+            parameter.requires_grad_(False)
+    evaluated: nn.Module = model.eval()
+    return evaluated
+
+
+def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
+    """The class and the configuration of the Hugging Face model that `raw`, a config.json, is of."""
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(
+            f"{path}: a config.json needs transformers: pip install 'mxcompile[checkpoints]'"
+        ) from None
+    names = raw.get("architectures") or []
+    owner = next((found for name in names if (found := getattr(transformers, str(name), None))), None)
+    if owner is None or not (isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)):
+        raise CheckpointError(f"{path}: transformers {transformers.__version__} has no model {names}")
+    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+    try:
+        return owner, transformers.AutoConfig.for_model(**plain)
+    except Exception as error:  # of transformers' own checks
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _assign(model: nn.Module, readers: Readers) -> None:
+    """Put what `readers` give into the parameters and buffers of `model`, in every place that shares one."""
+    places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    known: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for owned in (module._parameters, module._buffers):
+            for attribute, value in owned.items():
+                if value is not None and attribute not in module._non_persistent_buffers_set:
+                    known[f"{prefix}.{attribute}".lstrip(".")] = value
+                    places[id(value)].append((owned, attribute))
+    unexpected = next((name for name in readers if name not in known), None)
+    loaded = {id(known[name]) for name in readers if name in known}
+    missing = next((name for name, value in known.items() if id(value) not in loaded), None)
+    if unexpected or missing:
+        what = f"has {unexpected!r}, which the model" if unexpected else f"lacks {missing!r}, which the model"
+        raise CheckpointError(f"the checkpoint {what} {'lacks' if unexpected else 'has'}")
+    for name, read in readers.items():
+        value, old = read(), known[name]
+        if value.shape != old.shape:
+            raise CheckpointError(f"{name!r} has shape {tuple(value.shape)}, the model's {tuple(old.shape)}")
+        trained = old.requires_grad and not isinstance(value, MXTensor)
+        made = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
+        for owned, attribute in places[id(old)]:
+            owned[attribute] = made

@@ -1,0 +1,129 @@
+"""`save_quantized`: a model with stored weights as a safetensors checkpoint that others read."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.checkpoint.files import INDEX
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, metadata, pack
+from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors
+from mxcompile.errors import CheckpointError
+from mxcompile.storage import MXTensor
+
+Kinds = dict[str, tuple[torch.dtype, torch.dtype] | None]
+
+
+def save_quantized(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    layout: str = COMPRESSED_TENSORS,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write `model` to `directory`, which must not exist: weights, and a Hugging Face model's configs.
+
+    layout: ``compressed-tensors`` (``mxfp8-quantized``; what Transformers and vLLM load) or ``torchao``. The
+    directory appears whole or not at all. Hugging Face models are written under the names of their published
+    checkpoints. Raises `CheckpointError` if the directory exists, or the layout cannot hold a weight.
+    """
+    check_layout(layout)
+    target = Path(directory)
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already")
+    state = _state(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
+        partial = Path(made) / target.name
+        partial.mkdir()
+        _write_shards(partial, state, layout, max_shard_bytes)
+        _write_configs(partial, model, state, layout)
+        partial.rename(target)
+    sync_directory(target.parent)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model` under their names in a checkpoint, every one once."""
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    owner: Any = model
+    reverted: dict[str, Tensor] = revert_weight_conversion(owner, state)
+    return reverted
+
+
+def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: str, limit: int) -> None:
+    shards = list(_shards(state, layout, limit))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, 1):
+        alone = len(shards) == 1
+        file = "model.safetensors" if alone else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        kinds: Kinds = {}
+        for name in names:
+            value = state[name]
+            kinds[name] = (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
+            tensors |= packed(name, value, layout)
+        write_tensors(directory / file, tensors, metadata(kinds, layout))
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(each.nbytes for each in tensors.values())
+    if len(shards) > 1:
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def packed(name: str, value: Tensor, layout: str) -> dict[str, Tensor]:
+    """What a file holds for one tensor of a model."""
+    return pack(name, value, layout) if isinstance(value, MXTensor) else {name: value.contiguous()}
+
+
+def _shards(state: Mapping[str, Tensor], layout: str, limit: int) -> Iterator[list[str]]:
+    """The names of `state`, as many at once as fit in a file of `limit` bytes."""
+    names: list[str] = []
+    size = 0
+    for name, value in state.items():
+        own = value.stored_bytes if isinstance(value, MXTensor) else value.nbytes
+        if names and size + own > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += own
+    if names:
+        yield names
+
+
+def _write_configs(directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: str) -> None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return
+    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    raw["architectures"] = [type(model).__name__]
+    raw.pop("quantization_config", None)
+    if layout == COMPRESSED_TENSORS:
+        raw["quantization_config"] = config_entry(left_as_they_are(state))
+    write_json(directory / "config.json", raw)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        write_json(directory / "generation_config.json", json.loads(generation.to_json_string()))
+
+
+def left_as_they_are(state: Mapping[str, Any]) -> list[str]:
+    """The modules whose ``weight`` of two dimensions is not in MXFP8: what readers must not take for it."""
+    return [
+        name.removesuffix(".weight")
+        for name, value in state.items()
+        if name.endswith(".weight") and len(value.shape) == 2 and not isinstance(value, MXTensor)
+    ]

@@ -1,0 +1,307 @@
+"""Checkpoints: bit-exact round trips in layouts that their owners' code reads and writes; damage refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.checkpoint.files import INDEX, Checkpoint
+from mxcompile.errors import CheckpointError
+
+BF16 = torch.bfloat16
+LAYOUTS = ["compressed-tensors", "torchao"]
+
+
+def spread(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape) * torch.exp2(torch.randint(-9, 9, shape).float())).to(BF16)
+
+
+def small(device: str = "cpu") -> nn.Module:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(64, 96, dtype=BF16), nn.LayerNorm(96), nn.Linear(96, 64, dtype=BF16))
+        model.register_module("tied", nn.Linear(96, 64, bias=False, dtype=BF16))
+        model.tied.weight = model[2].weight
+    return model
+
+
+def stored() -> nn.Module:
+    model = small()
+    for layer in (model[0], model[2]):
+        weight = mxcompile.quantize(spread(*layer.weight.shape))
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    model.tied.weight = model[2].weight
+    return model
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two models have the same tensors, bit for bit."""
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(_same(first[name], second[name]) for name in first)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if isinstance(a, MXTensor) != isinstance(b, MXTensor) or a.dtype is not b.dtype:
+        return False
+    if not isinstance(a, MXTensor):
+        return torch.equal(a, b)
+    codes = torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+    alike = a.block_dim % a.ndim == b.block_dim % b.ndim
+    return codes and torch.equal(a.scale_bytes, b.scale_bytes) and alike
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shard", [10**9, 4000])
+def test_round_trip_into_a_model_on_the_meta_device(tmp_path, layout, shard):
+    model = stored()
+    mxcompile.save_quantized(model, tmp_path / "out", layout=layout, max_shard_bytes=shard)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == 4000)
+    loaded = mxcompile.load_quantized(tmp_path / "out", small("meta"))
+    assert same(model, loaded)
+    assert loaded.tied.weight is loaded[2].weight
+    assert [*tmp_path.iterdir()] == [tmp_path / "out"]
+
+
+def test_what_safetensors_alone_reads(tmp_path):
+    model = stored()
+    mxcompile.save_quantized(model, tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(found["0.weight"].view(torch.uint8), model[0].weight.qdata.view(torch.uint8))
+    assert found["0.weight_scale"].dtype is torch.uint8
+    assert torch.equal(found["0.weight_scale"], model[0].weight.scale_bytes)
+    assert "tied.weight" not in found
+
+
+def test_torchao_reads_and_writes_its_layout(tmp_path):
+    from safetensors import safe_open
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor as TheirTensor
+    from torchao.prototype.safetensors.safetensors_support import (
+        flatten_tensor_state_dict,
+        unflatten_tensor_state_dict,
+    )
+
+    model = stored()
+    mxcompile.save_quantized(model, tmp_path / "ours", layout="torchao")
+    file = tmp_path / "ours/model.safetensors"
+    with safe_open(str(file), framework="pt") as handle:
+        theirs, left = unflatten_tensor_state_dict(load_file(file), handle.metadata())
+    assert not left
+    assert torch.equal(theirs["0.weight"].dequantize(), model[0].weight.dequantize())
+    assert torch.equal(theirs["1.bias"], model[1].bias)
+
+    dense = {"m.weight": spread(64, 96), "m.bias": spread(64)}
+    made = TheirTensor.to_mx(dense["m.weight"], torch.float8_e4m3fn, 32)
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": made, "m.bias": dense["m.bias"]})
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
+    target = nn.ModuleDict({"m": nn.Linear(96, 64, dtype=BF16)})
+    mxcompile.load_quantized(tmp_path / "theirs.safetensors", target)
+    assert isinstance(target["m"].weight, MXTensor)
+    assert torch.equal(target["m"].weight.dequantize(), made.dequantize())
+
+
+def their_scheme():
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP8A16
+
+    return QuantizationScheme(targets=["Linear"], **MXFP8A16)
+
+
+def test_compressed_tensors_reads_and_writes_its_layout(tmp_path):
+    from compressed_tensors.compressors import MXFP8QuantizationCompressor as Theirs
+
+    model = stored()
+    mxcompile.save_quantized(model, tmp_path / "ours")
+    found = load_file(tmp_path / "ours/model.safetensors")
+    parts = {"weight": found["0.weight"], "weight_scale": found["0.weight_scale"]}
+    dense = Theirs.decompress(parts, their_scheme())["weight"]
+    assert torch.equal(dense.to(BF16), model[0].weight.dequantize())
+
+    weight = model[2].weight
+    scale = torch.exp2(weight.scale_bytes.float() - 127)
+    made = Theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme())
+    tensors = {f"m.{name}": value for name, value in made.items()}
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    target = nn.ModuleDict({"m": nn.Linear(96, 64, bias=False, dtype=BF16)})
+    mxcompile.load_quantized(tmp_path / "theirs.safetensors", target)
+    assert torch.equal(target["m"].weight.dequantize(), weight.dequantize())
+
+
+def test_the_config_entry_is_one_that_compressed_tensors_knows():
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from mxcompile.checkpoint.layouts import config_entry
+
+    raw = config_entry(["lm_head"])
+    config = QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
+    group = config.config_groups["group_0"]
+    assert group.weights.model_dump() == their_scheme().weights.model_dump()
+    assert group.input_activations is None
+    assert config.ignore == ["lm_head"]
+
+
+def llama(tied: bool = False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, dtype="bfloat16",
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, dtype="bfloat16",
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def store_blocks(model: nn.Module) -> nn.Module:
+    """All matrices inside the blocks in MXFP8, but for routers."""
+    for name, parameter in list(model.named_parameters()):
+        if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            made = nn.Parameter(mxcompile.quantize(parameter.detach()), requires_grad=False)
+            setattr(owner, name.rpartition(".")[2], made)
+    return model
+
+
+TOKENS = torch.arange(10)[None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), mixtral], ids=["llama", "tied", "mixtral"])
+def test_hugging_face_models_round_trip(tmp_path, make, layout):
+    model = store_blocks(make())
+    mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    assert same(model, loaded)
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
+def test_transformers_loads_what_we_write(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = store_blocks(llama())
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=BF16)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    for name, value in model.named_parameters():  # decompressed by the call
+        dense = value.dequantize() if isinstance(value, MXTensor) else value
+        assert torch.equal(loaded.get_parameter(name), dense), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layout_cannot_hold_is_refused(tmp_path, layout):
+    model = nn.Sequential(nn.Linear(70, 32))
+    model[0].weight = nn.Parameter(mxcompile.quantize(model[0].weight), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"0.weight: .* whole blocks of 32 only \(k=70\)"):
+        mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
+    model[0].weight = nn.Parameter(mxcompile.quantize(torch.randn(64, 64), block_dim=0), requires_grad=False)
+    with pytest.raises(CheckpointError, match="last dimension only"):
+        mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
+    assert [*tmp_path.iterdir()] == []
+
+
+def saved(tmp_path, shard: int = 4000):
+    mxcompile.save_quantized(stored(), tmp_path / "out", max_shard_bytes=shard)
+    return tmp_path / "out"
+
+
+def damage(folder, how: str) -> None:
+    """Spoil a checkpoint of several shards."""
+    first = sorted(folder.glob("*.safetensors"))[0]
+    index = json.loads((folder / INDEX).read_text())
+    match how:
+        case "truncated":
+            first.write_bytes(first.read_bytes()[:-1])
+        case "longer":
+            first.write_bytes(first.read_bytes() + b"0")
+        case "empty":
+            first.write_bytes(b"")
+        case "header":
+            first.write_bytes(b"\xff" * 8 + first.read_bytes()[8:])
+        case "pickle":
+            first.write_bytes(pickle.dumps({"weight": 1}))
+        case "pickles":
+            for file in folder.glob("*.safetensors"):
+                file.rename(file.with_suffix(".bin"))
+            (folder / INDEX).unlink()
+        case "index":
+            (folder / INDEX).write_text("{")
+        case "missing":
+            first.unlink()
+        case "outside":
+            outside = folder.parent / first.name
+            first.rename(outside)
+            index["weight_map"] = {
+                k: v.replace(first.name, f"../{first.name}") for k, v in index["weight_map"].items()
+            }
+            (folder / INDEX).write_text(json.dumps(index))
+        case "scale shape" | "scale dtype" | "no scale":
+            whole = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+            scale = whole.pop("0.weight_scale")
+            if how == "scale shape":
+                whole["0.weight_scale"] = scale[:, :1].contiguous()
+            if how == "scale dtype":
+                whole["0.weight_scale"] = scale.float()
+            for file in folder.iterdir():
+                file.unlink()
+            save_file(whole, folder / "model.safetensors")
+
+
+DAMAGE = {
+    "truncated": "not a whole safetensors file", "longer": "not a whole safetensors file",
+    "empty": "not a whole safetensors file", "header": "not a whole safetensors file",
+    "pickle": "not a whole safetensors file", "pickles": "holds pickles", "index": "no index of safetensors",
+    "missing": "is missing", "outside": "is not a file of this directory", "scale shape": "do not fit",
+    "scale dtype": "not E8M0 bytes", "no scale": "FP8 without",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_refused_in_one_line(tmp_path, how):
+    folder = saved(tmp_path)
+    damage(folder, how)
+    with pytest.raises(CheckpointError, match=DAMAGE[how]) as caught:
+        mxcompile.load_quantized(folder, small("meta"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    folder = saved(tmp_path)
+    for model, message in (
+        (nn.Sequential(nn.Linear(64, 96)), "which the model lacks"),
+        (nn.Sequential(*small(), nn.Linear(2, 2)), "which the model has"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            mxcompile.load_quantized(folder, model)
+    other = small()
+    other[1] = nn.LayerNorm(95)
+    with pytest.raises(CheckpointError, match="has shape"):
+        mxcompile.load_quantized(folder, other)
+
+
+def test_an_existing_directory_stays(tmp_path):
+    folder = saved(tmp_path)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(CheckpointError, match="exists already"):
+        mxcompile.save_quantized(stored(), folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert Checkpoint.open(folder).entries
