@@ -13,6 +13,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
     quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
+    grouped_mm           the same of operands that are no MX data, in any floating-point dtype
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 
@@ -248,16 +249,27 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def _spec_scaled_grouped_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
 ) -> list[Spec]:
+    return [(_grouped_shape(a, b, offs), out_dtype)]
+
+
+def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[Any, ...]:
     match a.ndim, b.ndim:
         case 2, 2:
-            shape: tuple[Any, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+            return (offs.shape[0], a.shape[0], b.shape[1])
         case 2, 3:
-            shape = (a.shape[0], b.shape[-1])
+            return (a.shape[0], b.shape[-1])
         case 3, 2:
-            shape = (a.shape[1], b.shape[-1])
+            return (a.shape[1], b.shape[-1])
         case _:
-            shape = (*a.shape[:-1], b.shape[-1])
-    return [(shape, out_dtype)]
+            return (*a.shape[:-1], b.shape[-1])
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    return grouped_product(a, b, offs)
+
+
+def _spec_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> list[Spec]:
+    return [(_grouped_shape(a, b, offs), a.dtype)]
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -314,6 +326,7 @@ quantize_mm = _define(
     _quantize_mm,
     _spec_quantize_mm,
 )
+grouped_mm = _define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _spec_grouped_mm)
 flatten = _define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)
 
 CASTS = frozenset(op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize))

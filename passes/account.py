@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.names import module_of
-from mxcompile.graph.opsets import VIEWS, argument, packet
-from mxcompile.graph.tags import Kind, hint, tag_of, tensor
+from mxcompile.graph.opsets import PICKS, VIEWS, argument, packet
+from mxcompile.graph.tags import Kind, numel, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
-from mxcompile.passes.flow import origin
+from mxcompile.passes.flow import origin, stored
 from mxcompile.policy import Gemm
 
 
@@ -31,8 +30,8 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int
         stored = _stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)
         if stored is not None and value is not None:
-            weights[stored] = _numel(value.shape) * count(tag.name)
-    held = sum(_held(node, numel) for node, numel in weights.items())
+            weights[stored] = numel(value.shape) * count(tag.name)
+    held = sum(_held(node, size) for node, size in weights.items())
     return held, 2 * sum(weights.values())
 
 
@@ -48,12 +47,13 @@ def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
         qdata = untransposed(argument(node, 2 * side))[0]
+        qdata = argument(qdata) if packet(qdata) in PICKS else qdata
         cast = argument(qdata) if packet(qdata) is operator.getitem else qdata
-        return origin(argument(cast)) if packet(cast) in ops.CASTS else origin(cast)
+        return stored(argument(cast)) if packet(cast) in ops.CASTS else stored(cast)
     matrices = [
         arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
     ]
-    return origin(matrices[-2:][side]) if len(matrices) > side else None
+    return stored(matrices[-2:][side]) if len(matrices) > side else None
 
 
 def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
         if source not in sources and source.op != "placeholder":
             sources.add(source)
             itemsize = cast.meta.get("mx_itemsize", 2)
-            replaced += _numel(node.meta["val"].shape) * itemsize * times[node]
+            replaced += numel(node.meta["val"].shape) * itemsize * times[node]
     return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
 
 
@@ -102,11 +102,4 @@ def _cast_of(node: fx.Node) -> fx.Node | None:
 def _bytes(node: fx.Node) -> int:
     value = tensor(node)
     assert value is not None
-    return _numel(value.shape) * value.element_size()
-
-
-def _numel(shape: Iterable[Any]) -> int:
-    total = 1
-    for size in shape:
-        total *= hint(size)
-    return total
+    return numel(value.shape) * value.element_size()

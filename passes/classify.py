@@ -131,7 +131,7 @@ class _Structure:
             return Feeds(roots=frozenset({_INPUT})) if raw else _NOTHING
         arguments = [self._feeds[arg] for arg in node.all_input_nodes if arg in self._feeds]
         merged = _merge(arguments)
-        if tags_of(node):
+        if tags_of(node) and tags_of(node)[0].kind is not Kind.CONVOLUTION:
             self._visit_matmul(node)
             raw = tags_of(node)[0].kind is Kind.LINEAR and merged.roots == {_INPUT}
             return Feeds(roots=frozenset({node}), starts=merged.starts | ({node} if raw else frozenset()))
@@ -218,7 +218,7 @@ class _Structure:
                     here.output = True
                 elif user not in inside:
                     continue
-                elif is_matmul_like(user):
+                elif is_matmul_like(user) and packet(user) not in STREAM_SOURCES:
                     here.matmul = True
                 else:
                     self._pass_back(here, goes[user], user)

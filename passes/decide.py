@@ -15,13 +15,14 @@ from torch import fx
 
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import Format
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.convolutions import convolution_words
+from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
 from mxcompile.policy import Choice, Decision, Policy, Precision
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-_SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten._grouped_mm})
+_SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class Decide:
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind is not Kind.LINEAR:
-                set_tag(node, *(replace(tag, choice=_kept(tag)) for tag in tags))
+                set_tag(node, *(replace(tag, choice=_kept(node, tag)) for tag in tags))
         for gemms in layers.values():
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
@@ -59,11 +60,14 @@ def _wanted(tag: GemmTag, decision: Decision) -> bool:
     return decision.choice(tag.gemm).precision is Precision.MXFP8
 
 
-def _kept(tag: GemmTag) -> Choice:
+def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     """Why a node that is not a linear layer stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
-            reason = "opaque operator"
+            known = tag.batch * tag.m * tag.n * tag.k > 0
+            reason = f"opaque operator {packet(node)}" + ("" if known else ", FLOPs unknown")
+        case Kind.CONVOLUTION:
+            reason = convolution_words(node)
         case Kind.QUANTIZED:
             reason = "quantized by the model"
         case _:
@@ -89,7 +93,7 @@ def _format(decision: Decision, which: str) -> Format:
 
 def _obstacle(node: fx.Node) -> str | None:
     """What keeps the GEMM `node` from MXFP8, or None."""
-    if packet(node) not in _SUPPORTED:
+    if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return f"unsupported operator {packet(node)}"
     for operand in operands(node):
         value = tensor(operand)

@@ -13,24 +13,29 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.convolutions import is_pointwise
 from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
+from mxcompile.graph.opaque import Sizes, opaque_sizes
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
-    MATMULS,
+    CONVOLUTIONS,
     QUANTIZED_MATMULS,
+    gradient_index,
+    is_matmul,
     is_matmul_like,
     is_opaque,
     packet,
 )
-from mxcompile.graph.shapes import Sizes, attention_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of, tensor
-from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored_as
+from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
+from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of
+from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored, stored_as
+from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
 
 
@@ -70,18 +75,19 @@ class _Finder:
     def __init__(self, options: Find, depends: dict[fx.Node, Depends]) -> None:
         self._options = options
         self._depends = depends
+        self._weights = Weights(depends)
         self._by_seq: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
 
     def tag_forward(self, node: fx.Node) -> None:
         """Tag a node of the forward as the first GEMM of a layer of its own."""
         path, module = module_of(node)
-        stored = None
-        if packet(node) in MATMULS:
+        held_as = None
+        if is_matmul(node):
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
                 weight = operands(node)[tensors.index("w")]
-                path, stored = layer_name(path, self._weight_path(weight)), stored_as(weight)
+                path, held_as = layer_name(path, self._weight_path(weight)), stored_as(weight)
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -97,7 +103,7 @@ class _Finder:
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
-            stored=stored,
+            stored=held_as,
             block=self._options.blocks.place(name),
         )
         set_tag(node, *_per_product(tag, sizes))
@@ -108,7 +114,7 @@ class _Finder:
     def tag_backward(self, node: fx.Node) -> None:
         """Tag a node of the backward as a GEMM of its forward node's layer."""
         forward = self._forward_of(node)
-        sizes = [matmul_sizes(node)] if packet(node) in MATMULS else _sizes_of_other(node)
+        sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
         if forward is None:
             self.tag_forward(node)
             set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
@@ -121,30 +127,24 @@ class _Finder:
             other = "w" if gemm is Gemm.DGRAD else "x"
             left = operands(node)[0]
             tensors = ("dy", other) if Depends.GRADIENT in self._depends[left] else (other, "dy")
+        elif known.kind is Kind.CONVOLUTION and gradient_index(node) == 1:
+            gemm = Gemm.WGRAD
         tag = replace(known, gemm=gemm, tensors=tensors)
         set_tag(node, *_per_product(tag, sizes))
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
         left, right = operands(node)
-        weights = self._is_weight(left), self._is_weight(right)
-        if weights == (False, True) and self._is_data(left):
+        if packet(node) in CONVOLUTIONS and not is_pointwise(node):
+            return Kind.CONVOLUTION, ("x", "w")
+        weights = self._weights.is_weight(left), self._weights.is_weight(right)
+        if weights == (False, True) and self._weights.makes_layer(node, left, right):
             return Kind.LINEAR, ("x", "w")
-        if weights == (True, False) and self._is_data(right):
+        if weights == (True, False) and self._weights.makes_layer(node, right, left):
             return Kind.LINEAR, ("w", "x")
         return Kind.PRODUCT, ("x", "x")
 
-    def _is_weight(self, node: Any) -> bool:
-        """Whether `node` is made from parameters alone, and is stored as a matrix."""
-        if not isinstance(node, fx.Node) or self._depends[node] != Depends.PARAMETER:
-            return False
-        stored = tensor(origin(node))
-        return stored is not None and stored.ndim >= 2
-
-    def _is_data(self, node: Any) -> bool:
-        return isinstance(node, fx.Node) and bool(self._depends[node] & (Depends.DATA | Depends.GRADIENT))
-
     def _weight_path(self, weight: fx.Node) -> str:
-        source = origin(weight)
+        source = stored(weight)
         if source.op != "placeholder":
             return ""
         known = graph_input(source, self._options.inputs)
@@ -155,8 +155,10 @@ class _Finder:
         same_seq = self._by_seq.get(node.meta.get("seq_nr", -1), [])
         if packet(node) in ATTENTION_BACKWARD:
             return next((n for n in same_seq if packet(n) in ATTENTION_FORWARD), None)
+        if not is_matmul(node):
+            return next((n for n in same_seq if not is_matmul(n)), None)
         shared = _origins(node)
-        matching = [n for n in same_seq if packet(n) in MATMULS and shared & _origins(n)]
+        matching = [n for n in same_seq if is_matmul(n) and shared & _origins(n)]
         if not matching:
             candidates = [n for operand in shared for n in self._by_operand.get(operand, [])]
             matching = [n for n in candidates if _can_be_gradient(node, n)]
@@ -164,12 +166,14 @@ class _Finder:
 
 
 def _origins(node: fx.Node) -> frozenset[fx.Node]:
-    return frozenset(origin(arg) for arg in operands(node) if isinstance(arg, fx.Node))
+    """Where the operands of `node` come from; of an operator that is no plain matmul, all its inputs."""
+    arguments = operands(node) if is_matmul(node) else node.all_input_nodes
+    return frozenset(origin(arg) for arg in arguments if isinstance(arg, fx.Node))
 
 
 def _can_be_gradient(node: fx.Node, forward: fx.Node) -> bool:
     """Whether the sizes of `node` are those of `forward` in another order."""
-    if packet(forward) not in MATMULS or len(tags_of(forward)) != 1:
+    if not is_matmul(forward):
         return False
     return sorted(map(hint, matmul_sizes(node))) == sorted(map(hint, matmul_sizes(forward)))
 
@@ -194,7 +198,7 @@ def _sizes_of_other(node: fx.Node) -> list[Sizes]:
     if packet(node) in QUANTIZED_MATMULS:
         return [matmul_sizes(node)]
     if is_opaque(node):
-        return [(1, 0, 0, 0)]
+        return opaque_sizes(node)
     scores, values = attention_sizes(node)
     if packet(node) in ATTENTION_FORWARD:
         return [scores, values]
@@ -208,8 +212,8 @@ def _gradients(sizes: Sizes) -> list[Sizes]:
 
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
     """One tag per product of a node; those of an attention know their role."""
-    if len(sizes) == 1:
-        return [_sized(tag, sizes[0])]
+    if tag.kind is not Kind.ATTENTION:
+        return [_sized(tag, size) for size in sizes]
     half = len(sizes) // 2
     roles = [Role.ATTN_SCORES] * half + [Role.ATTN_VALUES] * half
     return [_sized(replace(tag, role=role), size) for role, size in zip(roles, sizes, strict=True)]

@@ -11,7 +11,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import RANDOM, TRANSPARENT, packet
+from mxcompile.graph.opsets import PICKS, RANDOM, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import tensor
 
 
@@ -86,3 +86,39 @@ def stored_as(node: fx.Node) -> torch.dtype | None:
             return value.dtype if value is not None and origin(node).op == "placeholder" else None
         node = node.args[0]
     return None
+
+
+def gathered(node: fx.Node) -> fx.Node | None:
+    """The stack of matrices that `node` picks from along its first dimension, or None.
+
+    ``stack[E, …, n, k][index]``, as experts take their weights by their number or a tensor of numbers.
+    """
+    what = packet(node)
+    if what not in PICKS or not isinstance(node.args[0], fx.Node):
+        return None
+    stack = node.args[0]
+    value = tensor(stack)
+    if value is None or value.ndim < 3:
+        return None
+    if what is aten.index_select:
+        return stack if node.args[1] == 0 else None
+    indices = node.args[1]
+    assert isinstance(indices, list | tuple)
+    return stack if len(indices) == 1 and _is_list_of_numbers(indices[0]) else None
+
+
+def _is_list_of_numbers(index: Any) -> bool:
+    value = tensor(index)
+    return (
+        value is not None
+        and value.ndim <= 1
+        and not value.dtype.is_floating_point
+        and value.dtype is not torch.bool
+    )
+
+
+def stored(node: fx.Node) -> fx.Node:
+    """The tensor a weight is stored in: back through views, casts, copies, and the choice of an expert."""
+    node = origin(node)
+    stack = gathered(node)
+    return origin(stack) if stack is not None else node

@@ -22,6 +22,7 @@ from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
 from mxcompile.passes.save import Save
 from mxcompile.passes.share import Share
+from mxcompile.passes.split import Split
 from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
 
@@ -48,6 +49,7 @@ def joint_passes(
 ) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order."""
     return (
+        Split(),
         Find(inputs=inputs, prefix=prefix, first_index=first_index, blocks=blocks or Blocks()),
         Classify(inputs=inputs),
         Decide(policy=policy, strict=strict),
@@ -61,9 +63,10 @@ def joint_passes(
 
 def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
     """Apply `passes` to `graph` in order, verifying after each."""
-    decided = False
+    found = decided = False
     for step in passes:
         step.apply(graph)
+        found = found or isinstance(step, Find)
         decided = decided or isinstance(step, Decide)
-        verify(graph, step.name, decided=decided)
+        verify(graph, step.name, decided=decided, found=found)
         log.debug("%s", Printed(graph, step.name))

@@ -1,4 +1,6 @@
-"""restore: decompose again the degenerate matmuls that stay in BF16.
+"""restore: give back to Inductor, as it would have them, the matmuls that stay in BF16.
+
+Gradients that `split` has taken apart become one node again. Degenerate matmuls are decomposed again:
 
 Inductor turns products with a contraction of length one into a multiplication, and matrix-vector products
 into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided.
@@ -15,9 +17,10 @@ import torch
 from torch import fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import argument, aten, gradient_index, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
-from mxcompile.graph.tags import set_tag, tag_of, tensor
+from mxcompile.graph.tags import set_tag, tag_of, tags_of, tensor
+from mxcompile.passes.split import HALF, masked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,7 @@ class Restore:
     def apply(self, graph: fx.Graph) -> None:
         """Decompose the degenerate matmuls of `graph`; their tags stay on the result."""
         build = Builder(graph, self.name)
+        _join(graph, build)
         for node in list(graph.nodes):
             tag = tag_of(node)
             if tag is None or tag.formats is not None:
@@ -38,6 +42,36 @@ class Restore:
             if result is not None:
                 set_tag(result, replace(tag, kernel=str(packet(result))))
                 build.replace(node, result)
+
+
+def _join(graph: fx.Graph, build: Builder) -> None:
+    """Make one node of the gradients of one operator that stay (see `split`); all others are GEMMs by now."""
+    halves: dict[tuple[str, int], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if HALF in node.meta:
+            halves.setdefault(node.meta[HALF], []).append(node)
+    for (_, num_parts), nodes in halves.items():
+        indices = tuple(gradient_index(node) for node in nodes)
+        if indices == (2,) and num_parts > 1:
+            _sum_bias(nodes[0], build)
+            continue
+        first = nodes[0]
+        first.args = masked(first, indices)
+        del first.meta[HALF]
+        set_tag(first, *(tag for node in nodes for tag in tags_of(node)))
+        for other in nodes[1:]:
+            other.replace_all_uses_with(first)
+            graph.erase_node(other)
+
+
+def _sum_bias(node: fx.Node, build: Builder) -> None:
+    """The gradient of a convolution's bias, where nothing else is left of its gradients."""
+    dy = argument(node)
+    dims = [dim for dim in range(dy.meta["val"].ndim) if dim != 1]
+    with build.graph.inserting_before(node):
+        total = build.call(aten.sum.dim_IntList, dy, dims, like=node)
+    build.replace(next(iter(node.users)), total)
+    build.graph.erase_node(node)
 
 
 def _decomposed(node: fx.Node, build: Builder) -> fx.Node | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -19,11 +19,14 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, set_tag, tag_of, tags_of, tensor
+from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, argument, aten, is_grouped, packet
+from mxcompile.graph.shapes import offsets
+from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.passes.flow import gathered
+from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
+from mxcompile.passes.split import HALF
 from mxcompile.policy import Gemm, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
@@ -58,24 +61,23 @@ class _Writer:
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
         """Replace `node`, a GEMM, by mx operators."""
         with self._graph.inserting_before(node):
-            left, right = (self._as_matrix(operand, node) for operand in operands(node))
-            if packet(node) is aten._grouped_mm:
+            left, right = matrices(node, self._build)
+            if is_grouped(node):
                 result = self._grouped(node, tag, left, right, formats)
             else:
                 a = self._quantize(left, -1, formats[0], tag, node)
                 b = self._quantize(right, -2, formats[1], tag, node)
                 result = self._product(node, a, b)
-        self._build.replace(node, result)
-
-    def _as_matrix(self, operand: Any, node: fx.Node) -> fx.Node:
-        value = tensor(operand)
-        assert value is not None
-        if value.ndim > 1:
-            return operand  # type: ignore[no-any-return]
-        return self._build.call(aten.unsqueeze.default, operand, 1, like=node)
+        if HALF in node.meta:  # its result is an item of what it returned
+            self._build.replace(next(iter(node.users)), result)
+            self._graph.erase_node(node)
+        else:
+            self._build.replace(node, result)
 
     def _product(self, node: fx.Node, a: Quantized, b: Quantized) -> fx.Node:
         """scaled_mm with what the replaced operator adds to the product."""
+        if packet(node) in CONVOLUTIONS:
+            return self._convolution(node, a, b)
         what, out = packet(node), tensor(node)
         assert out is not None
         biased = what in (aten.addmm, aten.baddbmm, aten.addmv)
@@ -96,6 +98,13 @@ class _Writer:
                 result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
+    def _convolution(self, node: fx.Node, a: Quantized, b: Quantized) -> fx.Node:
+        bias = node.args[2] if HALF not in node.meta else None
+        out = _result(node)
+        product = self._build.call(ops.scaled_mm, *a, *b, bias, out.dtype, like=node)
+        set_tag(product, *tags_of(node))
+        return as_returned(product, node, self._build)
+
     def _grouped(
         self,
         node: fx.Node,
@@ -104,8 +113,7 @@ class _Writer:
         right: fx.Node,
         formats: tuple[Format, Format],
     ) -> fx.Node:
-        out, offs = tensor(node), node.args[2]
-        assert out is not None
+        out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
@@ -139,7 +147,9 @@ class _Writer:
         if swapped:
             dim = -3 - dim
         transcode = tag.saved is Saved.TRANSCODE and tag.gemm is Gemm.WGRAD
-        if fmt.tile is Tile.SQUARE:
+        if _is_better_picked_later(source, fmt):
+            cast = self._picked(source, dim, fmt, node)
+        elif fmt.tile is Tile.SQUARE:
             cast = self._square_cast(source, dim, fmt, node)
         elif transcode and (source, -1, fmt) in self._casts:
             cast = self._transcoded(source, dim, fmt, node)
@@ -150,6 +160,13 @@ class _Writer:
             qdata, scale = cast
             return transpose(qdata, self._build), transpose(scale, self._build)
         return cast
+
+    def _picked(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+        """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
+        qdata, scale = self._cast(widest(argument(source), self._build, self._products), dim, fmt, node)
+        rest = source.args[1:]
+        call = self._build.call
+        return call(source.target, qdata, *rest, like=node), call(source.target, scale, *rest, like=node)
 
     def _cast(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
         key = (source, dim, fmt)
@@ -193,9 +210,25 @@ class _Writer:
         return self._casts[key]
 
 
+def _result(node: fx.Node) -> torch.Tensor:
+    """What the GEMM `node` returns, as the item that is read of it if it returns several."""
+    value = tensor(next(iter(node.users)) if HALF in node.meta else node)
+    assert value is not None
+    return value
+
+
+def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
+    """Whether `source` picks from a stack of matrices that is no larger than what it picks."""
+    stack, value = gathered(source), tensor(source)
+    if stack is None or value is None or fmt.tile is Tile.SQUARE:
+        return False
+    return numel(stack.meta["val"].shape) <= numel(value.shape)
+
+
 def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
     """Leave on the cast what an element took in the operand it stands for (see `account`)."""
     value = tensor(operand)
-    made = cast[0].args[0]
+    qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]
+    made = qdata.args[0]
     if isinstance(made, fx.Node) and value is not None:
         made.meta.setdefault("mx_itemsize", value.element_size())

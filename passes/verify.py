@@ -14,18 +14,18 @@ from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
 
 
-def verify(graph: fx.Graph, after: str, *, decided: bool) -> None:
+def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) -> None:
     """Check `graph` after the pass called `after`. Raises `VerificationError`.
 
-    Every matmul-like node is tagged, with a choice if `decided`; operands of products are FP8 with scales
-    of matching shape; every mx node has a fake value.
+    Every matmul-like node is tagged if `found`, with a choice if `decided`; operands of products are FP8
+    with scales of matching shape; every mx node has a fake value.
     """
     try:
         graph.lint()
     except (RuntimeError, AssertionError) as error:
         raise VerificationError(f"after {after}: {error}") from error
     for node in graph.nodes:
-        if is_matmul_like(node) or packet(node) in ops.PRODUCTS:
+        if found and (is_matmul_like(node) or packet(node) in ops.PRODUCTS):
             tags = tags_of(node)
             if not tags:
                 raise VerificationError(f"after {after}: {node.format_node()} has no tag")

@@ -64,7 +64,8 @@ class _Expander:
             a = self._operands.value(qa, sa, -1, dtype, node)
             b = self._operands.value(qb, sb, -2, dtype, node)
             if packet(node) is ops.scaled_grouped_mm.overloadpacket:
-                result = self._build.call(aten._grouped_mm.default, a, b, extra, like=node)
+                vendors = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
+                result = self._build.call(vendors, a, b, extra, like=node)
             else:
                 result = self._product(a, b, extra, dtype, node)
             kernel = f"{packet(result)} ({_word(dtype)}, dequantized)"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mxcompile.graph.tags import tensor
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -21,8 +23,19 @@ def _packets(namespace: Any, *names: str) -> frozenset[Any]:
     return frozenset(getattr(namespace, name) for name in names if hasattr(namespace, name))
 
 
-MATMULS = _packets(aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm")
+MATMULS = _packets(
+    aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm", "addbmm", "_sparse_mm"
+)
 """Operators that are one matrix product of their floating-point operands."""
+
+GROUPED_FALLBACK = "transformers.grouped_mm_fallback"
+GROUPED_FALLBACK_BACKWARD = "transformers.grouped_mm_fallback_backward"
+"""Products of Hugging Face's experts where `aten._grouped_mm` does not go (FP32), and their gradients."""
+
+CONVOLUTION_BACKWARD = _packets(aten, "convolution_backward")
+
+CONVOLUTIONS = _packets(aten, "convolution") | CONVOLUTION_BACKWARD
+"""Products of a weight with patches of an image, or with its pixels."""
 
 QUANTIZED_MATMULS = _packets(
     aten, "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_int_mm",
@@ -51,31 +64,70 @@ ATTENTION_BACKWARD = _packets(
 
 OPAQUE = _packets(
     aten, "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_trilinear",
-    "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "lstm", "gru", "_cudnn_rnn",
-    "_cudnn_rnn_backward", "miopen_rnn", "_thnn_fused_lstm_cell",
+    "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn",
+    "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward",
 )  # fmt: skip
 """Operators with matrix products inside that no pass can reach."""
 
-OPAQUE_NAMES = frozenset(
+_KNOWN_LIBRARIES = frozenset(
     {
-        "transformers.grouped_mm_fallback",
-        "transformers.grouped_mm_fallback_backward",
+        "aten", "prims", "mx", "inductor", "higher_order", "c10d", "_c10d_functional",
+        "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem", "rngprims", "debugprims", "profiler",
+        "quantized_decomposed", "bucketing", "streams",
     }
-)
-"""The same for operators of other libraries, by qualified name."""
+)  # fmt: skip
+"""Whose operators are known: a matrix product among them is in a set of `opsets`."""
+_FOREIGN_HIGHER_ORDER = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})
 
 _MATMUL_LIKE = MATMULS | QUANTIZED_MATMULS | ATTENTION_FORWARD | ATTENTION_BACKWARD | OPAQUE
 
 
-def is_opaque(node: fx.Node) -> bool:
-    """Whether `node` hides matrix products."""
+def is_grouped(node: fx.Node) -> bool:
+    """Whether `node` is one product per group, or the gradients of such."""
     what = packet(node)
-    return what in OPAQUE or str(what) in OPAQUE_NAMES
+    return what is aten._grouped_mm or str(what) in (GROUPED_FALLBACK, GROUPED_FALLBACK_BACKWARD)
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether `node` is one matrix product, a convolution among them; one of several gradients is one too."""
+    what = packet(node)
+    if what in CONVOLUTION_BACKWARD:
+        mask = node.args[-1]
+        return isinstance(mask, list | tuple) and any(mask[:2])
+    return what in MATMULS or what in CONVOLUTIONS or is_grouped(node)
+
+
+def is_foreign(node: fx.Node) -> bool:
+    """Whether `node` calls an operator of another library that may hold matrix products.
+
+    That is one with two or more floating-point operands that are matrices.
+    """
+    if node.op != "call_function":
+        return False
+    namespace, _, name = str(packet(node)).partition(".")
+    foreign = hasattr(node.target, "_schema") and namespace not in _KNOWN_LIBRARIES
+    if not foreign and getattr(node.target, "__name__", name) not in _FOREIGN_HIGHER_ORDER:
+        return False
+    values = [tensor(argument) for argument in node.all_input_nodes]
+    return sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values) > 1
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether `node` hides matrix products, or may."""
+    return packet(node) in OPAQUE or is_foreign(node)
 
 
 def is_matmul_like(node: fx.Node) -> bool:
     """Whether `node` must end up in the report."""
-    return packet(node) in _MATMUL_LIKE or is_opaque(node)
+    return packet(node) in _MATMUL_LIKE or is_matmul(node) or is_foreign(node)
+
+
+def gradient_index(node: fx.Node) -> int:
+    """Which of several gradients `node` computes, by the one that is read (see `passes/split`)."""
+    user = next(iter(node.users), None)
+    index = user.args[1] if user is not None and packet(user) is operator.getitem else 0
+    assert isinstance(index, int)
+    return index
 
 
 VIEWS = _packets(
@@ -111,6 +163,9 @@ ACTIVATIONS = _packets(
 Norms have none of them: they multiply by a factor made of sums and roots."""
 
 GATHERS = _packets(aten, "index", "index_select", "gather", "embedding")
+
+PICKS = _packets(aten, "index", "index_select")
+"""Gathers that can take whole matrices from a stack of them."""
 
 TOP_K = _packets(aten, "topk", "sort", "argmax", "kthvalue")
 

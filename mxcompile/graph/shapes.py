@@ -6,28 +6,58 @@ from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import ATTENTION_FORWARD, aten, packet
+from mxcompile.graph.convolutions import convolution_sizes
+from mxcompile.graph.opsets import (
+    ATTENTION_FORWARD,
+    CONVOLUTION_BACKWARD,
+    CONVOLUTIONS,
+    GROUPED_FALLBACK_BACKWARD,
+    aten,
+    gradient_index,
+    is_grouped,
+    packet,
+)
 from mxcompile.graph.tags import tensor
 
 Sizes = tuple[Any, Any, Any, Any]
 """batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
 
-_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv})
+_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm})
 
 
 def operands(node: fx.Node) -> tuple[Any, Any]:
-    """The left and right argument of a matmul node, q and k of an attention forward."""
-    first = 1 if packet(node) in _BIASED else 0
+    """The left and right argument of a matmul node, q and k of an attention forward.
+
+    Of one of several gradients (see `passes/split`): the gradient of the result and what it is multiplied by,
+    in the order of the product.
+    """
+    what = packet(node)
+    if what in CONVOLUTION_BACKWARD:
+        return node.args[0], node.args[2 - gradient_index(node)]
+    if str(what) == GROUPED_FALLBACK_BACKWARD:
+        x, w, _, dy = node.args
+        return (dy, w) if gradient_index(node) == 0 else (x, dy)
+    first = 1 if what in _BIASED else 0
     return node.args[first], node.args[first + 1]
+
+
+def offsets(node: fx.Node) -> Any:
+    """Where the groups of a grouped product end; None if it has no such argument."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
 
 
 def matmul_sizes(node: fx.Node) -> Sizes:
     """Sizes of a matmul node's product; a vector counts as a matrix of one column or row."""
+    if packet(node) in CONVOLUTIONS:
+        return convolution_sizes(node)
     left, right = (tensor(operand) for operand in operands(node))
     if left is None or right is None:
         return 1, 0, 0, 0
     a, b = list(left.shape), list(right.shape)
-    if packet(node) is aten._grouped_mm:
+    if is_grouped(node):
+        if str(packet(node)) == GROUPED_FALLBACK_BACKWARD:  # one operand is read transposed
+            transposed = b if gradient_index(node) == 0 else a
+            transposed[-2:] = transposed[:-3:-1]
         return _grouped_sizes(a, b, node)
     if packet(node) is aten.linear:
         b.reverse()
@@ -43,8 +73,7 @@ def matmul_sizes(node: fx.Node) -> Sizes:
 
 def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
     """Sizes of a grouped product: the grouped dimension counts once, as the sum over its groups."""
-    offs = tensor(node.args[2]) if len(node.args) > 2 else None
-    if len(a) == 2 and len(b) == 2 and offs is not None:
+    if len(a) == 2 and len(b) == 2 and tensor(offsets(node)) is not None:
         return 1, a[0], b[1], a[1]
     if len(a) == 3 and len(b) == 3:
         return a[0], a[1], b[2], a[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -27,6 +29,7 @@ class Kind(Enum):
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
     OPAQUE = auto()  # inside an operator no pass can look into
+    CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,3 +118,8 @@ def hint(size: Any) -> int:
         return size
     found = size.node.hint if size.node.has_hint() else None
     return int(found) if found is not None else 1
+
+
+def numel(shape: Iterable[Any]) -> int:
+    """Number of elements of a tensor of `shape`, symbolic sizes by their hint."""
+    return math.prod(map(hint, shape))

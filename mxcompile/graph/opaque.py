@@ -1,0 +1,91 @@
+"""Matrix products inside operators that no pass can look into: what can be said of them from outside.
+
+    recurrent and fused layers   every weight matrix [a, b] times all rows of the input: 2·rows·a·b FLOPs
+    _trilinear                   one multiply-add for every element of the three operands broadcast
+    others                       a formula registered with `torch.utils.flop_counter`, if there is one
+
+What none of this covers has FLOPs that are unknown; sizes of 0 stand for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from mxcompile.graph.opsets import OPAQUE, aten, packet
+from mxcompile.graph.tags import tensor
+
+Sizes = tuple[Any, Any, Any, Any]
+
+UNKNOWN: Sizes = (1, 0, 0, 0)
+"""Sizes of products of which nothing is known."""
+
+
+def opaque_sizes(node: fx.Node) -> list[Sizes]:
+    """Sizes of the products inside `node`, an opaque operator; `UNKNOWN` where nothing can be said."""
+    what = packet(node)
+    if what is aten._trilinear:
+        return [_trilinear_sizes(node)]
+    if what in OPAQUE:
+        return _weights_sizes(node) or [UNKNOWN]
+    formula = flop_registry.get(what)
+    if formula is None:
+        return [UNKNOWN]
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    return [(1, formula(*args, **kwargs, out_val=node.meta.get("val")) // 2, 1, 1)]
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def _trilinear_sizes(node: fx.Node) -> Sizes:
+    """Σ a·b·c over the dimensions that are summed: their product is k, that of the others m."""
+    *operands, first, second, third, summed = node.args[:7]
+    shapes = []
+    for operand, expanded in zip(operands, (first, second, third), strict=True):
+        value = tensor(operand)
+        if value is None:
+            return UNKNOWN
+        shape = list(value.shape)
+        dims: Any = expanded
+        for dim in sorted(dims):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    m, k = 1, 1
+    for dim, lengths in enumerate(zip(*shapes, strict=True)):
+        length = next((size for size in lengths if not isinstance(size, int) or size != 1), 1)
+        if dim in summed:  # type: ignore[operator]
+            k = k * length
+        else:
+            m = m * length
+    return 1, m, 1, k
+
+
+def _weights_sizes(node: fx.Node) -> list[Sizes]:
+    """One product for every weight matrix among the arguments, of all rows of the first; twice in backward.
+
+    A fused attention layer has its two products of activations besides.
+    """
+    schema = getattr(node.target, "_schema", None)
+    x = tensor(node.args[0])
+    if schema is None or x is None or x.ndim < 2:
+        return []
+    named = zip(schema.arguments, node.args, strict=False)
+    given = [value for argument, value in named if "weight" in argument.name or argument.name == "params"]
+    matrices = [
+        value for leaf in tree_leaves(given) if (value := tensor(leaf)) is not None and value.ndim == 2
+    ]
+    rows: Any = 1
+    for length in x.shape[:-1]:
+        rows = rows * length
+    sizes: list[Sizes] = [(1, rows, matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    if "backward" in schema.name:
+        return [product for b, m, n, k in sizes for product in ((b, m, k, n), (b, n, k, m))]
+    if x.ndim == 3 and ("encoder_layer" in schema.name or "attention" in schema.name):
+        batch, length, width = x.shape
+        sizes += [(batch, length, length, width), (batch, length, width, length)]
+    return sizes

@@ -1,0 +1,89 @@
+"""What makes a matrix product a linear layer: one operand is a weight, and the result is not a distance.
+
+A weight is made from parameters alone and stored as a matrix, or picked from a stored stack of matrices, as
+experts are. Not a weight: parameters put side by side with what is computed from them, and the parameter of
+
+    |x − w|² = |x|² − 2·x·wᵀ + |w|²
+
+spelled out (codebooks, prototypes) or as `torch.cdist` writes it: [−2x, |x|², 1] · [w, 1, |w|²]ᵀ. There the
+small difference of large terms is what counts, which no cast keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
+from mxcompile.graph.tags import tensor
+from mxcompile.passes.flow import Depends, gathered, origin, stored
+
+_NEAR = 6
+"""How many operators may lie between a product and the norms it is added to."""
+_SCALED = TRANSPARENT | SUMS | {aten.mul, aten.div, aten.neg}
+_SQUARES = frozenset({aten.pow, aten.mul, aten.sum, aten.linalg_vector_norm, aten.square})
+
+
+class Weights:
+    """Tells weights from other operands. depends: what every node was computed from."""
+
+    def __init__(self, depends: dict[fx.Node, Depends]) -> None:
+        self._depends = depends
+
+    def is_weight(self, node: Any) -> bool:
+        """Whether `node` is a weight, given as what a product reads."""
+        if not isinstance(node, fx.Node):
+            return False
+        stack = gathered(origin(node))
+        if stack is not None and self._depends[stack] == Depends.PARAMETER:
+            return True
+        if self._depends[node] != Depends.PARAMETER or self._is_composed(origin(node)):
+            return False
+        value = tensor(origin(node))
+        return value is not None and value.ndim >= 2
+
+    def _is_composed(self, source: fx.Node) -> bool:
+        """Whether `source` puts a parameter beside what is computed from parameters."""
+        if packet(source) is not aten.cat:
+            return False
+        pieces: Any = source.args[0]
+        return any(packet(origin(piece)) is not None for piece in pieces)
+
+    def makes_layer(self, node: fx.Node, data: Any, weight: Any) -> bool:
+        """Whether `node` multiplies `data`, a moving tensor, with `weight` as a linear layer does."""
+        moving = Depends.DATA | Depends.GRADIENT
+        if not isinstance(data, fx.Node) or not self._depends[data] & moving:
+            return False
+        return not self._is_distance(node, stored(weight))
+
+    def _is_distance(self, node: fx.Node, parameter: fx.Node) -> bool:
+        """Whether the squares of `parameter`, summed, are added to the result of `node`."""
+        seen, front = {node}, [node]
+        for _ in range(_NEAR):
+            users = [
+                user for n in front for user in n.users if user not in seen and packet(user) in LINEAR_OPS
+            ]
+            for user in users:
+                if packet(user) in SUMS and any(
+                    self._is_norm(other, parameter) for other in user.all_input_nodes if other not in seen
+                ):
+                    return True
+            seen.update(users)
+            front = users
+        return False
+
+    def _is_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
+        """Whether `node` is made from the squares of `parameter` alone."""
+        if self._depends[node] != Depends.PARAMETER:
+            return False
+        squared = False
+        for _ in range(_NEAR):
+            if node is parameter:
+                return squared
+            what = packet(node)
+            if what not in _SQUARES and what not in TRANSPARENT:
+                return False
+            squared |= what in _SQUARES
+            node = node.all_input_nodes[0]
+        return False

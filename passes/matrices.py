@@ -1,0 +1,86 @@
+"""The operands of a GEMM as matrices a[…, M, K] · b[…, K, N], and its product as what the operator returned.
+
+mm, bmm, …         as they are; a vector becomes a matrix of one column
+grouped gradients  dy·wᵀ and xᵀ·dy per group
+pointwise conv     x[n, c, *s] is read as rows[n·s, c]; its weight [co, ci, 1, 1] as [co, ci]:
+                   rows(x)·wᵀ (fprop), rows(dy)·w (dgrad), rows(dy)ᵀ·rows(x) (wgrad)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import (
+    CONVOLUTION_BACKWARD,
+    CONVOLUTIONS,
+    GROUPED_FALLBACK_BACKWARD,
+    aten,
+    gradient_index,
+    packet,
+)
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import tensor
+from mxcompile.graph.transpose import transpose
+
+
+def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
+    """The two operands of the GEMM `node`, in the orientation of the product."""
+    left, right = operands(node)
+    what = packet(node)
+    if what in CONVOLUTIONS:
+        weight_or_rows = what in CONVOLUTION_BACKWARD and gradient_index(node) == 1
+        if weight_or_rows:
+            return transpose(_rows(left, build, node), build), _rows(right, build, node)
+        weight = build.call(aten.view.default, right, list(right.meta["val"].shape[:2]), like=node)
+        weight = weight if what in CONVOLUTION_BACKWARD else transpose(weight, build)
+        return _rows(left, build, node), weight
+    if str(what) == GROUPED_FALLBACK_BACKWARD:
+        if gradient_index(node) == 0:
+            return left, transpose(right, build)
+        return transpose(left, build), right
+    return _matrix(left, build, node), _matrix(right, build, node)
+
+
+def _matrix(operand: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
+    value = tensor(operand)
+    assert value is not None
+    return operand if value.ndim > 1 else build.call(aten.unsqueeze.default, operand, 1, like=node)
+
+
+def _rows(image: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
+    """The pixels of `image` [n, c, *s] as rows [n·s, c]; a view if its channels are innermost."""
+    rank = image.meta["val"].ndim
+    last = build.call(aten.permute.default, image, [0, *range(2, rank), 1], like=node)
+    if not last.meta["val"].is_contiguous():
+        last = build.call(aten.clone.default, last, like=node, memory_format=torch.contiguous_format)
+    return build.call(aten.view.default, last, [-1, image.meta["val"].shape[1]], like=node)
+
+
+def as_returned(product: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
+    """`product`, of the `matrices` of the convolution `node`, in the shape and strides of its result."""
+    image = operands(node)[0]
+    if packet(node) not in CONVOLUTION_BACKWARD:
+        return _image(product, image, tensor(node), build, node)
+    result = tensor(next(iter(node.users)))
+    if gradient_index(node) == 0:
+        return _image(product, image, result, build, node)
+    assert result is not None
+    return build.call(aten.view.default, product, list(result.shape), like=node)
+
+
+def _image(
+    product: fx.Node, image: fx.Node, wanted: torch.Tensor | None, build: Builder, node: fx.Node
+) -> fx.Node:
+    """Rows [n·s, c] as [n, c, *s], with the pixels of `image` and the strides of `wanted`."""
+    assert wanted is not None
+    rank = wanted.ndim
+    sizes: list[Any] = [build.size(image, dim, like=node) for dim in (0, *range(2, rank))]
+    last = build.call(aten.view.default, product, [*sizes, wanted.shape[1]], like=node)
+    result = build.call(aten.permute.default, last, [0, rank - 1, *range(1, rank - 1)], like=node)
+    if result.meta["val"].stride() == wanted.stride():
+        return result
+    return build.call(aten.clone.default, result, like=node, memory_format=torch.contiguous_format)

@@ -1,0 +1,63 @@
+"""split: one node, one GEMM.
+
+    dx, dW, db = convolution_backward(…)  →  dx = convolution_backward(…)[0], dW = …[1], db = …[2]
+
+Operators that compute several gradients at once become a node for each gradient that is read, so that every
+GEMM is found, decided and rewritten by itself. `restore` makes one node again of those that stay as they are:
+a graph in which nothing is quantized is the one that came in.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, GROUPED_FALLBACK_BACKWARD, packet
+
+HALF = "mx_split"
+"""In ``node.meta`` of a node made here: the node it is a part of, by name, and the number of its parts."""
+
+
+def has_several_gradients(node: fx.Node) -> bool:
+    """Whether `node` computes several gradients, each a GEMM or a sum."""
+    what = packet(node)
+    return what in CONVOLUTION_BACKWARD or str(what) == GROUPED_FALLBACK_BACKWARD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """No options."""
+
+    name: ClassVar[str] = "split"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Split the nodes of `graph` that compute several gradients."""
+        for node in list(graph.nodes):
+            if has_several_gradients(node):
+                _split(graph, node)
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    by_index: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        assert packet(user) is operator.getitem
+        index = user.args[1]
+        assert isinstance(index, int)
+        by_index.setdefault(index, []).append(user)
+    for index, users in sorted(by_index.items()):
+        with graph.inserting_before(node):
+            part = graph.call_function(node.target, masked(node, (index,)), node.kwargs)  # type: ignore[arg-type]
+        part.meta = {**node.meta, HALF: (node.name, len(by_index))}
+        for user in users:
+            user.replace_input_with(node, part)
+    graph.erase_node(node)
+
+
+def masked(node: fx.Node, indices: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments of `node` for computing the gradients `indices` alone."""
+    if packet(node) in CONVOLUTION_BACKWARD:
+        return (*node.args[:-1], [index in indices for index in range(3)])
+    return node.args
