@@ -61,17 +61,19 @@ class Weights:
         """Whether the squares of `parameter`, summed, are added to the result of `node`."""
         seen, front = {node}, [node]
         for _ in range(_NEAR):
-            users = [
-                user for n in front for user in n.users if user not in seen and packet(user) in LINEAR_OPS
-            ]
+            users = [user for n in front for user in n.users if user not in seen and packet(user) in _SCALED]
             for user in users:
-                if packet(user) in SUMS and any(
-                    self._is_norm(other, parameter) for other in user.all_input_nodes if other not in seen
-                ):
+                others = [other for other in user.all_input_nodes if other not in seen]
+                if packet(user) in SUMS and any(self._adds_norm(other, parameter) for other in others):
                     return True
             seen.update(users)
             front = users
         return False
+
+    def _adds_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
+        """Whether `node` is, or is a sum with, the squares of `parameter`."""
+        terms = [node, *(node.all_input_nodes if packet(node) in SUMS else ())]
+        return any(self._is_norm(term, parameter) for term in terms)
 
     def _is_norm(self, node: fx.Node, parameter: fx.Node) -> bool:
         """Whether `node` is made from the squares of `parameter` alone."""
