@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
 from mxcompile.graph.blocks import Blocks
@@ -111,3 +112,6 @@ def compile_graph(
     )
     compilation.finish(gm, example_inputs)
     return cast(Compiled, compiled)
+
+
+guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))

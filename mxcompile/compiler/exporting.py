@@ -1,0 +1,70 @@
+"""torch.export of a compiled module is an error: it would drop the quantization without a word.
+
+``torch.export`` looks through ``torch.compile`` at the module beneath and never asks the backend, so an
+exported program would be the model as it was. The function that every form of export goes through therefore
+looks for modules compiled by this backend first. A plain function compiled inside an exported module is not
+found. Where torch has no such function (it is not public) nothing is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from mxcompile.errors import ModelError
+
+_HOME, _NAME = "torch.export._trace", "_export"
+_WAYS_IN = ("_torchdynamo_orig_backend", "compiler_fn")
+"""What leads from a callback of Dynamo to the backend it ends in."""
+
+
+def guard_exports(is_ours: Callable[[Any], bool]) -> None:
+    """From now on raise `ModelError` for an export of a module that a backend compiles that `is_ours`."""
+    try:
+        home = importlib.import_module(_HOME)
+        export = getattr(home, _NAME)
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(export)
+    def guarded(module: Any, *args: Any, **kwargs: Any) -> Any:
+        path = next(_compiled(module, is_ours), None)
+        if path is not None:
+            raise ModelError(
+                f"torch.export drops the quantization of {path or 'the model'}, which torch.compile gave it:"
+                " export the model that is not compiled, and compile what you load:"
+                ' torch.compile(exported.module(), backend="mxfp8")'
+            )
+        return export(module, *args, **kwargs)
+
+    setattr(home, _NAME, guarded)
+
+
+def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
+    """Paths of the modules in `module` that such a backend compiles."""
+    if isinstance(module, nn.Module):
+        for path, inner in module.named_modules():
+            if any(is_ours(backend) for backend in _backends(inner)):
+                yield path
+
+
+def _backends(module: nn.Module) -> Iterator[Any]:
+    """The backends `module` was compiled with: by ``torch.compile(module)`` and ``module.compile()``."""
+    context = vars(module).get("dynamo_ctx")
+    if context is not None:
+        yield _innermost(getattr(context, "callback", None))
+    wrapper = getattr(module, "_compiled_call_impl", None)
+    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+    if "callback" in names:
+        yield _innermost(wrapper.__closure__[names.index("callback")].cell_contents)  # type: ignore[union-attr]
+
+
+def _innermost(callback: Any) -> Any:
+    for way in (*_WAYS_IN, None):
+        while way is not None and getattr(callback, way, None) is not None:
+            callback = getattr(callback, way)
+    return callback
