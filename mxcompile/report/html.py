@@ -6,7 +6,7 @@ report is escaped: a module can have any name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mxcompile.report.html_parts import tile
 from mxcompile.report.numerics import Numerics
 from mxcompile.report.record import Summary
 from mxcompile.report.report import Report
-from mxcompile.report.text import slower
+from mxcompile.report.text import slower, weights_note
 from mxcompile.report.words import byte_count, count, duration
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -28,7 +28,7 @@ def to_html(report: Report, numerics: Numerics | None = None) -> str:
     """`report`, with what an audit measured if there was one, as a page."""
     rows = fold(report.gemms)
     parts: list[Callable[[], str]] = [
-        lambda: _tiles(report),
+        lambda: _tiles(report, rows),
         lambda: _warnings(report.summary.warnings),
         lambda: _estimate(report.summary, rows),
         lambda: graphs(report),
@@ -41,7 +41,7 @@ def to_html(report: Report, numerics: Numerics | None = None) -> str:
     return before.replace("{{title}}", escape(title)) + "\n".join(part() for part in parts) + after
 
 
-def _tiles(report: Report) -> str:
+def _tiles(report: Report, rows: Sequence[Row]) -> str:
     s = report.summary
     quantized = sum(gemm.precision == "mxfp8" for gemm in report.gemms)
     tiles = [
@@ -53,8 +53,7 @@ def _tiles(report: Report) -> str:
         note = f"{share:.0%} of {byte_count(s.saved_bytes_bf16)} without mxcompile"
         tiles.append(tile("saved for backward", byte_count(s.saved_bytes), note, share))
     if s.weight_bytes:
-        note = f"{byte_count(s.weight_bytes_bf16)} in BF16"
-        tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), note))
+        tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows)))
     tiles += [
         tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break")),
         tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}"),

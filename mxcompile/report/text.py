@@ -13,7 +13,7 @@ from tabulate import MIN_PADDING, tabulate
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.report import Report
-from mxcompile.report.words import byte_count, count, duration, formats, size, speedup
+from mxcompile.report.words import byte_count, count, duration, formats, size, speedup, stored_saving
 
 WIDTH = 120
 
@@ -61,10 +61,15 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
             f"saved for backward {byte_count(summary.saved_bytes)},"
             f" without mxcompile {byte_count(summary.saved_bytes_bf16)} ({share:.0%})"
         )
+        if share > 1:
+            said.append(
+                "warning: more is kept for backward than in BF16: the copies for backward come on top of what"
+                " the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
+            )
     if summary.weight_bytes:
+        note = weights_note(summary, rows)
         said.append(
-            f"weights of linear layers {byte_count(summary.weight_bytes)}"
-            f" ({byte_count(summary.weight_bytes_bf16)} in BF16)"
+            f"weights of linear layers {byte_count(summary.weight_bytes)}{f' ({note})' if note else ''}"
         )
     if summary.estimate_us and summary.estimate_bf16_us:
         said.append(
@@ -81,6 +86,17 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
         said.append(f"warning: estimated slower than in BF16: {', '.join(slow[:_NAMED])}{more}")
     return said + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
+
+
+def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
+    """What the weights would take in BF16, if they do not, and with the chosen ones stored quantized."""
+    said = []
+    if summary.weight_bytes != summary.weight_bytes_bf16:
+        said.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
+    saving = stored_saving(rows)
+    if 0 < saving < summary.weight_bytes_bf16 <= summary.weight_bytes:
+        said.append(f"{byte_count(summary.weight_bytes_bf16 - saving)} as quantize_weights_ would store them")
+    return ", ".join(said)
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:

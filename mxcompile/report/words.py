@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from mxcompile.report.fold import Row
 from mxcompile.report.record import GemmRecord, OperandFormat
 
 
@@ -42,6 +43,16 @@ def formats(operands: Sequence[OperandFormat]) -> str:
     for form in operands:
         by_format.setdefault(f"{form.elem} {form.block} {form.rounding}", []).append(form.operand)
     return "; ".join(f"{', '.join(names)}: {form}" for form, names in by_format.items())
+
+
+def stored_saving(rows: Iterable[Row]) -> int:
+    """Bytes that the weights of quantized layers would save against BF16, stored as they are cast."""
+    return sum(
+        row.count * gemm.batch * (2 * gemm.n * gemm.k - gemm.n * (gemm.k + -(-gemm.k // 32)))
+        for row in rows
+        for gemm in row.gemms
+        if gemm.gemm == "fprop" and gemm.formats
+    )
 
 
 def speedup(gemms: Sequence[GemmRecord]) -> float | None:

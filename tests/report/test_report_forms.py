@@ -13,6 +13,7 @@ from made_reports import DY, W, X, kept, record, report, training, whole_report
 
 from mxcompile.errors import OptionError
 from mxcompile.report import FORMS, GemmRecord, Part, Report, form_of
+from mxcompile.report.html import to_html
 
 LONG = st.integers(1, 300).map(lambda length: ("layer.up_proj." * 30)[:length])
 GEMMS = st.builds(
@@ -240,3 +241,19 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
     assert repr(str(path)) in str(caught.value)
     assert piece in str(caught.value)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_what_the_weights_would_take_stored():
+    """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
+    said = str(report(*training("up"), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    assert "weights of linear layers 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
+    page = to_html(report(*training("up"), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    assert "3.1 KiB as quantize_weights_ would store them" in page
+    said = str(report(kept(), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    assert "weights of linear layers 6.0 KiB\n" in said
+
+
+def test_more_saved_than_in_bf16_is_said():
+    said = str(report(*training("up"), saved_bytes=106, saved_bytes_bf16=100))
+    assert "warning: more is kept for backward than in BF16" in said
+    assert "warning: more is kept" not in str(report(*training("up"), saved_bytes=99, saved_bytes_bf16=100))
