@@ -13,7 +13,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 # What takes long: model zoos, fuzzing, killed processes, many ranks.
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.zoo
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 docs: $(VENV)/.test
@@ -64,3 +64,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --editable '.[demo,test,lint,docs]' -c $(CONSTRAINTS)
 	touch $@ $(VENV)/.demo
+
+# timm and vit-pytorch without their torchvision: PyPI's loads beside one build of torch only, and where it does
+# not, transformers does not either. What they import of it is in tests/zoo/torchvision_standin.py.
+$(VENV)/.zoo: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[zoo]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --no-deps timm vit-pytorch -c $(CONSTRAINTS)
+	touch $@

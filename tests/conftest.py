@@ -16,9 +16,13 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+ZOO_DISGUISES = "plain,all,training:5,grouped_mm:3,batched_mm:3,loop:3"
+
+
 def pytest_addoption(parser):
+    parser.addoption("--zoo-misfits", default="", help="a file to add what the zoo finds to")
     parser.addoption(
-        "--zoo-disguises", default="plain", help="what the zoo's models wear: see zoo/disguise.py"
+        "--zoo-disguises", default=ZOO_DISGUISES, help="what the zoo's models wear: see zoo/disguise.py"
     )
 
 

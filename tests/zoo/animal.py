@@ -59,6 +59,11 @@ class Expectation:
         """Whether every role that is right goes to MXFP8."""
         return self.roles <= QUANTIZED
 
+    @property
+    def certain(self) -> bool:
+        """Whether each of its roles has to be there."""
+        return self.all_of or len(self.roles) == 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Animal:

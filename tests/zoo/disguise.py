@@ -39,7 +39,7 @@ PLAIN = "plain"
 ALL = "all"
 DISGUISES = {
     PLAIN: Disguise(),
-    ALL: Disguise(scrambled=True, eager=True, bf16=True, training=True),
+    ALL: Disguise(scrambled=True, eager=True, bf16=True),
     "scrambled": Disguise(scrambled=True),
     "eager": Disguise(eager=True),
     "bf16": Disguise(bf16=True),

@@ -7,6 +7,8 @@ position (1×1, ungrouped) count, which are linear layers.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,9 +26,9 @@ _PRODUCTS = {getattr(aten, name) for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagerRun:
-    """layers: paths of the linear layers that were called. flops: of all products."""
+    """layers: path → FLOPs of the linear layers that were called. flops: of all products."""
 
-    layers: frozenset[str]
+    layers: Mapping[str, int]
     flops: int
 
 
@@ -74,9 +76,14 @@ def is_linear_layer(module: nn.Module) -> bool:
 
 def eager_run(model: nn.Module, args: Any, kwargs: Any) -> EagerRun:
     """Run `model` without gradients."""
-    called: set[str] = set()
+    called: Counter[str] = Counter()
+
+    def note(name: str, module: Any, out: torch.Tensor) -> None:
+        weight = module.weight
+        called[name] += 2 * out.numel() * (weight.numel() // out.shape[_features(module)])
+
     hooks = [
-        module.register_forward_hook(lambda *_, name=name: called.add(name))
+        module.register_forward_hook(lambda module, _, out, name=name: note(name, module, out))
         for name, module in model.named_modules()
         if is_linear_layer(module)
     ]
@@ -87,4 +94,9 @@ def eager_run(model: nn.Module, args: Any, kwargs: Any) -> EagerRun:
     finally:
         for hook in hooks:
             hook.remove()
-    return EagerRun(layers=frozenset(called), flops=flops.total)
+    return EagerRun(layers=called, flops=flops.total)
+
+
+def _features(module: nn.Module) -> int:
+    """The dimension of the result that has the layer's output features."""
+    return 1 if isinstance(module, _CONVOLUTIONS) else -1

@@ -1,4 +1,4 @@
-"""The misfits that are known: `known.txt`, one a line, ``animal | disguises | layer | what``."""
+"""The misfits that are known: those of `docs/zoo.md`, one a line, ``animal | disguises | layer | what``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 from checks import Misfit
 
-FILE = Path(__file__).parent / "known.txt"
+FILE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 
 @cache
 def _lines() -> tuple[tuple[str, frozenset[str], Misfit], ...]:
     entries = []
     for line in FILE.read_text().splitlines():
-        text = line.partition("#")[0].strip()
-        if text:
-            animal, disguises, layer, what = (part.strip() for part in text.split(" | "))
+        if line.count(" | ") == 3 and not line.startswith("|"):
+            animal, disguises, layer, what = (part.strip() for part in line.split(" | "))
             entries.append((animal, frozenset(disguises.split(",")), Misfit(layer=layer, what=what)))
     return tuple(entries)
 

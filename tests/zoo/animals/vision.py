@@ -11,7 +11,7 @@ from animal import Animal
 
 from animals.build import hf, ids, image
 from animals.decoders import FC, LLAMA, QKV
-from animals.encoders import BERT_LAYER, OUTPUTS
+from animals.encoders import OUTPUTS
 
 CLASSIFIER = {"classifier": "head"}
 VIT_SIZES = {
@@ -61,7 +61,7 @@ VISION = (
     seeing("convnext", "ConvNextForImageClassification", {"pwconv1": "ffn_in", "pwconv2": "ffn_out", **CLASSIFIER}, pixels(32), num_stages=2, hidden_sizes=[24, 40], depths=[1, 2], num_labels=7, attentions=("eager",)),
     seeing("convnextv2", "ConvNextV2ForImageClassification", {"pwconv1": "ffn_in", "pwconv2": "ffn_out", **CLASSIFIER}, pixels(32), num_stages=2, hidden_sizes=[24, 40], depths=[1, 2], num_labels=7, attentions=("eager",)),
     seeing("hiera", "HieraForImageClassification", {r"attn\.qkv": "qkv", r"attn\.proj": "attn_out", "fc1": "ffn_in", "fc2": "ffn_out", r"layers\.\d+\.proj": "embedding|other", **CLASSIFIER}, pixels(64), image_size=[64, 64], embed_dim=24, num_heads=[1, 2, 4], depths=[1, 1, 1], embed_dim_multiplier=2.0, num_query_pool=2, query_stride=[2, 2], masked_unit_size=[8, 8], patch_size=[7, 7], patch_stride=[4, 4], patch_padding=[3, 3], num_labels=7, attentions=("eager",)),
-    seeing("pvt", "PvtForImageClassification", {**BERT_LAYER, "dense1": "ffn_in", "dense2": "ffn_out", **CLASSIFIER}, pixels(64), image_size=64, depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 48, 80], num_attention_heads=[1, 2, 3, 5], num_labels=7, attentions=("eager",)),
+    seeing("pvt", "PvtForImageClassification", {"query|key|value": "qkv", r"attention\.output\.dense": "attn_out", "dense1": "ffn_in", "dense2": "ffn_out", **CLASSIFIER}, pixels(64), image_size=64, depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 48, 80], num_attention_heads=[1, 2, 3, 5], num_labels=7, attentions=("eager",)),
     seeing("mobilevit", "MobileViTForImageClassification", {"query|key|value": "qkv", **OUTPUTS, r"\w+\.convolution": "bf16|mx", **CLASSIFIER}, pixels(64), image_size=64, hidden_sizes=[24, 32, 40], neck_hidden_sizes=[8, 12, 16, 20, 24, 28, 36], num_attention_heads=4, num_labels=7, attentions=("eager",)),
     seeing("vivit", "VivitForVideoClassification", {**VIT, **CLASSIFIER}, lambda: {"pixel_values": image(2, 4, 3, 24, 24)}, **VIT_SIZES, num_frames=4, tubelet_size=[2, 8, 8]),
     seeing("videomae", "VideoMAEForVideoClassification", {**VIT, **CLASSIFIER}, lambda: {"pixel_values": image(2, 4, 3, 24, 24)}, **VIT_SIZES, num_frames=4, tubelet_size=2),
@@ -77,10 +77,10 @@ VISION = (
     seeing("perceiver", "PerceiverForImageClassificationLearned",
            {"query|key|value": "qkv", r"attention\.output\.dense": "attn_out", r"mlp\.dense1": "ffn_in", r"mlp\.dense2": "ffn_out", r"decoding_cross_attention\.final_layer|final_layer": "head", r"decoder\.decoding_cross_attention\.attention\.self\.(query|key|value)": "qkv", "convnet_1x1": "embedding|other", "positions_projection": "bf16"},
            pixels(24), num_latents=9, d_latents=96, d_model=64, num_blocks=1, num_self_attends_per_block=2, num_self_attention_heads=6, num_cross_attention_heads=2, image_size=24, num_labels=7, attentions=("eager",)),
-    seeing("clip", "CLIPModel", {**CLIP, "visual_projection|text_projection": "bf16"}, lambda: both(), sub={"text_config": "CLIPTextConfig", "vision_config": "CLIPVisionConfig"}, text_config={**TOWER, "vocab_size": 517, "max_position_embeddings": 61, "eos_token_id": 2}, vision_config={**TOWER, "hidden_size": 80, "num_attention_heads": 5, "intermediate_size": 176, "image_size": 24, "patch_size": 8}, projection_dim=48),
-    seeing("siglip", "SiglipModel", {**CLIP, r"head\.attention(\.\w+)?": "qkv|attn_out", r"text_model\.head": "bf16", "": "bf16"}, lambda: both(), sub={"text_config": "SiglipTextConfig", "vision_config": "SiglipVisionConfig"}, text_config={**TOWER, "vocab_size": 517, "max_position_embeddings": 61, "projection_size": 80}, vision_config={**TOWER, "hidden_size": 80, "num_attention_heads": 5, "intermediate_size": 176, "image_size": 24, "patch_size": 8}),
+    seeing("clip", "CLIPModel", {**CLIP, "visual_projection|text_projection": "bf16", "": "bf16"}, lambda: both(), sub={"text_config": "CLIPTextConfig", "vision_config": "CLIPVisionConfig"}, text_config={**TOWER, "vocab_size": 517, "max_position_embeddings": 61, "eos_token_id": 2}, vision_config={**TOWER, "hidden_size": 80, "num_attention_heads": 5, "intermediate_size": 176, "image_size": 24, "patch_size": 8}, projection_dim=48),
+    seeing("siglip", "SiglipModel", {**CLIP, r"head\.attention\.in_proj": "qkv", r"?head\.attention": "qkv|other", r"text_model\.head": "bf16", "": "bf16"}, lambda: both(), sub={"text_config": "SiglipTextConfig", "vision_config": "SiglipVisionConfig"}, text_config={**TOWER, "vocab_size": 517, "max_position_embeddings": 61, "projection_size": 80}, vision_config={**TOWER, "hidden_size": 80, "num_attention_heads": 5, "intermediate_size": 176, "image_size": 24, "patch_size": 8}),
     seeing("sam", "SamModel",
-           {r"attn\.qkv": "qkv", r"attn\.proj": "attn_out", r"mlp\.lin1": "ffn_in", r"mlp\.lin2": "ffn_out", **QKV, "out_proj": "attn_out", r"output_hypernetworks_mlps\.\d+\.\w+(\.\d+)?": "bf16", r"iou_prediction_head\.\w+(\.\d+)?": "bf16", r"neck\.conv1": "bf16|mx", r"shared_image_embedding|shared_embedding": "bf16", r".*mask_embed.*": "bf16", r"mask_decoder": "bf16"},
+           {r"attn\.qkv": "qkv", r"attn\.proj": "attn_out", r"mlp\.lin1": "ffn_in", r"mlp\.lin2": "ffn_out", **QKV, "out_proj": "attn_out", r"output_hypernetworks_mlps\.\d+\.\w+(\.\d+)?": "bf16", r"iou_prediction_head\.\w+(\.\d+)?": "bf16", r"neck\.conv1": "bf16|mx", r"shared_image_embedding|shared_embedding": "bf16", r"mask_decoder": "bf16", r"vision_encoder\.layers\.\d+\.attn": "bf16"},
            lambda: {"pixel_values": image(1, 3, 64, 64), "input_points": image(1, 1, 2, 2)},
            sub={"vision_config": "SamVisionConfig", "prompt_encoder_config": "SamPromptEncoderConfig", "mask_decoder_config": "SamMaskDecoderConfig"},
            vision_config={"hidden_size": 96, "output_channels": 32, "num_hidden_layers": 2, "num_attention_heads": 6, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 208, "num_pos_feats": 16},

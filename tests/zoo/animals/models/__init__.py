@@ -1,0 +1,1 @@
+"""Models of the zoo that no library has."""
