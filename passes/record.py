@@ -44,6 +44,8 @@ def _record(tag: GemmTag) -> GemmRecord:
         module=tag.module,
         block=tag.block,
         source=tag.source,
+        evidence=tag.evidence.holds,
+        nearest=tag.evidence.nearest,
     )
 
 

@@ -20,6 +20,11 @@ def add_to(commands: Any) -> None:
     command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
     command.add_argument("--inference", action="store_true", help="forward only")
     add_output(command, "write the report; .txt .md .json .html chooses the form")
+    command.add_argument(
+        "--why",
+        metavar="LAYER",
+        help="say what the roles of these layers rest on: a glob over whole names, like a policy's",
+    )
     command.set_defaults(run=run)
 
 
@@ -41,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
             training=not options.inference,
             kwargs=loaded.kwargs,
         )
+    if options.why is not None:
+        found = report.why(options.why)
+        print("\n\n".join(map(str, found)) or f"no layer is called {options.why!r}")
+        return 0 if found else 1
     if options.output is None:
         print(report)
     else:

@@ -145,10 +145,15 @@ TRANSPARENT = VIEWS | CASTS | COPIES
 """What a tensor can pass through and still be the same tensor."""
 
 LINEAR_OPS = TRANSPARENT | _packets(
-    aten, "add", "sub", "rsub", "mul", "div", "neg", "cat", "stack", "where", "masked_fill",
-    "index", "index_select", "gather", "native_dropout", "dropout", "roll", "flip",
-    "constant_pad_nd", "repeat", "slice_scatter", "select_scatter", "addcmul", "lerp", "copy",
-    "index_put", "clamp",
+    aten, "add", "sub", "rsub", "mul", "div", "neg", "cat", "stack", "where", "masked_fill", "index",
+    "index_select", "gather", "native_dropout", "dropout", "roll", "flip", "constant_pad_nd", "repeat",
+    "slice_scatter", "select_scatter", "addcmul", "lerp", "copy", "index_put", "index_add", "scatter",
+    "scatter_add", "scatter_reduce", "select_backward", "slice_backward", "clamp", "sum", "mean",
+    "convolution", "avg_pool1d", "avg_pool2d", "max_pool2d_with_indices", "pixel_shuffle",
+    "_low_memory_max_pool_with_offsets", "upsample_nearest2d", "upsample_bilinear2d",
+) | _packets(prims, "_low_memory_max_pool_with_offsets") | _packets(
+    torch.ops._c10d_functional, "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor",
+    "all_to_all_single", "wait_tensor",
 ) | frozenset({operator.getitem})  # fmt: skip
 """What keeps a projection a projection: rotary embedding, scaling, masking, normalisation by a factor."""
 
@@ -162,12 +167,26 @@ ACTIVATIONS = _packets(
 
 Norms have none of them: they multiply by a factor made of sums and roots."""
 
-GATHERS = _packets(aten, "index", "index_select", "gather", "embedding")
-
 PICKS = _packets(aten, "index", "index_select")
 """Gathers that can take whole matrices from a stack of them."""
 
 TOP_K = _packets(aten, "topk", "sort", "argmax", "kthvalue")
+
+LOOKUPS = _packets(aten, "embedding", "_embedding_bag", "index", "index_select")
+"""What reads rows of a table, if that is a parameter."""
+
+REDUCTIONS = _packets(
+    aten, "mean", "sum", "amax", "amin", "max", "min", "var_mean", "var", "std", "logsumexp", "prod",
+    "linalg_vector_norm", "norm", "any", "all", "adaptive_avg_pool1d", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+)  # fmt: skip
+"""What makes one value of many along some dimension."""
+
+SCANS = (
+    _packets(aten, "cumsum", "cumprod", "logcumsumexp", "_fft_r2c", "_fft_c2r", "_fft_c2c")
+    | _packets(torch.ops.higher_order, "scan", "associative_scan", "while_loop")
+)  # fmt: skip
+"""What carries a value from position to position."""
 
 SOFTMAX = _packets(aten, "_softmax", "_safe_softmax", "softmax", "special_softmax")
 

@@ -33,15 +33,27 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Why a GEMM has its role.
+
+    holds: what was found in the graph. nearest: the role that came nearest before it, what held of it and
+    what did not; "" if none came near.
+    """
+
+    holds: str = ""
+    nearest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GemmTag:
     """One GEMM: what it computes, of which layer, and what is to become of it.
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
     operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where
-    the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role:
-    from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved: from
-    `decide`. kernel: from the lowering.
+    the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
+    evidence: from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved:
+    from `decide`. kernel: from the lowering.
     """
 
     layer: str
@@ -59,6 +71,7 @@ class GemmTag:
     n: int = 0
     k: int = 0
     role: Role = Role.OTHER
+    evidence: Evidence = Evidence()
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE

@@ -79,7 +79,13 @@ class Repeats:
         for path in self.standing_for[keeper]:
             for gemm in run:
                 name = path + gemm.name.removeprefix(keeper)
-                yield dataclasses.replace(gemm, name=name, block=self.blocks.place(name))
+                yield dataclasses.replace(
+                    gemm,
+                    name=name,
+                    block=self.blocks.place(name),
+                    evidence=gemm.evidence.replace(f"{keeper}.", f"{path}."),
+                    nearest=gemm.nearest.replace(f"{keeper}.", f"{path}."),
+                )
 
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:

@@ -26,6 +26,9 @@ class Role(StrEnum):
     EXPERT_IN = "expert_in"
     EXPERT_OUT = "expert_out"
     ROUTER = "router"
+    MIXER_IN = "mixer_in"
+    MIXER_OUT = "mixer_out"
+    CONDITIONING = "conditioning"
     ATTN_SCORES = "attn_scores"
     ATTN_VALUES = "attn_values"
     EMBEDDING = "embedding"
@@ -234,6 +237,8 @@ class Preset:
             Role.FFN_OUT,
             Role.EXPERT_IN,
             Role.EXPERT_OUT,
+            Role.MIXER_IN,
+            Role.MIXER_OUT,
         }
     )
     elem: ElemType = E4M3

@@ -39,8 +39,9 @@ class GemmRecord:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
     its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
     of both operands in MXFP8; of a stored weight alone where the GEMM is not. kernel: what the lowering
-    chose, "" before lowering. reason: for the precision. source: ``file:line``. block: number, from 0, of
-    the repeated block it lies in and how many there are. graph: position of its graph in the report.
+    chose, "" before lowering. reason: for the precision. source: ``file:line``. evidence: why it has its
+    role. nearest: the other role that came nearest, and what it lacks; "" if none did. block: number, from 0,
+    of the repeated block it lies in and how many there are. graph: position of its graph in the report.
     estimate_us, estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets with
     known peaks.
     """
@@ -58,6 +59,8 @@ class GemmRecord:
     kernel: str = ""
     module: str = ""
     source: str = ""
+    evidence: str = ""
+    nearest: str = ""
     block: tuple[int, int] | None = None
     graph: int = 0
     estimate_us: float | None = None

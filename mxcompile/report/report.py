@@ -14,6 +14,7 @@ from mxcompile.report import schema
 from mxcompile.report.files import publish
 from mxcompile.report.merge import merge, together, total, with_plan
 from mxcompile.report.outline import Outline
+from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
 
 if TYPE_CHECKING:
@@ -116,6 +117,13 @@ class Report:
             raise OptionError(f"report {str(path)!r} is not UTF-8 text: byte {error.start}") from None
         except OptionError as error:
             raise OptionError(f"report {str(path)!r}: {error}") from None
+
+    def why(self, layer: str = "*") -> tuple[Reasons, ...]:
+        """What the roles of the layers that the glob `layer` fits rest on, equal layers folded.
+
+        layer: over whole names, as a policy has it; ``re:`` and a regular expression are allowed too.
+        """
+        return reasons(self.gemms, layer)
 
     def since(self, old: Report) -> Difference:
         """What changed from the report `old` to this one."""

@@ -173,7 +173,7 @@ class Mixer(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """Attention without a softmax: nothing a preset knows."""
+    """Attention without a softmax."""
 
     def __init__(self) -> None:
         super().__init__()

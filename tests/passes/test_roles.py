@@ -84,7 +84,10 @@ MODELS = {
     ),
     "mixer": (Mixer, {"a": "ffn_in", "b": "ffn_out", "d": "ffn_in", "e": "ffn_out"}),
     "experts": (Experts, {"a": "router", "b": "expert_in", "c": "expert_out"}),
-    "linear attention": (LinearAttention, dict.fromkeys(("a", "b", "c", "d", ""), "other")),
+    "linear attention": (
+        LinearAttention,
+        {**dict.fromkeys("abc", "mixer_in"), "d": "mixer_out", "": "other"},
+    ),
     "explicit attention": (
         Explicit,
         {"a": "qkv", "b": "qkv", "c": "qkv", "d": "attn_out"},
@@ -110,7 +113,7 @@ def test_patch_projection_is_an_embedding():
 
 
 def test_projection_of_a_condition_is_no_part_of_the_layers_it_modulates():
-    expected = {"a": "other", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}
+    expected = {"a": "conditioning", **ATTENTION, "c": "ffn_in", "d": "ffn_out"}
     assert roles_of(Modulated(), features(2, 9, WIDTH), features(2, 32)) == expected
 
 

@@ -19,8 +19,8 @@ from mxcompile.policy import (
 )
 from mxcompile.policy.presets import PRESETS
 
-QUANTIZED_ROLES = {"qkv", "attn_out", "ffn_in", "ffn_out", "expert_in", "expert_out"}
-KEPT_ROLES = {"router", "embedding", "head", "other"}
+QUANTIZED_ROLES = {"qkv", "attn_out", "ffn_in", "ffn_out", "expert_in", "expert_out", "mixer_in", "mixer_out"}
+KEPT_ROLES = {"router", "conditioning", "embedding", "head", "other"}
 
 
 def layer(

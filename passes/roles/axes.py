@@ -1,0 +1,139 @@
+"""Which axes of a matmul's result a dimension of a later tensor is made of.
+
+    y[b, m, n]: axis BATCH runs over b, ROW over m, COLUMN over n
+
+A dimension is followed back through views, casts and elementwise operators. A reshape is followed by the
+products of sizes that agree before and after it. What cannot be followed has no axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, is_matmul_like, packet
+from mxcompile.graph.tags import hint, tensor
+
+BATCH, ROW, COLUMN = 1, 2, 4
+
+_STEPS = 64
+_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.unflatten})
+
+
+def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = ()) -> int:
+    """The axes of the result of the matmul `root` that dimension `dim` of `node` is made of, as a sum.
+
+    through: products with a parameter that count as elementwise.
+    """
+    value = tensor(node)
+    if value is None:
+        return 0
+    dims = frozenset({dim % max(value.ndim, 1)})
+    for _ in range(_STEPS):
+        if node is root:
+            return _labels(root, dims)
+        before = _towards(node, root, through)
+        if before is None:
+            return 0
+        dims = _before(node, before, dims)
+        node = before
+    return 0
+
+
+def _labels(root: fx.Node, dims: frozenset[int]) -> int:
+    value = tensor(root)
+    if value is None:
+        return 0
+    ndim, found = value.ndim, 0
+    if packet(root) is aten.convolution:  # a pointwise one: channels are the columns, pixels the rows
+        return sum({COLUMN if dim == 1 else ROW for dim in dims})
+    for dim in dims:
+        found |= {ndim - 1: COLUMN, ndim - 2: ROW}.get(dim, BATCH)
+    return found
+
+
+def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
+    """The argument of `node` that leads back to `root`: the first that is computed."""
+    if node.op != "call_function" or _ends(node, through):
+        return None
+    arguments = [arg for arg in node.all_input_nodes if arg is root or not _ends(arg, through)]
+    if root in arguments:
+        return root
+    sized = [(value.ndim, arg) for arg in arguments if (value := tensor(arg)) is not None]
+    floating = [arg for _, arg in sized if arg.op == "call_function"]
+    return floating[0] if floating else None
+
+
+def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:
+    """Whether `node` is a product of its own; a filter, which keeps channels apart, is none."""
+    return is_matmul_like(node) and node not in through and packet(node) is not aten.convolution
+
+
+def _before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
+    """The dimensions of `source` that `dims` of `node` are made of."""
+    old, new = tensor(source), tensor(node)
+    if old is None or new is None:
+        return dims
+    what = packet(node)
+    if what in _RESHAPES:
+        return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
+    follow = _FOLLOW.get(what)
+    if follow is not None:
+        return follow(node.args, old.ndim, dims)
+    shift = new.ndim - old.ndim  # elementwise: aligned at the end
+    return frozenset(dim - shift for dim in dims if 0 <= dim - shift < old.ndim)
+
+
+def _permute(args: Sequence[Any], _: int, dims: frozenset[int]) -> frozenset[int]:
+    order = args[1]
+    return frozenset(order[dim] % len(order) for dim in dims if dim < len(order))
+
+
+def _transpose(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
+    first, second = (args[1] % ndim, args[2] % ndim) if len(args) > 2 else (0, 1)
+    swapped = {first: second, second: first}
+    return frozenset(swapped.get(dim, dim) for dim in dims)
+
+
+def _unsqueeze(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
+    at = args[1] % (ndim + 1)
+    return frozenset(dim - (dim > at) for dim in dims if dim != at)
+
+
+def _select(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
+    at = args[1] % ndim
+    return frozenset(dim + (dim >= at) for dim in dims)
+
+
+_FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]]] = {
+    aten.permute: _permute,
+    aten.transpose: _transpose,
+    aten.t: _transpose,
+    aten.unsqueeze: _unsqueeze,
+    aten.select: _select,
+}
+
+
+def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
+    """Dimensions of shape `old` that hold the elements of `dims` of shape `new`."""
+    found: set[int] = set()
+    left = right = 0
+    while left < len(old) and right < len(new):
+        start_left, start_right = left, right
+        size_left, size_right = old[left], new[right]
+        left, right = left + 1, right + 1
+        while size_left != size_right:
+            if size_left < size_right and left < len(old):
+                size_left *= old[left]
+                left += 1
+            elif size_left > size_right and right < len(new):
+                size_right *= new[right]
+                right += 1
+            else:
+                return frozenset()
+        group = range(start_right, right)
+        if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
+            found.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
+    return frozenset(found)

@@ -1,0 +1,21 @@
+"""The first of two layers without a nonlinearity in between is one layer in two steps: a low-rank pair."""
+
+from __future__ import annotations
+
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.statement import Answer
+from mxcompile.policy import Role
+
+
+def inherited(site: Site) -> tuple[Role, Answer] | None:
+    """The role of the layers that read the result of `site` linearly, if all that read it have just one."""
+    roles = {site.role_of(follower) for follower in site.followers}
+    if len(roles) != 1 or any(follower.activated for follower in site.followers):
+        return None
+    (role,) = roles
+    if role in (Role.OTHER, Role.HEAD):
+        return None
+    layers = named(follower.layer for follower in site.followers)
+    return role, Answer(
+        holds=True, clauses=1, says=f"the first step of {layers}, with no activation in between"
+    )

@@ -1,0 +1,52 @@
+"""conditioning: scales, shifts or gates a residual stream from outside of it, or makes what does.
+
+Outside: made from no token of the stream (time steps, guidance, a pooled text), or from the stream as a
+whole, pooled, and broadcast over it again.
+"""
+
+from __future__ import annotations
+
+from mxcompile.passes.roles.feeds import WHOLE, Source
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, SCALES, SHIFTS, STARTS
+from mxcompile.policy import Role
+
+
+def _shifts_stream(site: Site) -> Found | Missing:
+    if site.used(SHIFTS):
+        return Found("its result scales, shifts or gates a residual stream that it does not depend on")
+    if site.used(SCALES) and _is_pooled(site):
+        return Found(
+            "its result scales a residual stream, broadcast over it, and its input is pooled from one"
+        )
+    conditions = [f.layer for f in site.followers if site.role_of(f) is Role.CONDITIONING]
+    if conditions and len(conditions) == len(site.followers):
+        return Found(f"its result goes to nothing but {named(conditions)}, which condition a residual stream")
+    number = site.model.joined.get(site.node)
+    readers = site.model.readers.get(number, []) if number is not None and site.used(BRANCH | STARTS) else []
+    later = [site.model.roles[layer] for layer in readers if layer in site.model.roles]
+    if later and all(role is Role.CONDITIONING for role in later):
+        return Found("its result joins a residual stream that nothing but conditioning reads")
+    return Missing("its result scales, shifts or gates no residual stream from outside")
+
+
+def _is_pooled(site: Site) -> bool:
+    made = site.beyond
+    layers = [s for s in made if site.model.feeds.kind[s] is Source.LAYER]
+    for layer in layers:  # the first of the two layers of squeeze and excitation
+        made = {**made, **Site.at(layer, site.model).made}
+    streams = [marks for source, marks in made.items() if site.model.feeds.kind[source] in _POOLED]
+    return bool(streams) and not any(marks & WHOLE for marks in streams)
+
+
+_POOLED = frozenset({Source.STREAM, Source.CONVOLUTION})
+
+
+def _is_no_operand(site: Site) -> Found | Missing:
+    if site.used(QKV | MIXED):
+        return Missing("it is an operand of an attention or a mixer too")
+    return Found("")
+
+
+CONDITIONING = Statement(role=Role.CONDITIONING, clauses=(_shifts_stream, _is_no_operand))

@@ -1,0 +1,92 @@
+"""Feed-forward networks.
+
+    ffn_out     reads other layers through an activation or a gate, and its result joins the residual stream
+    ffn_in      the layers it reads so, those that these read so in turn, and a gate on its result
+    expert_*    the same where tokens are routed: a top-k chose the input or weights the result, or the weight
+                is a stack of matrices
+
+A model or a block that is a feed-forward network and nothing else has no residual stream to join; there the
+last layer is told by the width it returns to.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import tag_of
+from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Source
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.uses import BRANCH, RESULT, WEIGHED
+from mxcompile.policy import Role
+
+_LAST = frozenset({Role.FFN_OUT, Role.FFN_IN, Role.EXPERT_OUT, Role.EXPERT_IN})
+_FUSED = frozenset({Role.ATTN_OUT, Role.MIXER_OUT})
+
+
+def _reads_activated(site: Site) -> Found | Missing:
+    if site.activated_layers:
+        return Found(f"it reads {named(site.activated_layers)} through an activation or a gate")
+    return Missing("there is no activation or gate between it and the layers before it")
+
+
+def _joins_stream(site: Site) -> Found | Missing:
+    if site.used(BRANCH):
+        return Found("its result joins the residual stream")
+    return Missing("its result joins no residual stream")
+
+
+def _returns_to_width(site: Site) -> Found | Missing:
+    if site.model.has_streams or site.model.is_cut or not site.used(RESULT):
+        return Missing("it is not alone in the model")
+    first = [tag for layer in site.activated_layers if (tag := tag_of(layer)) is not None]
+    inputs = all(Site.at(layer, site.model).sources(Source.INPUT) for layer in site.activated_layers)
+    if inputs and {tag.k for tag in first} == {site.tag.n}:
+        return Found("it returns to the width of the input, in a model without residual streams")
+    return Missing("it does not return to the width of the input")
+
+
+def _feeds_last(site: Site) -> Found | Missing:
+    outs = [f for f in site.followers if f.activated and site.role_of(f) in _LAST]
+    fused = [f for f in site.followers if f.activated and site.role_of(f) in _FUSED]
+    found = [f.layer for f in (*outs, *fused)]
+    if found:
+        return Found(f"{named(found)} reads its result through an activation or a gate")
+    made = site.model.together.get(site.node, {})
+    if made.get(site.node, 0) & GATED and not site.followers:
+        gated = [other for other, marks in made.items() if marks & GATED and _is_last(other, site)]
+        if gated:
+            return Found(f"its result gates that of {named(gated)}")
+    return Missing("no layer that ends a feed-forward network reads its result through an activation")
+
+
+def _is_last(node: fx.Node, site: Site) -> bool:
+    return site.model.roles.get(node) in (Role.FFN_OUT, Role.EXPERT_OUT)
+
+
+def _is_routed(site: Site) -> Found | Missing:
+    for near in (site.node, *_partners(site)):
+        other = Site.at(near, site.model)
+        who = "its" if near is site.node else f"{named([near])}'s"
+        if other.chosen:
+            return Found(f"a top-k chose {who} input")
+        if other.used(WEIGHED):
+            return Found(f"what a top-k chose weights {who} result")
+        if other.stacked or packet(near) is aten._grouped_mm:
+            return Found(f"{who} weight is a stack of matrices")
+    return Missing("no tokens are routed to it")
+
+
+def _partners(site: Site) -> list[fx.Node]:
+    """The other layers of the network."""
+    before = [layer for layer in site.beyond if site.model.feeds.kind[layer] is Source.LAYER]
+    before = [layer for layer in before if site.beyond[layer] & (ACTIVATED | GATED)]
+    return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
+
+
+LONE_FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _returns_to_width))
+FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _joins_stream))
+FFN_IN = Statement(role=Role.FFN_IN, clauses=(_feeds_last,))
+EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _joins_stream, _is_routed))
+EXPERT_IN = Statement(role=Role.EXPERT_IN, clauses=(_feeds_last, _is_routed))

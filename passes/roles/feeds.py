@@ -1,0 +1,301 @@
+"""What every value of the forward is made of, back to the nearest sources, in one sweep.
+
+A source is a layer, an attention, another product of activations, a convolution, a residual stream, a table,
+an input. How a value was made from each source travels with it as marks. Beside that a value knows the
+residual streams that it depends on however far back, and whether a top-k chose it.
+
+Where the sweep meets a product it also settles what that product is (see `products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import Kind, tags_of, tensor
+from mxcompile.passes.flow import Depends
+from mxcompile.passes.roles.products import Products, data_operand, is_softmax, softmax_dim
+from mxcompile.passes.roles.recurrence import Recurrences
+from mxcompile.passes.roles.streams import Streams
+from mxcompile.passes.roles.traits import (
+    ACTIVATION,
+    CONVOLUTION,
+    FACTOR,
+    LOOKUP,
+    REDUCTION,
+    SCAN,
+    SELECTION,
+    SOFT,
+)
+
+
+class Source(Enum):
+    """What kind of thing values are made from."""
+
+    LAYER = auto()
+    ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it
+    PRODUCT = auto()  # of two activations, no attention
+    SCAN = auto()  # a cumulative sum or a recurrence over tokens
+    CONVOLUTION = auto()
+    OPAQUE = auto()
+    STREAM = auto()
+    TABLE = auto()
+    INPUT = auto()
+    CUT = auto()  # an input that the model computes elsewhere
+
+
+ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED = 1, 2, 4, 8, 16
+"""Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
+or one selected element of the source is left; a convolution that keeps channels apart."""
+
+Made = dict[fx.Node, int]
+"""Sources of a value, and the marks of the way from each."""
+
+MIXERS = frozenset({Source.PRODUCT, Source.SCAN})
+
+_NOTHING: Made = {}
+_NO_STREAMS: frozenset[int] = frozenset()
+_MOST_STREAMS = 16
+
+
+@dataclass(kw_only=True, slots=True)
+class Feeds:
+    """What the sweep finds.
+
+    made: sources of every forward value. before: the same of the skips of residual streams, which are
+    themselves sources. kind: of every source. streams: what each value depends on, by the number of the
+    stream, the latest `_MOST_STREAMS`. number: of the stream that a sum or a skip belongs to. chosen: values
+    that depend on a top-k since the last layer. products: what became of the products. layers: the linear
+    layers in order.
+    """
+
+    made: dict[fx.Node, Made] = field(default_factory=dict)
+    before: dict[fx.Node, Made] = field(default_factory=dict)
+    kind: dict[fx.Node, Source] = field(default_factory=dict)
+    streams: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    chosen: set[fx.Node] = field(default_factory=set)
+    number: dict[fx.Node, int] = field(default_factory=dict)
+    products: Products = field(default_factory=Products)
+    layers: list[fx.Node] = field(default_factory=list)
+
+    def sources(self, made: Made, *kinds: Source) -> list[fx.Node]:
+        """The sources in `made` that are of one of `kinds`."""
+        return [source for source in made if self.kind[source] in kinds]
+
+
+def sweep(
+    nodes: Sequence[fx.Node],
+    depends: dict[fx.Node, Depends],
+    traits: dict[fx.Node, int],
+    streams: Streams,
+    cut: frozenset[fx.Node],
+) -> Feeds:
+    """What the values `nodes`, the forward of a graph in order, are made of. cut: inputs that are cuts."""
+    sweeper = _Sweeper(depends, traits, streams, cut)
+    for node in nodes:
+        sweeper.visit(node)
+    feeds = sweeper.feeds
+    feeds.products.finish()
+    feeds.layers = [layer for layer in feeds.layers if layer not in feeds.products.no_layer]
+    return feeds
+
+
+class _Sweeper:
+    def __init__(
+        self,
+        depends: dict[fx.Node, Depends],
+        traits: dict[fx.Node, int],
+        streams: Streams,
+        cut: frozenset[fx.Node],
+    ) -> None:
+        self.feeds = Feeds()
+        self._depends = depends
+        self._traits = traits
+        self._streams = streams
+        self._cut = cut
+        self._recurrences = Recurrences()
+        self._num_streams = 0
+
+    def visit(self, node: fx.Node) -> None:
+        feeds = self.feeds
+        arguments = [arg for arg in node.all_input_nodes if arg in feeds.made]
+        feeds.streams[node] = self._union_streams(arguments)
+        made = self._made(node, arguments)
+        if node in self._streams.joins or node in self._streams.skips:
+            made = self._enter_stream(node, made)
+        feeds.made[node] = made
+
+    def _made(self, node: fx.Node, arguments: list[fx.Node]) -> Made:
+        if node.op == "placeholder":
+            return self._input(node)
+        traits = self._traits[node]
+        tags = tags_of(node)
+        if tags and (tags[0].kind is Kind.LINEAR or not traits & CONVOLUTION):
+            return self._matmul(node, tags[0].kind)
+        chosen = self.feeds.chosen
+        if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments)):
+            chosen.add(node)
+        made = self._merged(arguments)
+        if traits & LOOKUP and Depends.DATA not in self._depends[arguments[0]]:
+            return self._source(node, Source.TABLE) if Depends.DATA in self._depends[node] else _NOTHING
+        if not made:
+            return made
+        value = tensor(node)
+        if value is not None and not (value.dtype in _NUMBERS or traits & ACTIVATION):
+            return _NOTHING
+        if traits & CONVOLUTION and not is_depthwise(node):
+            return self._source(node, Source.CONVOLUTION)
+        if traits & SCAN and node not in chosen and self.feeds.sources(made, Source.LAYER):
+            return self._source(node, Source.SCAN)
+        recurrence = self._recurrences.visit(node, arguments, made)
+        if recurrence is not None:
+            self.feeds.kind[recurrence] = Source.SCAN
+            return {recurrence: WHOLE}
+        return self._marked(node, traits, made)
+
+    def _input(self, node: fx.Node) -> Made:
+        value = tensor(node)
+        if value is None or not value.is_floating_point() or Depends.DATA not in self._depends[node]:
+            return _NOTHING
+        return self._source(node, Source.CUT if node in self._cut else Source.INPUT)
+
+    def _source(self, node: fx.Node, kind: Source) -> Made:
+        self.feeds.kind[node] = kind
+        return {node: WHOLE}
+
+    def _enter_stream(self, node: fx.Node, made: Made) -> Made:
+        """Make `node`, a sum of a stream or the value it starts with, a source of its own."""
+        self.feeds.before[node] = made
+        self.feeds.chosen.discard(node)
+        earlier = [
+            self.feeds.number[source] for source in made if source in self.feeds.number and source is not node
+        ]
+        if not earlier:
+            self._num_streams += 1
+            earlier = [self._num_streams]
+        self.feeds.number[node] = max(earlier)
+        self.feeds.streams[node] = _latest(self.feeds.streams[node] | {max(earlier)})
+        return self._source(node, Source.STREAM)
+
+    # -- elementwise -----------------------------------------------------------------------------
+
+    def _union_streams(self, arguments: list[fx.Node]) -> frozenset[int]:
+        merged = _NO_STREAMS
+        for argument in arguments:
+            other = self.feeds.streams[argument]
+            if other is not merged and other:
+                merged = _latest(merged | other) if merged else other
+        return merged
+
+    def _merged(self, arguments: list[fx.Node]) -> Made:
+        merged = _NOTHING
+        for argument in arguments:
+            other = self.feeds.made[argument]
+            if not merged:
+                merged = other
+            elif other and other is not merged:
+                merged = dict(merged)
+                for source, marks in other.items():
+                    merged[source] = merged.get(source, 0) | marks
+        return merged
+
+    def _marked(self, node: fx.Node, traits: int, made: Made) -> Made:
+        added, kept = 0, ~0
+        if traits & ACTIVATION:
+            added |= ACTIVATED
+        if traits & CONVOLUTION:
+            added |= FILTERED
+        if traits & FACTOR and packet(node) is aten.mul and self._is_gate(node):
+            added |= GATED
+        if traits & REDUCTION or packet(node) is aten.select:
+            kept = ~WHOLE
+        if traits & SOFT and is_softmax(node):
+            added |= SOFTMAXED
+            self.feeds.products.note_softmax(node, softmax_dim(node), self.feeds.sources(made, Source.LAYER))
+        if not added and kept == ~0:
+            return made
+        return {
+            source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in made.items()
+        }
+
+    def _is_gate(self, node: fx.Node) -> bool:
+        """Whether `node` multiplies two values elementwise, both made of products, neither a mere factor."""
+        both = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        return len(both) == 2 and both[0] is not both[1] and all(map(self._can_gate, both))
+
+    def _can_gate(self, node: fx.Node) -> bool:
+        value = tensor(node)
+        made = self.feeds.made.get(node, _NOTHING)
+        one = value is None or not value.ndim or value.shape[-1] == 1
+        return not one and any(
+            marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in made.items()
+        )
+
+    # -- products --------------------------------------------------------------------------------
+
+    def _matmul(self, node: fx.Node, kind: Kind) -> Made:
+        feeds = self.feeds
+        match kind:
+            case Kind.LINEAR:
+                return self._linear(node)
+            case Kind.ATTENTION:
+                feeds.products.attention_operator(node, feeds)
+                return self._source(node, Source.ATTENTION)
+            case Kind.PRODUCT:
+                return self._product(node)
+            case _:
+                return self._source(node, Source.OPAQUE)
+
+    def _linear(self, node: fx.Node) -> Made:
+        feeds, data = self.feeds, data_operand(node)
+        made = feeds.made.get(data, _NOTHING)
+        scores = feeds.sources(made, Source.PRODUCT)
+        if made and len(scores) == len(made) and feeds.products.mixes_heads(node, data, scores):
+            return made
+        feeds.layers.append(node)
+        return self._source(node, Source.LAYER)
+
+    def _product(self, node: fx.Node) -> Made:
+        feeds = self.feeds
+        pair = [arg for arg in operands(node) if isinstance(arg, fx.Node)]
+        made = [feeds.made[arg] for arg in pair]
+        dispatched = [arg in feeds.chosen for arg in pair]
+        if any(dispatched):
+            feeds.chosen.add(node)
+        if not all(made) or any(dispatched):
+            return self._merged(pair)
+        for source in [*made[0], *made[1]]:  # keys normalised for a linear attention, which goes on here
+            if feeds.products.rests_on_queries(source):
+                feeds.products.forget(source)
+                feeds.kind[source] = Source.PRODUCT
+        for weights, values in ((0, 1), (1, 0)):
+            soft = {source: marks for source, marks in made[weights].items() if marks & SOFTMAXED}
+            if soft and feeds.products.is_attention(node, soft, pair[values], feeds):
+                return self._source(node, Source.ATTENTION)
+        return self._source(node, Source.PRODUCT)
+
+
+_NUMBERS = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
+)
+_MULTIPLIED = frozenset(
+    {Source.LAYER, Source.ATTENTION, Source.PRODUCT, Source.SCAN, Source.CONVOLUTION, Source.OPAQUE}
+)
+
+
+def _latest(streams: frozenset[int]) -> frozenset[int]:
+    if len(streams) <= _MOST_STREAMS:
+        return streams
+    return frozenset(sorted(streams)[-_MOST_STREAMS:])
+
+
+def is_depthwise(node: fx.Node) -> bool:
+    """Whether the convolution `node` keeps channels apart: it mixes positions as a filter does."""
+    weight = tensor(node.args[1])
+    return weight is not None and weight.shape[1] == 1 and not node.args[6]

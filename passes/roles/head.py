@@ -1,0 +1,67 @@
+"""head: makes what the model gives its caller, alone or as one of several layers in a row.
+
+It stands behind the residual stream or other layers and is no part of a stream itself. Its weight may be the
+table of the embeddings. Where the graph was cut, what leaves it is not the model's result, and nothing is a
+head.
+"""
+
+from __future__ import annotations
+
+from mxcompile.passes.roles.feeds import Source
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, RESULT, SHIFTS, STARTS
+from mxcompile.policy import Role
+
+
+def _is_table(site: Site) -> Found | Missing:
+    return (
+        Found("its weight is the table of the embeddings") if site.tied else Missing("its weight is no table")
+    )
+
+
+def _makes_result(site: Site) -> Found | Missing:
+    if site.used(RESULT):
+        return Found(
+            "its result is an output of the model, with nothing but elementwise operators in between"
+        )
+    if site.all_followers(Role.HEAD):
+        return Found(f"its result goes to nothing but {named(f.layer for f in site.followers)}, a head")
+    return Missing("its result is no output of the model")
+
+
+def _is_no_part_of_the_body(site: Site) -> Found | Missing:
+    if site.used(BRANCH):
+        return Missing("it joins a residual stream first")
+    if site.used(QKV | MIXED | STARTS):
+        return Missing("it goes on into the model too")
+    return Found("")
+
+
+def _has_body_before_it(site: Site) -> Found | Missing:
+    if site.streams:
+        return _is_last_behind_stream(site)
+    if not site.made or site.sources(Source.INPUT, Source.CUT):
+        return Missing("it reads the model's inputs")
+    if site.sources(Source.ATTENTION):
+        return Missing("it is straight behind an attention, in a model without residual streams")
+    if not site.used(RESULT):
+        return Missing("it stands behind no residual stream")
+    return Found("it stands behind other layers")
+
+
+def _is_last_behind_stream(site: Site) -> Found | Missing:
+    behind_attention = site.model.feeds.sources(site.made, Source.ATTENTION)
+    if behind_attention and not site.used(RESULT):
+        return Missing("it is the first layer behind an attention")
+    return Found("it stands behind the residual stream")
+
+
+def _does_not_shift(site: Site) -> Found | Missing:
+    return Missing("it scales or shifts a residual stream") if site.used(SHIFTS) else Found("")
+
+
+TIED_HEAD = Statement(role=Role.HEAD, clauses=(_is_table,))
+HEAD = Statement(
+    role=Role.HEAD, clauses=(_makes_result, _is_no_part_of_the_body, _does_not_shift, _has_body_before_it)
+)

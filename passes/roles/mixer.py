@@ -1,0 +1,53 @@
+"""Projections of what mixes tokens otherwise than by a softmax attention.
+
+    mixer_in    an operand of a state-space model or a linear attention, or a gate on what one made
+    mixer_out   the layer behind it, whose result joins the residual stream
+
+What mixes is a product of activations that is no softmax attention, a cumulative sum, a recurrence over
+tokens, a Fourier transform, or a filter between gates where no activation makes it a feed-forward network.
+"""
+
+from __future__ import annotations
+
+from mxcompile.passes.roles.attention import gates
+from mxcompile.passes.roles.feeds import ACTIVATED, FILTERED, GATED, Source
+from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.uses import BRANCH, MIXED
+from mxcompile.policy import Role
+
+
+def _is_mixed(site: Site) -> Found | Missing:
+    if site.used(MIXED):
+        return Found(
+            "its result is mixed over tokens by products, sums or a recurrence before the next layer"
+        )
+    outs = [f.layer for f in site.followers if site.role_of(f) is Role.MIXER_OUT]
+    gated = [layer for layer in outs if gates(site, layer, Source.PRODUCT) or gates(site, layer, Source.SCAN)]
+    if gated and any(f.marks & (ACTIVATED | GATED) for f in site.followers):
+        return Found(f"its result gates a mixer's, on the way to {named(gated)}")
+    return Missing("nothing mixes its result over tokens before the next layer")
+
+
+def is_filter(marks: int) -> bool:
+    """Whether a filter over tokens and a gate lie in between, and no activation."""
+    return bool(marks & FILTERED and marks & GATED and not marks & ACTIVATED)
+
+
+def _behind_mixer(site: Site) -> Found | Missing:
+    if site.sources(Source.PRODUCT, Source.SCAN):
+        return Found("its input was mixed over tokens by products, sums or a recurrence")
+    filtered = [layer for layer in site.sources(Source.LAYER) if is_filter(site.beyond[layer])]
+    if filtered:
+        return Found(f"a gated filter over tokens, without an activation, leads to it from {named(filtered)}")
+    return Missing("nothing mixed its input over tokens")
+
+
+def _ends_branch(site: Site) -> Found | Missing:
+    if site.used(BRANCH):
+        return Found("its result joins the residual stream")
+    return Missing("its result joins no residual stream")
+
+
+MIXER_IN = Statement(role=Role.MIXER_IN, clauses=(_is_mixed,))
+MIXER_OUT = Statement(role=Role.MIXER_OUT, clauses=(_behind_mixer, _ends_branch))

@@ -1,0 +1,57 @@
+"""Which statement is asked first where several may hold, and what a layer is of which none does."""
+
+from __future__ import annotations
+
+from mxcompile.graph.tags import Evidence
+from mxcompile.passes.roles.attention import ATTN_OUT, QKV_LAYER
+from mxcompile.passes.roles.chain import inherited
+from mxcompile.passes.roles.conditioning import CONDITIONING
+from mxcompile.passes.roles.embedding import EMBEDDING
+from mxcompile.passes.roles.feed_forward import EXPERT_IN, EXPERT_OUT, FFN_IN, FFN_OUT, LONE_FFN_OUT
+from mxcompile.passes.roles.head import HEAD, TIED_HEAD
+from mxcompile.passes.roles.mixer import MIXER_IN, MIXER_OUT
+from mxcompile.passes.roles.router import ROUTER
+from mxcompile.passes.roles.site import Site
+from mxcompile.passes.roles.statement import Answer, Statement
+from mxcompile.policy import Role
+
+STATEMENTS: tuple[Statement, ...] = (
+    TIED_HEAD,  # whatever else becomes of the logits
+    ROUTER,  # whose result may be an output too, for a loss
+    CONDITIONING,  # a gate joins the stream as a branch does
+    QKV_LAYER,  # keys and values may be outputs too, for a cache
+    LONE_FFN_OUT,  # a block's feed-forward network, compiled or tried alone
+    HEAD,  # behind an attention as well
+    ATTN_OUT,
+    MIXER_OUT,
+    MIXER_IN,
+    EXPERT_OUT,  # a routed feed-forward network is one
+    FFN_OUT,
+    EXPERT_IN,
+    FFN_IN,
+    EMBEDDING,  # what an inner residual stream starts with may end an outer branch
+)
+"""Asked in this order; the first that holds gives the role."""
+
+
+def role_of(site: Site) -> tuple[Role, Evidence]:
+    """The role of the layer at `site`, and why. Layers that follow it must have theirs."""
+    nearest: tuple[int, Role, Answer] | None = None
+    for statement in STATEMENTS:
+        answer = statement.ask(site)
+        if answer.holds:
+            return statement.role, Evidence(holds=answer.says, nearest=_words(nearest))
+        if answer.clauses and (nearest is None or answer.clauses > nearest[0]):
+            nearest = (answer.clauses, statement.role, answer)
+    passed_on = inherited(site)
+    if passed_on is not None:
+        role, answer = passed_on
+        return role, Evidence(holds=answer.says, nearest=_words(nearest))
+    says = "no statement about a role holds"
+    if site.cut:
+        says = f"the graph was cut, which hides what it belongs to: {says}"
+    return Role.OTHER, Evidence(holds=says, nearest=_words(nearest))
+
+
+def _words(nearest: tuple[int, Role, Answer] | None) -> str:
+    return f"{nearest[1]}: {nearest[2].says}" if nearest is not None else ""

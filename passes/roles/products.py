@@ -1,0 +1,177 @@
+"""What the products are that are no linear layers, though some have a parameter for an operand.
+
+    softmax(q·kᵀ)·v         attention, spelled out; q may be a parameter, or kᵀ
+    mix·softmax(mix'·q·kᵀ)  a parameter that mixes the scores of the heads
+    q·rᵀ + q·kᵀ             positions r, a table, scored by the same q
+
+A query that is a parameter is told from a layer whose result is normalised by softmax (a router) by the
+dimension of the softmax: that of the rows, the keys. A linear attention that normalises its keys so goes on
+to a second product. A mix is told from a projection by what it contracts: the batch of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import (
+    MAXIMA,
+    SOFTMAX,
+    aten,
+    packet,
+)
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import tag_of, tags_of
+from mxcompile.passes.flow import origin
+from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes
+
+if TYPE_CHECKING:
+    from mxcompile.passes.roles.feeds import Feeds, Made
+
+_HOPS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """An attention that is spelled out: its scores, the queries that are parameters, what it reads."""
+
+    scores: tuple[fx.Node, ...]
+    queries: tuple[fx.Node, ...]
+    read: tuple[fx.Node, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Products:
+    """What became of the products.
+
+    attentions: by the product with v. read: operands q, k, v of attention operators. biases: what is added
+    to their scores. soft: products with weights that a layer made, by a softmax over its features: attentions
+    if a layer follows. no_layer: products with a parameter that are none, and why.
+    """
+
+    attentions: dict[fx.Node, Attention] = field(default_factory=dict)
+    read: set[fx.Node] = field(default_factory=set)
+    biases: set[fx.Node] = field(default_factory=set)
+    no_layer: dict[fx.Node, str] = field(default_factory=dict)
+    soft: set[fx.Node] = field(default_factory=set)
+    over_rows: set[fx.Node] = field(default_factory=set)
+
+    def note_softmax(self, node: fx.Node, dim: int, layers: Iterable[fx.Node]) -> None:
+        """Remember which of `layers` the softmax `node` normalises along their rows."""
+        for layer in layers:
+            rows, columns = (ROW, COLUMN) if tags_of(layer)[0].tensors[0] == "x" else (COLUMN, ROW)
+            axis = axes(node, dim, layer, self.no_layer)
+            if axis & rows and not axis & columns:
+                self.over_rows.add(layer)
+
+    def attention_operator(self, node: fx.Node, feeds: Feeds) -> None:
+        """Note what an attention in one operator reads: q, k and v, and a bias of the scores."""
+        nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        read, others = nodes[:3], [*nodes[3:], *(v for v in node.kwargs.values() if isinstance(v, fx.Node))]
+        self.read.update(read)
+        for bias in others:
+            self.biases.add(bias)
+            self._positions(feeds.made.get(bias, {}), read, feeds)
+
+    def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, feeds: Feeds) -> bool:
+        """Whether `node`, a product of `values` and what a softmax made of `weights`, is softmax(q·kᵀ)·v."""
+        kinds = feeds.kind
+        scores = [source for source in weights if tags_of(source) and kinds[source].name == "PRODUCT"]
+        queries = [source for source in weights if source in self.over_rows]
+        layers = [source for source in weights if kinds[source].name == "LAYER"]
+        onto_product = any(kinds[source].name == "PRODUCT" for source in feeds.made[values])
+        if not scores and (onto_product or not (queries or layers)):
+            return False
+        if not scores and not queries:
+            self.soft.add(node)
+            return True
+        read = [values, *(arg for score in scores for arg in operands(score))]
+        read += [data_operand(query) for query in queries]
+        self._positions(weights, [arg for score in scores for arg in operands(score)], feeds)
+        self.attentions[node] = Attention(
+            scores=tuple(scores),
+            queries=tuple(queries),
+            read=tuple(arg for arg in read if isinstance(arg, fx.Node)),
+        )
+        return True
+
+    def rests_on_queries(self, node: fx.Node) -> bool:
+        """Whether `node` is an attention for nothing but queries that are parameters."""
+        found = self.attentions.get(node)
+        return node in self.soft or (found is not None and not found.scores)
+
+    def forget(self, node: fx.Node) -> None:
+        """`node` is no attention after all."""
+        self.attentions.pop(node, None)
+        self.soft.discard(node)
+
+    def finish(self) -> None:
+        """Settle what is known only at the end: the queries of the attentions that remained."""
+        for attention in self.attentions.values():
+            self.read.update(attention.read)
+            for query in attention.queries:
+                self.no_layer[query] = "a query: softmax along its rows, the keys, and a product with values"
+
+    def _positions(self, weights: Made, read: Sequence[Any], feeds: Feeds) -> None:
+        """Among what scores are made of, products of an operand of the attention and a parameter."""
+        known = {source for arg in read if isinstance(arg, fx.Node) for source in feeds.made.get(arg, ())}
+        for source in weights:
+            tag = tag_of(source)
+            if tag is None or "w" not in tag.tensors or source in self.over_rows:
+                continue
+            data = feeds.made.get(data_operand(source), {})
+            if data and set(data) <= known and all(feeds.kind[source].name != "STREAM" for source in data):
+                self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
+
+    def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:
+        """Whether the product of `data`, made of `scores` alone, and a parameter mixes their batch."""
+        dim = -1 if operands(node)[0] is data else -2
+        if any(axes(data, dim, score, self.no_layer) != BATCH for score in scores):
+            return False
+        self.no_layer[node] = "a mix of the heads' scores: it contracts the batch of a product"
+        return True
+
+
+def data_operand(node: fx.Node) -> fx.Node:
+    """The operand of a product with a parameter that is not the parameter."""
+    operand = operands(node)[1 - tags_of(node)[0].tensors.index("w")]
+    assert isinstance(operand, fx.Node)
+    return operand
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether `node` is a softmax, or the exponential of a decomposed one: exp(x − max x)."""
+    return packet(node) in SOFTMAX or (packet(node) is aten.exp and _maximum(node) is not None)
+
+
+def softmax_dim(node: fx.Node) -> int:
+    """The dimension a softmax runs over."""
+    if packet(node) in SOFTMAX:
+        dim = node.args[1]
+    else:
+        maximum = _maximum(node)
+        dim = maximum.args[1] if maximum is not None and len(maximum.args) > 1 else -1
+    if isinstance(dim, list | tuple):
+        dim = dim[0] if dim else -1
+    return dim if isinstance(dim, int) else -1
+
+
+def _maximum(node: fx.Node) -> fx.Node | None:
+    """The max in exp(x − max x)."""
+    if not isinstance(node.args[0], fx.Node):
+        return None
+    shifted = origin(node.args[0])
+    if packet(shifted) is not aten.sub or not isinstance(shifted.args[1], fx.Node):
+        return None
+    subtracted = origin(shifted.args[1])
+    candidates = [subtracted]
+    if packet(subtracted) is aten.where:  # rows that are masked out altogether
+        candidates = [origin(arg) for arg in subtracted.all_input_nodes]
+    for candidate in candidates:
+        source = candidate if packet(candidate) in MAXIMA else (candidate.args or (None,))[0]
+        if isinstance(source, fx.Node) and packet(source) in MAXIMA:
+            return source
+    return None

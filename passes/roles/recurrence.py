@@ -1,0 +1,77 @@
+"""Recurrences over tokens that are spelled out, one step after the other.
+
+    h[t] = a[t] · h[t − 1] + x[t]
+
+Found where values taken from different rows of one layer's result meet in an elementwise operator. Features
+of one row that meet (rotary embedding takes pairs of them) are none: the selected dimension tells (see
+`axes`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.passes.roles.axes import COLUMN, ROW, axes
+
+_Place = tuple[fx.Node, int]
+
+
+class Recurrences:
+    """What was selected from where on the way to every value seen so far."""
+
+    def __init__(self) -> None:
+        self._taken: dict[fx.Node, dict[_Place, Any]] = {}
+        self._first: dict[_Place, fx.Node] = {}
+        self._over_rows: dict[_Place, bool] = {}
+
+    def visit(
+        self, node: fx.Node, arguments: Sequence[fx.Node], sources: Iterable[fx.Node]
+    ) -> fx.Node | None:
+        """The node that stands for the recurrence that `node` is a step of, or None.
+
+        sources: what `node` is made of.
+        """
+        place = _selection(node)
+        if place is not None:
+            source, dim, index = place
+            self._taken[node] = {(source, dim): index}
+            return None
+        if self._taken.keys().isdisjoint(arguments):
+            return None
+        merged: dict[_Place, Any] = {}
+        found = None
+        for argument in arguments:
+            for key, index in self._taken.get(argument, merged).items():
+                if merged.setdefault(key, index) != index and self._is_over_rows(key, sources):
+                    merged[key] = index
+                    found = found or self._first.setdefault(key, node)
+        if merged:
+            self._taken[node] = merged
+        return found
+
+    def _is_over_rows(self, key: _Place, sources: Iterable[fx.Node]) -> bool:
+        if key not in self._over_rows:
+            layers = [node for node in sources if (tag := tag_of(node)) and tag.kind is Kind.LINEAR]
+            found = [axes(*key, layer) for layer in layers]
+            self._over_rows[key] = any(axis & ROW and not axis & COLUMN for axis in found)
+        return self._over_rows[key]
+
+
+def _selection(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
+    """Tensor, dimension and index that `node` selects, if it does."""
+    if packet(node) is aten.select:
+        source, dim, index = node.args[:3]
+    elif node.target is operator.getitem and packet(node.args[0]) is aten.unbind:  # type: ignore[arg-type]
+        unbound, index = node.args[:2]
+        source, dim = unbound.args[0], (*unbound.args[1:], 0)[0]  # type: ignore[union-attr]
+    else:
+        return None
+    assert isinstance(source, fx.Node)
+    assert isinstance(dim, int)
+    return source, dim, index

@@ -1,0 +1,27 @@
+"""router: its result enters a top-k, and what that chose goes on into the model.
+
+Without the second half it is a head whose classes are sampled from.
+"""
+
+from __future__ import annotations
+
+from mxcompile.passes.roles.site import Site
+from mxcompile.passes.roles.statement import Clause, Found, Missing, Statement
+from mxcompile.passes.roles.uses import CHOOSES, SELECTS
+from mxcompile.policy import Role
+
+
+def _enters_top_k(site: Site) -> Found | Missing:
+    if site.used(SELECTS | CHOOSES):
+        return Found("its result enters a top-k")
+    return Missing("its result enters no top-k")
+
+
+def _choice_is_used(site: Site) -> Found | Missing:
+    if site.used(CHOOSES):
+        return Found("what that chose is used by later layers")
+    return Missing("no later layer uses what that chose")
+
+
+CLAUSES: tuple[Clause, ...] = (_enters_top_k, _choice_is_used)
+ROUTER = Statement(role=Role.ROUTER, clauses=CLAUSES)

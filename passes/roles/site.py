@@ -1,0 +1,184 @@
+"""A linear layer as the statements about roles see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.passes.flow import stored
+from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Feeds, Made, Source
+from mxcompile.passes.roles.products import data_operand
+from mxcompile.passes.roles.uses import CUT
+from mxcompile.policy import Role
+
+_CHAIN = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Follower:
+    """A layer that reads what another one made, and the marks of the way."""
+
+    layer: fx.Node
+    marks: int
+
+    @property
+    def activated(self) -> bool:
+        """Whether an activation or a gate lies in between."""
+        return bool(self.marks & (ACTIVATED | GATED))
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """What is known of the graph as a whole.
+
+    followers: the layers that read a layer's result. readers: those that read a residual stream, by its
+    number. joined: the number of the stream that a layer's result joins or starts. together: what joins it
+    there. roles: of the layers that come after the one being looked at.
+    """
+
+    feeds: Feeds
+    uses: dict[fx.Node, int]
+    followers: dict[fx.Node, list[Follower]]
+    readers: dict[int, list[fx.Node]]
+    joined: dict[fx.Node, int]
+    together: dict[fx.Node, Made]
+    has_streams: bool
+    is_cut: bool
+    roles: dict[fx.Node, Role] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
+        """The model of the two sweeps."""
+        followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
+        readers: dict[int, list[fx.Node]] = {}
+        for layer in feeds.layers:
+            for source, marks in feeds.made.get(data_operand(layer), {}).items():
+                if feeds.kind[source] is Source.STREAM:
+                    readers.setdefault(feeds.number[source], []).append(layer)
+                elif source in followers:
+                    followers[source].append(Follower(layer=layer, marks=marks))
+        return cls(
+            feeds=feeds,
+            uses=uses,
+            followers=followers,
+            readers=readers,
+            joined={source: feeds.number[sum_] for sum_, made in feeds.before.items() for source in made},
+            together={source: made for made in feeds.before.values() for source in made},
+            has_streams=has_streams,
+            is_cut=is_cut,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One layer.
+
+    made: what its input is made of. beyond: the same, seen through layers before it that have
+    no nonlinearity between them and it: the first halves of a low-rank pair.
+    """
+
+    node: fx.Node
+    tag: GemmTag
+    model: Model
+    made: Made
+    beyond: Made
+
+    @classmethod
+    def at(cls, node: fx.Node, model: Model) -> Site:
+        """The layer `node` of `model`."""
+        tag = tag_of(node)
+        assert tag is not None
+        made = model.feeds.made.get(data_operand(node), {})
+        return cls(node=node, tag=tag, model=model, made=made, beyond=_beyond(made, model.feeds))
+
+    # -- what it is used for -----------------------------------------------------------------------
+
+    def used(self, marks: int) -> bool:
+        """Whether its result has one of the uses `marks`."""
+        return bool(self.model.uses[self.node] & marks)
+
+    @property
+    def followers(self) -> list[Follower]:
+        """The layers that read its result."""
+        return self.model.followers[self.node]
+
+    def role_of(self, follower: Follower) -> Role:
+        """The role of a layer that follows."""
+        return self.model.roles[follower.layer]
+
+    def all_followers(self, *roles: Role) -> bool:
+        """Whether layers follow, and all are of `roles`."""
+        return bool(self.followers) and all(self.role_of(other) in roles for other in self.followers)
+
+    # -- what it is made of ------------------------------------------------------------------------
+
+    def sources(self, *kinds: Source) -> list[fx.Node]:
+        """What its input is made of that is of one of `kinds`, seen through low-rank pairs."""
+        return self.model.feeds.sources(self.beyond, *kinds)
+
+    @property
+    def streams(self) -> frozenset[int]:
+        """The residual streams its input depends on."""
+        return self.model.feeds.streams.get(data_operand(self.node), frozenset())
+
+    @property
+    def activated_layers(self) -> list[fx.Node]:
+        """Layers its input is made of through an activation or a gate."""
+        layers = self.sources(Source.LAYER)
+        return [layer for layer in layers if self.beyond[layer] & (ACTIVATED | GATED)]
+
+    @property
+    def cut(self) -> bool:
+        """Whether its input comes from, or its result leaves at, a place where the graph was cut."""
+        return self.used(CUT) or bool(self.sources(Source.CUT))
+
+    @property
+    def chosen(self) -> bool:
+        """Whether its input is what a top-k chose."""
+        return data_operand(self.node) in self.model.feeds.chosen
+
+    @property
+    def weight(self) -> fx.Node:
+        """The tensor its weight is stored in."""
+        return stored(operands(self.node)[self.tag.tensors.index("w")])
+
+    @property
+    def stacked(self) -> bool:
+        """Whether its weight is a stack of matrices."""
+        weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
+        return weight is not None and weight.ndim > 2 and any(size != 1 for size in weight.shape[:-2])
+
+    @property
+    def tied(self) -> bool:
+        """Whether its weight is a table of embeddings too."""
+        return any(
+            packet(user) is aten.embedding and user.args[0] is self.weight for user in self.weight.users
+        )
+
+
+def _beyond(made: Made, feeds: Feeds) -> Made:
+    for _ in range(_CHAIN):
+        linear = bool(made) and all(
+            feeds.kind[source] is Source.LAYER and not marks & (ACTIVATED | GATED)
+            for source, marks in made.items()
+        )
+        if not linear:
+            break
+        inner: Made = {}
+        for source in made:
+            for other, marks in feeds.made.get(data_operand(source), {}).items():
+                inner[other] = inner.get(other, 0) | marks
+        made = inner
+    return made
+
+
+def named(nodes: Iterable[fx.Node], most: int = 2) -> str:
+    """The layers `nodes` by name."""
+    names = list(dict.fromkeys(tag.name or "(root)" for node in nodes if (tag := tag_of(node)) is not None))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,60 @@
+"""What a statement about a role is, and what comes of asking it.
+
+A statement is a list of clauses, all of which must hold. A clause looks at one layer and says in words what
+it found, or what is missing; so a role comes with its evidence, and a role that nearly held with what it
+lacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mxcompile.passes.roles.site import Site
+from mxcompile.policy import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A clause holds: what was found, a phrase about "its" input or result."""
+
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A clause does not hold: what is in its way."""
+
+    says: str
+
+
+Clause = Callable[[Site], Found | Missing]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a statement says of one layer: whether it holds, how many clauses do, and the words."""
+
+    holds: bool
+    clauses: int
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """A role and the clauses that make it one."""
+
+    role: Role
+    clauses: tuple[Clause, ...]
+
+    def ask(self, site: Site) -> Answer:
+        """Whether the layer at `site` has the role, and why or why not."""
+        said: list[str] = []
+        for count, clause in enumerate(self.clauses):
+            match clause(site):
+                case Found(says):
+                    said += [says] if says else []
+                case Missing(says):
+                    known = f"{'; '.join(said)}; but " if said else ""
+                    return Answer(holds=False, clauses=count, says=f"{known}{says}")
+        return Answer(holds=True, clauses=len(self.clauses), says="; ".join(said))

@@ -1,0 +1,194 @@
+"""Residual streams: sums of a value and of what layers made of that value.
+
+    s' = s + f(s)
+
+The skip s may be scaled, dropped out or summed with other branches on its way; f leads through at least one
+layer or convolution on every path from s, which tells a stream from what happens inside a branch (a
+state-space model's D·x, a value added to its own attention). What a branch reads from elsewhere (a position
+added in every layer, a condition) is no skip: where the branch has joined its stream, only what the skip was
+made of counts. A sum of the model's input and the end of a whole stream is none either, but how a model that
+predicts a difference ends.
+
+Which values a value was made from is known for the skips alone, each as long as it has a sum ahead: the sets
+stay small and the sweep linear.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import RANDOM, TRANSPARENT, aten, packet
+from mxcompile.graph.tags import Kind, tags_of, tensor
+from mxcompile.passes.flow import Depends
+from mxcompile.passes.roles.traits import CALL, CONVOLUTION, FACTOR, RANDOMS, SUM, VIEW
+
+_LAYERS = frozenset({Kind.LINEAR, Kind.OPAQUE})
+_FACTORS = frozenset({aten.mul, aten.div})
+_DEPTH = 12
+_NONE: frozenset[fx.Node] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streams:
+    """joins: the sums, each with the argument that is, or holds, the branch. skips: the values added to."""
+
+    joins: dict[fx.Node, fx.Node]
+    skips: frozenset[fx.Node]
+
+
+def find_streams(
+    nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
+) -> Streams:
+    """The residual streams among `nodes`, the forward of a graph in order."""
+    return _Sweep(nodes, depends, traits).run()
+
+
+class _Sweep:
+    def __init__(
+        self, nodes: Sequence[fx.Node], depends: dict[fx.Node, Depends], traits: dict[fx.Node, int]
+    ) -> None:
+        self._nodes = nodes
+        self._traits = traits
+        self._past_join: set[fx.Node] = set()
+        self._depends = depends
+        self._position = {node: index for index, node in enumerate(nodes)}
+        self._forks = {node for node in nodes if self._num_uses(node) > 1}
+        self._bases: dict[fx.Node, tuple[list[fx.Node], list[fx.Node]]] = {}
+        self._last: dict[fx.Node, int] = {}
+        for index, node in enumerate(nodes):
+            if traits[node] & SUM and len(node.args) > 1:
+                left, right = (self._bases_of(arg) for arg in node.args[:2])
+                self._bases[node] = left, right
+                self._last.update(dict.fromkeys([*left, *right], index))
+
+    def _num_uses(self, node: fx.Node) -> int:
+        return sum(1 for user in node.users if user in self._position) if len(node.users) > 1 else 0
+
+    def _bases_of(self, argument: Any) -> list[fx.Node]:
+        """The values that `argument` of a sum still holds and that something else is made of too."""
+        found: list[fx.Node] = []
+        pending = [(argument, False, _DEPTH)]
+        while pending:
+            node, forked, depth = pending.pop()
+            if not isinstance(node, fx.Node) or node not in self._position or not depth:
+                continue
+            forked = forked or node in self._forks
+            before = self._held(node, forked)
+            if before:
+                pending += [(arg, forked, depth - 1) for arg in before]
+            elif forked:
+                found.append(node)
+        return found
+
+    def _held(self, node: fx.Node, forked: bool) -> list[Any]:
+        """The arguments of `node` whose values it still has, up to a factor."""
+        traits = self._traits[node]
+        if traits & (VIEW | RANDOMS):
+            return [node.args[0]] if node.args else []
+        if node.target is operator.getitem:
+            dropped = node.args[0]
+            return (
+                [dropped] if isinstance(dropped, fx.Node) and packet(dropped) is aten.native_dropout else []
+            )
+        if traits & FACTOR:
+            return [arg for arg in node.args[:2] if self._is_value(arg)][:2] if self._one_value(node) else []
+        if traits & SUM and not forked:
+            return list(node.args[:2])
+        return []
+
+    def _one_value(self, node: fx.Node) -> bool:
+        return sum(map(self._is_value, node.args[:2])) == 1
+
+    def _is_value(self, argument: Any) -> bool:
+        """Whether `argument` is data, not a number, a parameter or the mask of a dropout."""
+        if not isinstance(argument, fx.Node) or Depends.DATA not in self._depends[argument]:
+            return False
+        return not _is_mask(argument)
+
+    def run(self) -> Streams:
+        direct: dict[fx.Node, frozenset[fx.Node]] = {}
+        worked: dict[fx.Node, frozenset[fx.Node]] = {}
+        joins: dict[fx.Node, fx.Node] = {}
+        skips: set[fx.Node] = set()
+        for index, node in enumerate(self._nodes):
+            arguments = [arg for arg in node.all_input_nodes if arg in direct]
+            if node in self._bases:
+                self._join(node, direct, worked, joins, skips)
+            near, far = self._union(direct, arguments, index), self._union(worked, arguments, index)
+            if node in joins:
+                kept = [arg for arg in arguments if arg is not joins[node]]
+                near = self._union(direct, kept, index)
+                far &= near | self._union(worked, kept, index)
+                self._past_join.add(node)
+            elif self._traits[node] & CALL and not self._past_join.isdisjoint(arguments):
+                self._past_join.add(node)
+            if near and far and packet(node) is aten.cat:  # a part of a value that is not the value
+                near -= far - _both(arguments, direct, worked)
+            if (near or far) and self._is_work(node):
+                near, far = _NONE, near | far
+            if self._last.get(node, -1) > index:
+                near |= {node}
+            direct[node], worked[node] = near, far
+        return Streams(joins=joins, skips=frozenset(skips))
+
+    def _union(
+        self, found: dict[fx.Node, frozenset[fx.Node]], arguments: list[fx.Node], index: int
+    ) -> frozenset[fx.Node]:
+        merged = _NONE
+        for argument in arguments:
+            other = found[argument]
+            if other and other is not merged:
+                merged = merged | other if merged else other
+        if merged and any(self._last[base] < index for base in merged):
+            merged = frozenset(base for base in merged if self._last[base] >= index)
+        return merged
+
+    def _is_work(self, node: fx.Node) -> bool:
+        """Whether `node` is a layer or a convolution."""
+        tags = tags_of(node)
+        return bool(self._traits[node] & CONVOLUTION) or (bool(tags) and tags[0].kind in _LAYERS)
+
+    def _join(
+        self,
+        node: fx.Node,
+        direct: dict[fx.Node, frozenset[fx.Node]],
+        worked: dict[fx.Node, frozenset[fx.Node]],
+        joins: dict[fx.Node, fx.Node],
+        skips: set[fx.Node],
+    ) -> None:
+        for bases, branch in zip(self._bases[node], reversed(node.args[:2]), strict=True):
+            if isinstance(branch, fx.Node) and branch in worked:
+                for base in bases:
+                    overall = base.op == "placeholder" and branch in self._past_join
+                    if base in worked[branch] and base not in direct[branch] and not overall:
+                        joins[node] = branch
+                        skips.add(base)
+
+
+def _both(
+    arguments: Sequence[fx.Node],
+    direct: dict[fx.Node, frozenset[fx.Node]],
+    worked: dict[fx.Node, frozenset[fx.Node]],
+) -> frozenset[fx.Node]:
+    """What one and the same of `arguments` was made of both with and without a layer in between."""
+    return _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Whether `node` is the mask of a decomposed dropout: a comparison of random numbers, cast or not."""
+    for _ in range(_DEPTH):
+        value = tensor(node)
+        if value is not None and not value.is_floating_point():
+            return True
+        if packet(node) not in TRANSPARENT and packet(node) not in _FACTORS:
+            return packet(node) in RANDOM
+        inner = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+        if len(inner) != 1:
+            return False
+        node = inner[0]
+    return False

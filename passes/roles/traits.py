@@ -1,0 +1,71 @@
+"""What the operators of a graph are, looked up once per operator: a sum of the sets of `opsets` it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from mxcompile.graph.opsets import (
+    ACTIVATIONS,
+    LINEAR_OPS,
+    LOOKUPS,
+    RANDOM,
+    REDUCTIONS,
+    SCANS,
+    SOFTMAX,
+    SUMS,
+    TOP_K,
+    TRANSPARENT,
+    aten,
+    packet,
+)
+
+(
+    LINEAR,
+    VIEW,
+    ACTIVATION,
+    REDUCTION,
+    SOFT,
+    SUM,
+    SELECTION,
+    LOOKUP,
+    SCAN,
+    FACTOR,
+    RANDOMS,
+    CONVOLUTION,
+    CALL,
+) = (1 << bit for bit in range(13))
+
+_SETS = (
+    (LINEAR, LINEAR_OPS),
+    (VIEW, TRANSPARENT),
+    (ACTIVATION, ACTIVATIONS),
+    (REDUCTION, REDUCTIONS),
+    (SOFT, SOFTMAX | {aten.exp}),
+    (SUM, SUMS),
+    (SELECTION, TOP_K),
+    (LOOKUP, LOOKUPS),
+    (SCAN, SCANS),
+    (FACTOR, frozenset({aten.mul, aten.div})),
+    (RANDOMS, RANDOM),
+    (CONVOLUTION, frozenset({aten.convolution})),
+)
+
+
+def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """The traits of every node's operator; 0 for what is no call."""
+    by_operator: dict[int, int] = {}
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            found[node] = 0
+            continue
+        key = id(node.target)
+        traits = by_operator.get(key)
+        if traits is None:
+            what = packet(node)
+            traits = CALL | sum(trait for trait, members in _SETS if what in members)
+            by_operator[key] = traits
+        found[node] = traits
+    return found

@@ -1,0 +1,148 @@
+"""What becomes of every value of the forward before the next layer, in one sweep from the end.
+
+    QKV       operand q, k or v of an attention          BRANCH    a term of a residual sum
+    SCORES    a bias of scores, or scores                 STARTS    what a residual stream starts with
+    MIXED     an operand of a product or scan that        CHOOSES   enters a top-k whose result is used
+              a layer reads                               SHIFTS    scales or shifts a stream that it does
+    LAYER     the input of a layer                                  not depend on
+    WEIGHED   multiplied by what a top-k chose            SCALES    multiplies a stream, broadcast over it
+    RESULT    an output of the model                      CUT       leaves the graph, not the model
+
+BRANCH and STARTS hold along linear operators alone, the others along any. A mark passes a residual sum only
+to where the sum as a whole is an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import Kind, hint, tags_of, tensor
+from mxcompile.passes.roles.feeds import MIXERS, Feeds, Source, is_depthwise
+from mxcompile.passes.roles.streams import Streams
+from mxcompile.passes.roles.traits import CONVOLUTION, FACTOR, LINEAR, SELECTION, SUM
+
+QKV, SCORES, MIXED, LAYER, BRANCH, STARTS = 1, 2, 4, 8, 16, 32
+CHOOSES, SHIFTS, SCALES, WEIGHED, RESULT, CUT, CONVOLVED, SELECTS = 64, 128, 256, 512, 1024, 2048, 4096, 8192
+
+ONWARD = QKV | MIXED | LAYER | BRANCH | STARTS | CONVOLVED
+"""What makes a value one that later values of the model are made of."""
+
+_ALONG_LINEAR = BRANCH | STARTS
+_PAST_SUMS = QKV | MIXED | SCORES | BRANCH
+_OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """Outputs of the graph: what the model gives its caller, and what only leaves this graph."""
+
+    results: frozenset[fx.Node]
+    cuts: frozenset[fx.Node]
+
+
+def sweep(
+    nodes: Sequence[fx.Node], traits: dict[fx.Node, int], feeds: Feeds, streams: Streams, ends: Ends
+) -> dict[fx.Node, int]:
+    """The uses of the values `nodes`, the forward of a graph in order, as sums of the marks above."""
+    sweeper = _Sweeper(traits, feeds, streams)
+    for node in reversed(nodes):
+        sweeper.visit(node, (RESULT if node in ends.results else 0) | (CUT if node in ends.cuts else 0))
+    return sweeper.uses
+
+
+class _Sweeper:
+    def __init__(self, traits: dict[fx.Node, int], feeds: Feeds, streams: Streams) -> None:
+        self._traits = traits
+        self.uses: dict[fx.Node, int] = {}
+        self._feeds = feeds
+        self._streams = streams
+        self._layers = frozenset(feeds.layers)
+
+    def visit(self, node: fx.Node, here: int) -> None:
+        if node in self._feeds.products.read:
+            here |= QKV
+        if node in self._streams.skips and self._starts(node):
+            here |= STARTS
+        if node in self._feeds.products.biases:
+            here |= SCORES
+        for user in node.users:
+            there = self.uses.get(user)
+            if there is not None:
+                here |= self._from(node, user, there)
+        if node in self._feeds.products.soft and here & LAYER:
+            self._feeds.products.read.update(arg for arg in operands(node) if isinstance(arg, fx.Node))
+        self.uses[node] = here
+
+    def _from(self, node: fx.Node, user: fx.Node, there: int) -> int:
+        """What the use of `node` by `user` adds, `there` being the uses of `user`."""
+        if user in self._layers:
+            return LAYER
+        tags = tags_of(user)
+        if tags and tags[0].kind is not Kind.CONVOLUTION and user not in self._feeds.products.no_layer:
+            return self._into_product(user, tags[0].kind, there)
+        traits = self._traits[user]
+        if self._feeds.kind.get(user) is Source.SCAN and there & (LAYER | MIXED):
+            return MIXED
+        if user in self._streams.joins:
+            passed = there & _PAST_SUMS
+            if node is not self._streams.joins[user]:
+                return passed
+            return passed | self._shifts(node, user, there) | BRANCH
+        if user in self._streams.skips:
+            there = there & _PAST_SUMS | (STARTS if self._starts(user) else 0)
+        if traits & CONVOLUTION and not is_depthwise(user):
+            return CONVOLVED
+        if traits & SELECTION:
+            there |= SELECTS | (CHOOSES if there & (ONWARD | CHOOSES) else 0)
+        value = tensor(node)
+        if value is not None and not value.is_floating_point():
+            return there & _OF_INDICES
+        if traits & (FACTOR | SUM):
+            there |= self._shifts(node, user, there)
+        return there if traits & LINEAR else there & ~_ALONG_LINEAR
+
+    def _into_product(self, user: fx.Node, kind: Kind, there: int) -> int:
+        if kind is Kind.ATTENTION or user in self._feeds.products.attentions:
+            return 0
+        if user in self._feeds.products.soft:
+            return 0 if there & LAYER else there
+        if kind is not Kind.PRODUCT:
+            return LAYER
+        if self._feeds.kind.get(user) not in MIXERS:  # a product with a constant, or a dispatch
+            return there
+        if there & (SCORES | QKV) or not there & (LAYER | MIXED):
+            return there
+        return MIXED
+
+    def _starts(self, skip: fx.Node) -> bool:
+        """Whether a stream starts with `skip`: no stream is what it was made of."""
+        made = self._feeds.before[skip]
+        return not any(self._feeds.kind[source] is Source.STREAM for source in made if source is not skip)
+
+    def _shifts(self, node: fx.Node, user: fx.Node, there: int) -> int:
+        """Marks of a value that is an elementwise operand together with a stream."""
+        others = [arg for arg in user.args if isinstance(arg, fx.Node) and arg is not node]
+        found = 0
+        for other in others:
+            beyond = self._feeds.streams.get(other)
+            if beyond and there & ONWARD and not beyond <= self._feeds.streams[node]:
+                found |= SHIFTS
+            if packet(user) is aten.mul:
+                if beyond and _numel(other) > _numel(node):
+                    found |= SCALES
+                if other in self._feeds.chosen:
+                    found |= WEIGHED
+        return found
+
+
+def _numel(node: fx.Node) -> int:
+    value = tensor(node)
+    total = 1
+    for size in value.shape if value is not None else ():
+        total *= hint(size)
+    return total
