@@ -30,8 +30,9 @@ class WeightUse:
     """What one forward GEMM does with a weight.
 
     path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
-    non-negative dimension of the parameter that is contracted. elem_dtype, rounding: of the cast, or of the
-    weight as it is stored; None and "" where the GEMM does not cast the weight as it is. reason: for either.
+    non-negative dimension of the parameter that is contracted; rank: how many it has. elem_dtype, rounding:
+    of the cast, or of the weight as it is stored; None and "" where the GEMM does not cast the weight as it
+    is. reason: for either.
     """
 
     path: str
@@ -39,6 +40,7 @@ class WeightUse:
     role: str
     reason: str
     block_dim: int = 0
+    rank: int = 0
     elem_dtype: torch.dtype | None = None
     rounding: str = ""
 
@@ -69,7 +71,8 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         stored, rank = tensor(cast), len(found or ())
         block = found[rank - 1 if side == 0 else rank - 2] if found else None
         assert stored is not None
-        yield WeightUse(path=path, block_dim=block or 0, elem_dtype=stored.dtype, rounding="rceil", **known)
+        known |= {"block_dim": block or 0, "rank": stored.ndim}
+        yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
         return
     if packet(cast) is not operator.getitem or not isinstance(cast.args[0], fx.Node):
         return
@@ -89,7 +92,10 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
         return
     assert isinstance(elem_dtype, torch.dtype)
-    yield WeightUse(path=path, block_dim=block, elem_dtype=elem_dtype, rounding=str(rounding), **known)
+    whole = tensor(parameter)
+    assert whole is not None
+    known |= {"block_dim": block, "rank": whole.ndim}
+    yield WeightUse(path=path, elem_dtype=elem_dtype, rounding=str(rounding), **known)
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

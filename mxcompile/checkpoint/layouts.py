@@ -10,7 +10,8 @@ Both hold whole blocks of 32 along the last dimension alone. Source: compressed_
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,42 +109,59 @@ def config_entry(ignored: Iterable[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """One weight of a checkpoint.
+
+    name: in the model. elements, scales: names of its tensors in the files; scales is "" for what is no
+    MXFP8.
+    block_dim: negative, of MXFP8. dtype: of the values, where the checkpoint says.
+    """
+
+    name: str
+    elements: str
+    scales: str = ""
+    block_dim: int = -1
+    dtype: torch.dtype | None = None
+
+
 def stored(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """The weights of `checkpoint` by name, each as a function that reads it: an `MXTensor` or as it is.
 
     dtype: of the values, where the checkpoint does not say. Every pair of elements and scales is checked
     before anything is read. Raises `CheckpointError`.
     """
+    return {weight.name: _reader(checkpoint, weight, dtype) for weight in named(checkpoint)[1]}
+
+
+def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
+    """The layout of the MXFP8 weights of `checkpoint`, "none" if it has none; all its weights, checked."""
     if any("tensor_names" in each for each in checkpoint.metadata):
-        named = (_torchao(checkpoint, each) for each in checkpoint.metadata)
-        return {name: read for part in named for name, read in part.items()}
-    found: dict[str, Callable[[], Tensor]] = {}
-    for name, entry in checkpoint.entries.items():
-        if name.endswith(SUFFIX) and _is_fp8(checkpoint.entries.get(name.removesuffix(SUFFIX))):
+        parts = (_torchao(checkpoint, each) for each in checkpoint.metadata)
+        return TORCHAO, [weight for part in parts for weight in part]
+    entries, found = checkpoint.entries, []
+    for name, entry in entries.items():
+        if name.endswith(SUFFIX) and _is_fp8(entries.get(name.removesuffix(SUFFIX))):
             continue
         if entry.dtype in _FP8:
-            scale = checkpoint.entries.get(name + SUFFIX)
-            dim = _block_dim(entry, scale)
-            found[name] = _reader(checkpoint, name, name + SUFFIX, dim, dtype)
+            dim = _block_dim(entry, entries.get(name + SUFFIX))
+            found.append(Named(name=name, elements=name, scales=name + SUFFIX, block_dim=dim))
         else:
-            found[name] = _plain(checkpoint, name)
-    return found
+            found.append(Named(name=name, elements=name))
+    return COMPRESSED_TENSORS if any(each.scales for each in found) else "none", found
 
 
 def _is_fp8(entry: Entry | None) -> bool:
     return entry is not None and entry.dtype in _FP8
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> Callable[[], Tensor]:
-    return lambda: checkpoint.read(name)
-
-
-def _reader(
-    checkpoint: Checkpoint, name: str, scale: str, dim: int, dtype: torch.dtype
-) -> Callable[[], Tensor]:
+def _reader(checkpoint: Checkpoint, weight: Named, dtype: torch.dtype) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        scales = checkpoint.read(scale).view(torch.uint8).view(torch.float8_e8m0fnu)
-        return MXTensor(checkpoint.read(name), scales, dim, dtype)
+        elements = checkpoint.read(weight.elements)
+        if not weight.scales:
+            return elements
+        scales = checkpoint.read(weight.scales).view(torch.float8_e8m0fnu)
+        return MXTensor(elements, scales, weight.block_dim, weight.dtype or dtype)
 
     return read
 
@@ -163,31 +181,34 @@ def _block_dim(entry: Entry, scale: Entry | None) -> int:
     raise CheckpointError(f"{what} has shape {entry.shape}, which scales of {scale.shape} do not fit")
 
 
-def _torchao(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> dict[str, Callable[[], Tensor]]:
-    found: dict[str, Callable[[], Tensor]] = {}
+def _torchao(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
+    """The weights of one file."""
     for name in _parsed(checkpoint, metadata, "tensor_names", list):
         about = _parsed(checkpoint, metadata, name, dict)
-        if about.get("_type") == "Tensor":
-            if name not in checkpoint.entries:
-                raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
-            found[name] = _plain(checkpoint, name)
-            continue
-        data = about.get("_data") or {}
-        if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} is a torchao {about.get('_type')}, not MXFP8")
-        if data.get("is_swizzled_scales"):
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has swizzled scales, which are not read")
-        prefix = _torchao_prefix(name)
-        parts = checkpoint.entries.get(f"{prefix}qdata"), checkpoint.entries.get(f"{prefix}scale")
-        elements, scales = parts
-        if elements is None or scales is None or elements.dtype not in _FP8:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has no FP8 elements with scales")
-        dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has no floating-point dtype")
-        dim = _block_dim(elements, scales)
-        found[name] = _reader(checkpoint, elements.name, scales.name, dim, dtype)
-    return found
+        if about.get("_type") != "Tensor":
+            yield _torchao_weight(checkpoint, name, about)
+        elif name not in checkpoint.entries:
+            raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
+        else:
+            yield Named(name=name, elements=name)
+
+
+def _torchao_weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Named:
+    data = about.get("_data") or {}
+    what = f"{checkpoint.path}: {name!r}"
+    if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
+        raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8")
+    if data.get("is_swizzled_scales"):
+        raise CheckpointError(f"{what} has swizzled scales, which are not read")
+    prefix = _torchao_prefix(name)
+    elements, scales = (checkpoint.entries.get(f"{prefix}{part}") for part in ("qdata", "scale"))
+    if elements is None or scales is None or elements.dtype not in _FP8:
+        raise CheckpointError(f"{what} has no FP8 elements with scales")
+    dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"{what} has no floating-point dtype")
+    dim = _block_dim(elements, scales)
+    return Named(name=name, elements=elements.name, scales=scales.name, block_dim=dim, dtype=dtype)
 
 
 def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:

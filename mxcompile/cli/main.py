@@ -11,10 +11,22 @@ import sys
 from collections.abc import Sequence
 
 from mxcompile import __version__
-from mxcompile.cli import audit, codegen, demo, diff, env, explain, merge, policy, tune
+from mxcompile.cli import (
+    audit,
+    codegen,
+    convert,
+    demo,
+    diff,
+    env,
+    explain,
+    inspect,
+    merge,
+    policy,
+    tune,
+)
 from mxcompile.errors import MXCompileError
 
-COMMANDS = (env, explain, diff, merge, audit, tune, codegen, policy, demo)
+COMMANDS = (env, explain, diff, merge, audit, tune, codegen, policy, convert, inspect, demo)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -38,7 +38,8 @@ class Chosen:
     """What is decided for one parameter.
 
     role: of its layers, the first of several. reason: why it is stored in MXFP8, or why not. block_dim: the
-    dimension its blocks run along. elem_dtype: None where it is not stored in MXFP8. rounding: of its scales.
+    dimension its blocks run along, negative. elem_dtype: None where it is not stored in MXFP8. rounding: of
+    its scales.
     """
 
     role: str
@@ -80,7 +81,7 @@ def _decided(uses: Sequence[WeightUse]) -> Chosen:
     return Chosen(
         role=first.role,
         reason=first.reason,
-        block_dim=first.block_dim,
+        block_dim=first.block_dim - first.rank,
         elem_dtype=first.elem_dtype,
         rounding=first.rounding,
     )

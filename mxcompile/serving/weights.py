@@ -86,7 +86,10 @@ def chosen_weights(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     resolved = Policy.resolve("inference" if policy is None else policy)
-    return choose(model, resolved, args, kwargs or {})
+    found = choose(model, resolved, args, kwargs or {})
+    unseen = Chosen(role="other", reason="no product of the traced call reads it as a matrix")
+    rest = (path for path, value in model.named_parameters() if value.ndim > 1 and path not in found)
+    return {**found, **dict.fromkeys(rest, unseen)}
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -151,14 +154,14 @@ def cast(x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str) -> M
     blocks = list(x.shape)
     blocks[dim] = -(-blocks[dim] // 32)
     scale = torch.empty(blocks, dtype=torch.uint8, device=x.device)
-    for rows in _pieces(x, dim):
+    for rows in pieces(x, dim):
         elements, scales = quantize_tensors(x[rows], dim, elem_dtype, rounding)
         qdata[rows] = elements
         scale[rows] = scales
     return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), dim - x.ndim, x.dtype)
 
 
-def _pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
+def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
     """Parts of `x` of some `_CHUNK` elements, whole along `dim`."""
     other = max((d for d in range(x.ndim) if d != dim), key=lambda d: x.shape[d], default=None)
     if other is None:

@@ -249,19 +249,28 @@ def test_on_the_meta_device():
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
-def test_a_large_weight_is_cast_in_pieces():
+def test_a_large_weight_is_cast_inpieces():
     from mxcompile.serving import weights
 
     x = torch.randn(5, 300, 70) * torch.exp2(torch.randint(-9, 9, (5, 300, 70)).float())
     for dim in range(3):
         expected = mxcompile.quantize(x, block_dim=dim)
-        pieces = len(list(weights._pieces(x, dim)))
+        pieces = len(list(weights.pieces(x, dim)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights, "_CHUNK", 1000)
-            assert len(list(weights._pieces(x, dim))) > pieces
+            assert len(list(weights.pieces(x, dim))) > pieces
             found = weights.cast(x, dim, torch.float8_e4m3fn, "rceil")
         assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(found.scale_bytes, expected.scale_bytes)
+
+
+def test_a_weight_that_is_not_seen_is_named():
+    model = Model()
+    model.unused = nn.Linear(32, 32, dtype=BF16)
+    _, table = quantized(model)
+    (unused,) = (weight for weight in table.weights if weight.name == "unused.weight")
+    assert not unused.stored
+    assert "no product of the traced call" in unused.reason
 
 
 def test_a_model_that_nothing_is_known_of_is_refused():

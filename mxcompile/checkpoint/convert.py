@@ -1,0 +1,230 @@
+"""`convert`: a checkpoint with its policy-chosen weights in MXFP8, made shard by shard.
+
+    header ─▶ plan;  for each file: read a tensor, cast it, write the file, read it back, measure;  publish
+
+The input is only read. The result grows in a hidden directory beside its place and is renamed into it when
+all of it is there. A journal says which files are done: after a kill the same command goes on from there, and
+one with another input, policy or layout starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import mxcompile
+from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint, opened
+from mxcompile.checkpoint.layouts import (
+    COMPRESSED_TENSORS,
+    check_layout,
+    config_entry,
+    metadata,
+    stored,
+)
+from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
+from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors
+from mxcompile.checkpoint.save import Kinds, left_as_they_are, packed
+from mxcompile.errors import CheckpointError
+from mxcompile.policy import Policy
+from mxcompile.serving.table import StoredWeight, StoredWeights
+from mxcompile.serving.weights import cast, pieces
+from mxcompile.storage import MXTensor
+
+REPORT = "mxfp8_weights.json"
+_SKIPPED = PICKLES | {".safetensors", ".part"}
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    policy: Policy | str | dict[str, Any] | None = None,
+    layout: str = COMPRESSED_TENSORS,
+    model: Model | None = None,
+    progress: bool = True,
+) -> StoredWeights:
+    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8.
+
+    source: a directory of safetensors with a Hugging Face config.json, or any safetensors of `model`. policy:
+    default the preset ``inference``. layout: as for `save_quantized`. Of every weight that is stored the SQNR
+    is measured on what was read back; the table is in the result too, as ``mxfp8_weights.json``.
+
+    Raises `CheckpointError` for an input that is damaged or quantized already, and if `target` exists.
+    """
+    source, target = Path(source), Path(target)
+    plan = make_plan(source, policy, check_layout(layout), model)
+    work = _Work(plan, target, _fingerprint(plan))
+    if target.exists() and not work.is_done():
+        raise CheckpointError(f"{target}: exists already")
+    if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise CheckpointError(f"{target}: lies in the input, which is not touched")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with work.alone():
+        if not target.exists():
+            files = plan.checkpoint.files
+            for file in tqdm(files, desc="converted", unit="file", disable=not progress, leave=False):
+                work.do(file)
+            work.finish()
+        return work.clean()
+
+
+def _fingerprint(plan: Plan) -> str:
+    """Everything the result depends on."""
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in plan.checkpoint.files]
+    chosen = [(name, repr(each)) for name, each in plan.chosen.items()]
+    what = repr((mxcompile.__version__, str(plan.checkpoint.path.resolve()), files, chosen, plan.layout))
+    return hashlib.sha256(what.encode()).hexdigest()
+
+
+class _Work:
+    """A conversion under way: what is done of it, on disk."""
+
+    def __init__(self, plan: Plan, target: Path, job: str) -> None:
+        self._plan = plan
+        self._target = target
+        self._job = job
+        self._partial = target.with_name(f".{target.name}.partial")
+        self._journal = target.with_name(f".{target.name}.journal.json")
+        self._done: dict[str, list[dict[str, Any]]] = self._recall()
+
+    def _recall(self) -> dict[str, list[dict[str, Any]]]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(self._journal.read_text(encoding="utf-8"))
+            if found["job"] == self._job:
+                return dict(found["done"])
+        return {}
+
+    def is_done(self) -> bool:
+        """Whether the result is this job's, and only the journal was left."""
+        return {file.name for file in self._plan.checkpoint.files} == {*self._done}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the place against other conversions; begin anew if what is there is of another job."""
+        lock = self._target.with_name(f".{self._target.name}.lock")
+        with lock.open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(f"{self._target}: another conversion is writing it") from None
+            if not self._done and not self._target.exists():
+                shutil.rmtree(self._partial, ignore_errors=True)
+            yield
+            lock.unlink(missing_ok=True)
+
+    def do(self, file: Path) -> None:
+        """Convert one file, unless that is done."""
+        made = self._partial / file.name
+        if file.name in self._done and made.is_file():
+            return
+        self._partial.mkdir(exist_ok=True)
+        rows = _convert_file(self._plan, file, made)
+        self._done[file.name] = [dataclasses.asdict(each) for each in rows]
+        write_json(self._journal, {"job": self._job, "done": self._done})
+
+    def table(self) -> StoredWeights:
+        """What became of the weights."""
+        rows = [each for rows in self._done.values() for each in rows]
+        return StoredWeights(
+            weights=tuple(StoredWeight(**{**each, "shape": tuple(each["shape"])}) for each in rows)
+        )
+
+    def finish(self) -> None:
+        """Write what goes with the weights, and publish."""
+        made = Checkpoint.open(self._partial)
+        _write_index(self._partial, made)
+        source = self._plan.checkpoint.path
+        folder = source if source.is_dir() else source.parent
+        if source.is_dir():
+            for file in sorted(folder.iterdir()):
+                skipped = file.suffix in _SKIPPED or file.name in ("config.json", INDEX)
+                if file.is_file() and not file.name.startswith(".") and not skipped:
+                    shutil.copyfile(file, self._partial / file.name)
+        if self._plan.config:
+            config = dict(self._plan.config)
+            if self._plan.layout == COMPRESSED_TENSORS:
+                config["quantization_config"] = config_entry(_ignored(self._plan))
+            write_json(self._partial / "config.json", config)
+        write_json(self._partial / REPORT, [dataclasses.asdict(each) for each in self.table().weights])
+        sync_directory(self._partial)
+        try:
+            self._partial.rename(self._target)
+        except OSError as error:
+            raise CheckpointError(f"{self._target}: cannot be published: {error.strerror}") from None
+        sync_directory(self._target.parent)
+
+    def clean(self) -> StoredWeights:
+        """Remove the journal; what became of the weights."""
+        self._journal.unlink(missing_ok=True)
+        return self.table()
+
+
+def _ignored(plan: Plan) -> list[str]:
+    """Modules of two-dimensional weights that are not in MXFP8."""
+    kept = {
+        name: torch.empty(entry.shape, device="meta")
+        for name, entry in plan.checkpoint.entries.items()
+        if name not in plan.chosen or plan.chosen[name].elem_dtype is None
+    }
+    return left_as_they_are(kept)
+
+
+def _write_index(directory: Path, made: Checkpoint) -> None:
+    if len(made.files) < 2:
+        return
+    total = sum(entry.num_bytes for entry in made.entries.values())
+    places = {name: entry.file.name for name, entry in made.entries.items()}
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _convert_file(plan: Plan, file: Path, made: Path) -> list[StoredWeight]:
+    """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
+    tensors: dict[str, Tensor] = {}
+    kinds: Kinds = {}
+    with opened(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 — not a mapping
+            value: Tensor = handle.get_tensor(name)
+            chosen = plan.chosen.get(name)
+            kinds[name] = None
+            if chosen is not None and chosen.elem_dtype is not None:
+                value = cast(value, chosen.block_dim, chosen.elem_dtype, chosen.rounding)
+                kinds[name] = value.qdata.dtype, value.dtype
+            tensors |= packed(name, value, plan.layout)
+    write_tensors(made, tensors, metadata(kinds, plan.layout))
+    del tensors
+    return list(_measured(plan, file, made))
+
+
+def _measured(plan: Plan, file: Path, made: Path) -> Iterator[StoredWeight]:
+    readers = stored(Checkpoint.open(made), torch.float32)
+    for name, entry in plan.checkpoint.entries.items():
+        if entry.file == file and name in plan.chosen:
+            told = row(entry, plan.chosen[name])
+            if told.stored:
+                found = readers[name]()
+                assert isinstance(found, MXTensor)
+                told = dataclasses.replace(told, sqnr_db=sqnr_db(plan.checkpoint.read(name), found))
+            yield told
+
+
+def sqnr_db(x: Tensor, stored: MXTensor) -> float | None:
+    """Signal over error of `stored`, which stands for `x`, in dB; None if it is exact."""
+    signal = error = 0.0
+    for rows in pieces(x, stored.block_dim % x.ndim):
+        source = x[rows].double()
+        part: Any = stored[rows]
+        signal += source.square().sum().item()
+        error += (source - part.dequantize(torch.float32)).square().sum().item()
+    return 10 * math.log10(signal / error) if error > 0 and signal > 0 else None

@@ -1,0 +1,160 @@
+"""What a conversion does with every tensor of a checkpoint: decided from its model, before any is read.
+
+    tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ what the policy decides
+
+A tensor that the model reads through a conversion (experts one by one, stacked when loaded) is stored where
+that keeps blocks of the last dimension whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
+from mxcompile.checkpoint.layouts import obstacle
+from mxcompile.checkpoint.load import architecture
+from mxcompile.errors import CheckpointError
+from mxcompile.formats import num_blocks
+from mxcompile.policy import Policy
+from mxcompile.serving.choose import Chosen
+from mxcompile.serving.table import StoredWeight, StoredWeights
+from mxcompile.serving.weights import chosen_weights
+
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_KEEPS_BLOCKS = frozenset({"MergeModulelist", "Concatenate"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What a checkpoint is of, and what it is called with; on the meta device."""
+
+    model: nn.Module
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A conversion.
+
+    checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
+    embedding in it, by name there. config: the config.json, if there is one.
+    """
+
+    checkpoint: Checkpoint
+    layout: str
+    chosen: dict[str, Chosen]
+    config: dict[str, Any]
+
+    def table(self) -> StoredWeights:
+        """What the result will hold, from headers alone."""
+        entries = self.checkpoint.entries
+        return StoredWeights(weights=tuple(row(entries[name], each) for name, each in self.chosen.items()))
+
+
+def row(entry: Entry, chosen: Chosen) -> StoredWeight:
+    """What becomes of one tensor."""
+    numel = torch.Size(entry.shape).numel()
+    stored = chosen.elem_dtype is not None
+    scales = numel // max(1, entry.shape[-1]) * num_blocks(entry.shape[-1])
+    return StoredWeight(
+        name=entry.name,
+        role=chosen.role,
+        shape=entry.shape,
+        stored=stored,
+        reason=chosen.reason,
+        num_bytes=numel + scales if stored else entry.num_bytes,
+        bytes_bf16=2 * numel,
+    )
+
+
+def make_plan(
+    source: Path, policy: Policy | str | dict[str, Any] | None, layout: str, given: Model | None
+) -> Plan:
+    """The plan for the checkpoint at `source`. Raises `CheckpointError`, `ModelError`, `PolicyError`."""
+    checkpoint = Checkpoint.open(source)
+    quantized = next((e for e in checkpoint.entries.values() if e.dtype in _FP8), None)
+    if quantized is not None:
+        raise CheckpointError(f"{quantized.file}: {quantized.name!r} is FP8 already")
+    config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
+    if "quantization_config" in config:
+        raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")
+    if given is None:
+        if not config:
+            raise CheckpointError(f"{source}: no config.json says what model it is of: name one, --model")
+        given = _of_config(source, config)
+    decided = chosen_weights(given.model, policy, given.args, given.kwargs)
+    places = _places(given.model, checkpoint)
+    found: dict[str, Chosen] = {}
+    for name, (path, reason) in places.items():
+        if path in decided:
+            found[name] = _for_file(checkpoint.entries[name], decided[path], reason, layout)
+    if not any(each.elem_dtype is not None for each in found.values()):
+        raise CheckpointError(f"{source}: the policy stores none of its weights in MXFP8")
+    return Plan(checkpoint=checkpoint, layout=layout, chosen=found, config=config)
+
+
+def _of_config(source: Path, raw: dict[str, Any]) -> Model:
+    owner, config = architecture(source, raw)
+    with torch.device("meta"):
+        return Model(model=owner(config).to(torch.bfloat16))  # whose products are those with kernels
+
+
+def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
+    """For each tensor of `checkpoint` the parameter it ends in, and why blocks do not survive that, if so."""
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return {name: _checked(entry, name, shapes) for name, entry in checkpoint.entries.items()}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    owner: Any = model
+    transforms = get_model_conversion_mapping(owner)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    places = {}
+    for name, entry in checkpoint.entries.items():
+        path, pattern = rename_source_key(
+            name, renamings, converters, owner.base_model_prefix, owner.state_dict()
+        )
+        if pattern is None:
+            places[name] = _checked(entry, path, shapes)
+        else:
+            used = [each for each in converters if pattern in each.source_patterns]
+            places[name] = path, _lost(used, len(shapes.get(path, ())))
+    return places
+
+
+def _checked(entry: Entry, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+    if path in shapes and shapes[path] != entry.shape:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name!r} has shape {entry.shape}, the model's {shapes[path]}"
+        )
+    return path, ""
+
+
+def _lost(converters: Sequence[Any], rank: int) -> str:
+    """Why tensors that go through `converters` cannot be stored, "" if they can."""
+    for step in (step for each in converters for step in each.operations):
+        kind = type(step).__name__
+        if kind not in _KEEPS_BLOCKS or (kind == "Concatenate" and step.dim % max(rank, 1) == rank - 1):
+            return f"the model reads it through {kind}, which does not keep blocks"
+    return ""
+
+
+def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: str) -> Chosen:
+    """`chosen`, of a parameter, for the tensor of the file."""
+    if chosen.elem_dtype is None:
+        return chosen
+    reason = lost
+    if entry.dtype not in _SOURCES:
+        reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
+    reason = reason or obstacle(entry.name, entry.shape, chosen.block_dim, chosen.elem_dtype, layout)
+    return replace(chosen, elem_dtype=None, reason=reason) if reason else replace(chosen, block_dim=-1)

@@ -1,0 +1,54 @@
+"""``mxcompile convert``: a checkpoint with its policy-chosen weights in MXFP8."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "convert",
+        help="write a checkpoint with its policy-chosen weights in MXFP8",
+        description="Write a safetensors checkpoint again, the weights that the policy sends to MXFP8 in half"
+        " their bytes. The input is only read; OUT appears whole or not at all; after a kill the same command"
+        " goes on where it was. Every converted weight is read back and measured.",
+    )
+    command.add_argument("source", metavar="IN", type=Path, help="directory of safetensors, or one file")
+    command.add_argument("target", metavar="OUT", type=Path, help="directory to write, which must not exist")
+    command.add_argument("--policy", default="inference", metavar="PRESET|FILE", help="default inference")
+    command.add_argument(
+        "--layout", default="compressed-tensors", help="compressed-tensors (default) or torchao"
+    )
+    command.add_argument(
+        "--model", help="package.module:factory of the model, where IN has no config.json of Hugging Face"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print what would become of the weights")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from mxcompile.checkpoint.convert import convert
+    from mxcompile.checkpoint.layouts import check_layout
+    from mxcompile.checkpoint.plan import Model, make_plan
+    from mxcompile.cli.models import load_model
+    from mxcompile.cli.quiet import quiet
+
+    check_layout(options.layout)
+    with quiet():
+        given = None
+        if options.model is not None:
+            loaded = load_model(options.model, meta=True)
+            given = Model(model=loaded.model, args=loaded.args, kwargs=loaded.kwargs)
+        if options.dry_run:
+            print(make_plan(options.source, options.policy, options.layout, given).table())
+            return 0
+        table = convert(
+            options.source, options.target, policy=options.policy, layout=options.layout, model=given
+        )
+    print(table)
+    print(f"\nwritten to {options.target}")
+    return 0

@@ -1,0 +1,38 @@
+"""``mxcompile inspect``: what a checkpoint holds, from its headers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "inspect",
+        help="say what a safetensors checkpoint holds",
+        description="Print the tensors of a safetensors file, or of a directory of them: which are MXFP8, in"
+        " whose layout, shapes and bytes. Headers are read and checked, values are not.",
+    )
+    command.add_argument("path", metavar="FILE", type=Path, help="a .safetensors file or a directory")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from tabulate import tabulate
+
+    from mxcompile.checkpoint.contents import contents
+    from mxcompile.report.words import byte_count, count
+
+    found = contents(options.path)
+    share = f", {found.mxfp8_bytes / found.num_bytes:.1%} of it in MXFP8" if found.num_bytes else ""
+    print(f"{found.path}: {count(found.num_files, 'file')}, {byte_count(found.num_bytes)}{share}")
+    print(f"layout: {found.layout}\n")
+    rows = [
+        (group.name, group.kind, "×".join(map(str, group.shape)), group.count, byte_count(group.num_bytes))
+        for group in found.groups
+    ]
+    print(tabulate(rows, headers=["tensor", "stored as", "shape", "number", "bytes"]))
+    return 0

@@ -1,0 +1,233 @@
+"""``mxcompile convert`` and ``inspect``: what they write, what they refuse, and what a kill leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_checkpoints import BF16, TOKENS, llama, mixtral
+from torch import nn
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.checkpoint.convert import _Work, convert
+from mxcompile.checkpoint.files import INDEX
+from mxcompile.cli import main
+from mxcompile.errors import CheckpointError
+
+
+def written(model: nn.Module, folder: Path, shard: str = "60KB") -> Path:
+    """`model` as Transformers writes it, in shards, with a tokenizer's file."""
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "optimizer.bin").write_bytes(b"not copied")
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return written(llama(), tmp_path / "in")
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+def test_the_result_is_what_quantize_weights_makes(source, tmp_path, layout):
+    before = digests(source)
+    table = convert(source, tmp_path / "out", layout=layout, progress=False)
+    assert digests(source) == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert not (tmp_path / "out/optimizer.bin").exists()
+
+    from transformers import LlamaForCausalLM
+
+    expected = LlamaForCausalLM.from_pretrained(source, dtype=BF16).eval()
+    said = mxcompile.quantize_weights_(expected, progress=False)
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
+    assert {w.name for w in table.weights if w.stored} == {w.name for w in said.weights if w.stored}
+    assert table.num_bytes == said.num_bytes
+    assert all(25 < w.sqnr_db < 40 for w in table.weights if w.stored)
+    assert len(json.loads((tmp_path / "out/mxfp8_weights.json").read_text())) == len(table.weights)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert ("quantization_config" in config) == (layout == "compressed-tensors")
+
+
+def test_experts_that_are_stacked_when_loaded(tmp_path):
+    source = written(mixtral(), tmp_path / "in", shard="1GB")
+    table = convert(source, tmp_path / "out", progress=False)
+    names = [w.name for w in table.weights if w.stored and "experts" in w.name]
+    assert len(names) == 2 * 4 * 3
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    experts = loaded.model.layers[1].mlp.experts.gate_up_proj
+    assert isinstance(experts, MXTensor)
+    files = load_file(source / "model.safetensors")
+    one = files["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    assert torch.equal(experts[2, 96:].dequantize(), mxcompile.quantize(one).dequantize())
+    routers = [w for w in table.weights if w.role == "router"]
+    assert len(routers) == 2
+    assert not any(w.stored for w in routers)
+
+
+def test_the_command(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(source), str(out), "--dry-run"]) == 0
+    assert "14 of 16 weights in MXFP8" in capsys.readouterr().out
+    assert not out.exists()
+    assert main(["convert", str(source), str(out)]) == 0
+    assert "worst SQNR" in capsys.readouterr().out
+    assert main(["inspect", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "layout: compressed-tensors" in said
+    assert "mxfp8 e4m3" in said
+    assert main(["convert", str(source), str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["convert", str(out), str(tmp_path / "again")]) == 2
+    assert "already" in capsys.readouterr().err
+
+
+REFUSED = {
+    "truncated": "not a whole safetensors file",
+    "pickles": "holds pickles",
+    "outside": "is not a file of this directory",
+    "wrong shape": "has shape",
+    "no config": "no config.json",
+    "inside": "lies in the input",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_refused(source, tmp_path, how, capsys):
+    first = sorted(source.glob("*.safetensors"))[0]
+    target = tmp_path / "out"
+    match how:
+        case "truncated":
+            first.write_bytes(first.read_bytes()[:-100])
+        case "pickles":
+            for file in source.glob("*.safetensors"):
+                file.rename(file.with_suffix(".bin"))
+            (source / INDEX).unlink()
+        case "outside":
+            text = (source / INDEX).read_text().replace(first.name, f"/etc/../{first.name}")
+            (source / INDEX).write_text(text)
+        case "wrong shape":
+            tensors = load_file(first)
+            name = next(name for name, value in tensors.items() if value.ndim == 2)
+            save_file({**tensors, name: tensors[name][:3].contiguous()}, first)
+        case "no config":
+            (source / "config.json").unlink()
+        case "inside":
+            target = source / "out"
+    before = digests(source)
+    assert main(["convert", str(source), str(target)]) == 2
+    said = capsys.readouterr().err
+    assert REFUSED[how] in said
+    assert len(said.splitlines()) == 1
+    assert digests(source) == before
+    assert not target.exists()
+
+
+def chosen_once(monkeypatch, source: Path) -> None:
+    """Trace the model once for all conversions of `source`."""
+    from mxcompile.checkpoint import plan
+
+    found = plan.chosen_weights(plan._of_config(source, plan.read_json(source / "config.json")).model, None)
+    monkeypatch.setattr(plan, "chosen_weights", lambda *_: found)
+
+
+def test_another_job_begins_anew(source, tmp_path, monkeypatch):
+    """What a broken off conversion of something else left is not mixed in."""
+    chosen_once(monkeypatch, source)
+
+    def broken_off(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Work, "finish", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", layout="torchao", progress=False)
+    monkeypatch.undo()
+    chosen_once(monkeypatch, source)
+    convert(source, tmp_path / "out", progress=False)
+    convert(source, tmp_path / "expected", progress=False)
+    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_it_leaves_nothing_broken_and_goes_on(source, tmp_path, monkeypatch):
+    chosen_once(monkeypatch, source)
+    torch.set_num_threads(1)
+    before = digests(source)
+    start = time.perf_counter()
+    convert(source, tmp_path / "expected", progress=False)
+    whole = time.perf_counter() - start
+    expected = digests(tmp_path / "expected")
+    out, generator = tmp_path / "out", random.Random(0)
+    killed = resumed = 0
+    while killed < 100:
+        child = os.fork()
+        if child == 0:
+            try:
+                convert(source, out, progress=False)
+            finally:
+                os._exit(0)
+        time.sleep(generator.uniform(0, 1.2 * whole))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert digests(source) == before
+        if os.WIFSIGNALED(status):
+            killed += 1
+            resumed += (tmp_path / ".out.journal.json").exists()
+        if out.exists():
+            assert digests(out) == expected
+        if not os.WIFSIGNALED(status):
+            assert out.exists()
+            for file in (out, *tmp_path.glob(".out*")):
+                os.system(f"rm -rf '{file}'")
+    if not out.exists() or (tmp_path / ".out.journal.json").exists():
+        convert(source, out, progress=False)
+    assert digests(out) == expected
+    assert resumed > 10, "kills fell before the first file was done"
+    assert not list(tmp_path.glob(".out.partial"))
+    assert isinstance(mxcompile.load_quantized(out).model.layers[0].mlp.up_proj.weight, MXTensor)
+
+
+def test_a_bare_file_with_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("factory.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)\n"
+        "    def forward(self, x):\n"
+        "        return x + self.down(torch.relu(self.up(x)))\n"
+        "def make():\n"
+        "    return nn.Sequential(Block(), Block()), (torch.randn(2, 64),), {}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import factory
+
+    model = factory.make()[0]
+    save_file(model.state_dict(), "model.safetensors")
+    with pytest.raises(CheckpointError, match="--model"):
+        convert("model.safetensors", "out")
+    assert main(["convert", "model.safetensors", "out", "--model", "factory:make"]) == 0
+    with torch.device("meta"):
+        empty = factory.make()[0]
+    loaded = mxcompile.load_quantized("out", empty, dtype=torch.float32)
+    dense = mxcompile.quantize(model[1].up.weight).dequantize(torch.float32)
+    assert torch.equal(loaded[1].up.weight + 0, dense)
