@@ -18,6 +18,7 @@ from torch._inductor import config
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings of the casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
@@ -79,12 +80,13 @@ def _weight_only_obstacle() -> str:
 
 def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[fx.Node, str]:
     """Products of few rows on their kernel; or why those are not that it is for."""
-    if target.native or target.arch is None:
+    on_cpu = target.device == "cpu"
+    if target.native or (target.arch is None and not on_cpu):
         return {}
     from mxcompile.lowering.graph.weight_only import WeightOnly
 
     chosen = WeightOnly(target=target, device=device.type)
-    if obstacle := _weight_only_obstacle():
+    if obstacle := kernel.obstacle() if on_cpu else _weight_only_obstacle():
         return dict.fromkeys(chosen.products(graph), obstacle)
     chosen.apply(graph)
     return {}

@@ -69,8 +69,7 @@ class Words:
 
 
 @functools.cache
-def obstacle() -> str:
-    """Why there are no C++ kernels on this machine; "" if there are."""
+def _no_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -78,17 +77,23 @@ def obstacle() -> str:
         compiler = get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError, OSError) as error:
         return f"no C++ compiler: {type(error).__name__}"
-    if shutil.which(compiler) is None:
-        return f"no C++ compiler: {compiler} is not found"
-    return ""
+    return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not found"
+
+
+def obstacle() -> str:
+    """Why there can be no C++ kernels in what is compiled now; "" if there can."""
+    if config.cpu_backend != "cpp":
+        return f"no C++ kernels: Inductor generates {config.cpu_backend} for CPUs"
+    if (
+        config.cpp.enable_unsafe_math_opt_flag
+    ):  # rounding adds and subtracts, which a compiler may then remove
+        return "no C++ kernels: config.cpp.enable_unsafe_math_opt_flag is set"
+    return _no_compiler()
 
 
 def usable() -> bool:
-    """Whether kernels may be part of what is compiled now.
-
-    They round by adding and subtracting, which a compiler that may reassociate removes.
-    """
-    return not obstacle() and not config.cpp.enable_unsafe_math_opt_flag and config.cpu_backend == "cpp"
+    """Whether kernels may be part of what is compiled now."""
+    return not obstacle()
 
 
 def stored(x: ir.TensorBox) -> Any:

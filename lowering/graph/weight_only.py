@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from mxcompile import ops
@@ -25,10 +26,14 @@ from mxcompile.graph.opsets import VIEWS, argument, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering.cpu import MOST_ROWS
 from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.operands import Operands, stored
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
+
+_Parts = tuple[fx.Node, fx.Node, bool]
+"""Elements and scales of a weight as stored, and whether the product's right operand is their transpose."""
 
 _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
@@ -60,8 +65,7 @@ class WeightOnly:
         graph.eliminate_dead_code()
 
     def _takes(self, node: fx.Node) -> bool:
-        qdata, scale, _ = stored(argument(node, 2), argument(node, 3))
-        return self._fits(node, argument(node, 0), qdata, scale)
+        return self._fits(node, argument(node, 0), stored(argument(node, 2), argument(node, 3)))
 
     def _takes_plain(self, node: fx.Node) -> bool:
         """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
@@ -72,10 +76,12 @@ class WeightOnly:
         if out is None or weight.target is not ops.dequantize or weight.args[3] is not out.dtype:
             return False
         along = -1 if swapped else -2
-        return weight.args[2] in (along, along + 2) and self._fits(node, x, *_stored_parts(weight)[:2])
+        qdata, scale, turned = _stored_parts(weight)
+        return weight.args[2] in (along, along + 2) and self._fits(node, x, (qdata, scale, swapped != turned))
 
-    def _fits(self, node: fx.Node, x: fx.Node, qdata: fx.Node, scale: fx.Node) -> bool:
-        """Whether the kernel is for the product `node` of `x` and a weight of these elements and scales."""
+    def _fits(self, node: fx.Node, x: fx.Node, parts: _Parts) -> bool:
+        """Whether the kernel is for the product `node` of `x` and a weight of these parts."""
+        qdata, scale, swapped = parts
         out, a = tensor(node), tensor(x)
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
@@ -84,8 +90,10 @@ class WeightOnly:
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
             return False
-        few = hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype))
-        return few and _is_input(qdata) and _is_input(scale)
+        if self._on_cpu and not (swapped and weight.is_contiguous() and scales.is_contiguous()):
+            return False  # it is read as it lies in memory
+        most = MOST_ROWS if self._on_cpu else most_rows(self.target, working_dtype(out.dtype))
+        return hint(out.shape[0]) <= most and _is_input(qdata) and _is_input(scale)
 
     def _replace(self, node: fx.Node, build: Builder, operands: Operands) -> None:
         out = tensor(node)
@@ -102,13 +110,12 @@ class WeightOnly:
         with build.graph.inserting_before(node):
             self._emit(node, build, x, (weight, scale, swapped != turned), bias)
 
-    def _emit(
-        self, node: fx.Node, build: Builder, x: fx.Node, parts: tuple[fx.Node, fx.Node, bool], bias: Any
-    ) -> None:
-        """Put the product of `x` in the place of `node`.
+    @property
+    def _on_cpu(self) -> bool:
+        return self.target.device == "cpu"
 
-        parts: elements and scales of the weight as stored, and whether the right operand is their transpose.
-        """
+    def _emit(self, node: fx.Node, build: Builder, x: fx.Node, parts: _Parts, bias: Any) -> None:
+        """Put the product of `x` and a weight of these parts in the place of `node`."""
         out, given = tensor(node), tensor(x)
         assert out is not None
         assert given is not None
@@ -116,17 +123,22 @@ class WeightOnly:
         if not swapped:
             weight, scale = (transpose(each, build) for each in (weight, scale))
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, like=node)
-        dtype = given.dtype
-        value = tensor(weight)
-        assert value is not None
-        n, k = map(hint, value.shape)
-        choices = forms(hint(out.shape[0]), n, k, dtype, self.target)
-        kernel = f"mx_weight_only_mm {choices[0].one_of(len(choices))}"
+        kernel = f"mx_weight_only_mm {self._form(hint(out.shape[0]), weight, given.dtype)}"
         set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, result)
 
+    def _form(self, rows: int, weight: fx.Node, dtype: torch.dtype) -> str:
+        """How the kernel multiplies `rows` rows of `dtype`, in words."""
+        if self._on_cpu:
+            return "C++"
+        value = tensor(weight)
+        assert value is not None
+        n, k = map(hint, value.shape)
+        choices = forms(rows, n, k, dtype, self.target)
+        return choices[0].one_of(len(choices))
 
-def _stored_parts(made: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
+
+def _stored_parts(made: fx.Node) -> _Parts:
     """Elements and scales that `made`, a dequantization, reads, before transposes, if any: then True."""
     (qdata, swapped), (scale, _) = untransposed(argument(made, 0)), untransposed(argument(made, 1))
     return qdata, scale, swapped

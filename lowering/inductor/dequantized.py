@@ -2,7 +2,8 @@
 
     x · wᵀ  →  mm(x, dequantize(w)ᵀ)                  BF16 if that is what goes in and out, else FP32
 
-Where a chip has a kernel for it, `templates.weight_only` takes its place.
+Few rows on a CPU run `cpu.weight_only`. Where a GPU has a kernel for it, `templates.weight_only` takes
+its place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 
 from mxcompile import ops
+from mxcompile.lowering.cpu import weight_only as cpp
 from mxcompile.lowering.inductor.casts import lower_dequantize
 
 _MM = lowerings[torch.ops.aten.mm.default]
@@ -30,6 +32,8 @@ def lower_weight_only_mm(
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
     """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
+    if (made := cpp.product(x, qdata, scale, bias, out_dtype)) is not None:
+        return made
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
     weight = _PERMUTE(lower_dequantize(qdata, scale, -1, dtype), [1, 0])

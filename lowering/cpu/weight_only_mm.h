@@ -1,0 +1,194 @@
+// Few rows times weights that are stored in MXFP8, decoded in registers:
+//
+//   out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(s[n, k/32] − 127) (+ bias[n])          in FP32, rounded once
+//
+// x is [M, K], w [N, K] codes, s [N, ⌈K/32⌉] bytes, out [M, N]. Threads share rows of w, which each is read once for
+// every ROWS of x. Two forms, the same sums in another order:
+//
+//   loops      any x and ISA: the weight's values in FP32 times x in FP32
+//   bf16 dot   AVX-512 with BF16 and byte permutations: codes become BF16 by a table of 128 entries, 64 at a time; two
+//              dot products of pairs, then one FMA applies the scales. These instructions take subnormal numbers for
+//              zeros and sum before they scale, so this form is for x of ordinary exponents: `ordinary` decides.
+#ifndef MXCOMPILE_WEIGHT_ONLY_MM_H
+#define MXCOMPILE_WEIGHT_ONLY_MM_H
+
+#include "elements.h"
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#include <immintrin.h>
+#define MXCOMPILE_BF16_DOT 1
+#endif
+#include <memory>
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+constexpr int64_t ROWS = 4;       // of x that share one decoding of the weight
+constexpr int64_t STEP = 64;      // codes that the dot form decodes together
+constexpr int64_t AHEAD = 2048;   // bytes between what is decoded and what is fetched from memory
+constexpr int64_t LITTLE = 1 << 15;  // codes that are not worth waking threads for
+
+struct Shape {
+  int64_t m, n, k;
+  int64_t blocks() const { return (k + BLOCK - 1) / BLOCK; }
+  int64_t padded() const { return (k + STEP - 1) / STEP * STEP; }
+};
+
+// The weight's values, one block at a time; `count` rows of x, FP32, padded with zeros to whole steps.
+template <class Elem>
+inline void sums_by_loops(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
+                          float* sums) {
+  float lanes[ROWS][BLOCK] = {};
+  for (int64_t block = 0; block < shape.blocks(); block++) {
+    float weight[BLOCK], scale = scale_value(scales[block]);
+    int64_t start = block * BLOCK, length = shape.k - start < BLOCK ? shape.k - start : BLOCK;
+    if (length == BLOCK) {
+#pragma omp simd
+      for (int64_t i = 0; i < BLOCK; i++) weight[i] = decode<Elem>(codes[start + i]) * scale;
+    } else {
+      for (int64_t i = 0; i < BLOCK; i++) weight[i] = i < length ? decode<Elem>(codes[start + i]) * scale : 0.0f;
+    }
+    for (int64_t m = 0; m < count; m++) {
+      const float* row = x + m * shape.padded() + start;
+#pragma omp simd
+      for (int64_t i = 0; i < BLOCK; i++) lanes[m][i] += row[i] * weight[i];
+    }
+  }
+  for (int64_t m = 0; m < count; m++) {
+    float sum = 0;
+    for (int64_t i = 0; i < BLOCK; i++) sum += lanes[m][i];
+    sums[m] = sum;
+  }
+}
+
+#ifdef MXCOMPILE_BF16_DOT
+// Whether products with any element, and their sums in pairs, are normal numbers: exponents within 2^±60, or no number.
+inline bool ordinary(const Bfloat16* x, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; i++) {
+    uint16_t size = magnitude(x[i]);
+    all &= (size >= (127 - 60) << 7 && size < (127 + 60) << 7) || size == 0 || size >= 0x7f80;
+  }
+  return all;
+}
+
+struct Tables {
+  alignas(64) uint8_t high[128], low[128];
+  float scale[256];
+};
+
+template <class Elem>
+inline const Tables& tables() {
+  static const Tables made = [] {
+    Tables t;
+    for (int code = 0; code < 128; code++) {
+      uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code)));
+      t.high[code] = static_cast<uint8_t>(bits >> 24);
+      t.low[code] = static_cast<uint8_t>(bits >> 16);
+    }
+    for (uint32_t byte = 0; byte < 256; byte++) t.scale[byte] = scale_value(byte);
+    return t;
+  }();
+  return made;
+}
+
+// x in the order in which unpacking leaves 64 codes: of each 16 the first eights, then the second ones.
+inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
+  for (int64_t i = 0; i < (k + STEP - 1) / STEP * STEP; i++) {
+    int64_t within = i % STEP, lane = within / 16, half = within / 8 % 2;
+    out[i / STEP * STEP + half * 32 + lane * 8 + within % 8] = i < k ? x[i] : Bfloat16{0};
+  }
+}
+
+template <int rows>
+inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
+                        float* sums) {
+  const __m512i h0 = _mm512_load_si512(t.high), h1 = _mm512_load_si512(t.high + 64);
+  const __m512i l0 = _mm512_load_si512(t.low), l1 = _mm512_load_si512(t.low + 64);
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  __m512 total[rows];
+  for (int m = 0; m < rows; m++) total[m] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < shape.k; k += STEP) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + k + AHEAD), _MM_HINT_T0);
+    bool whole = k + STEP <= shape.k;
+    __m512i code = whole ? _mm512_loadu_si512(codes + k)
+                         : _mm512_maskz_loadu_epi8(~0ull >> (STEP - (shape.k - k)), codes + k);
+    __m512i high = _mm512_permutex2var_epi8(h0, code, h1);  // by the low 7 bits of each byte
+    __m512i low = _mm512_permutex2var_epi8(l0, code, l1);
+    high = _mm512_or_si512(high, _mm512_and_si512(code, sign));
+    __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
+    __m512 scale = _mm512_set1_ps(t.scale[scales[k / BLOCK]]);
+    if (k + BLOCK < shape.k) scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(t.scale[scales[k / BLOCK + 1]]));
+    for (int m = 0; m < rows; m++) {
+      const Bfloat16* row = x + m * shape.padded() + k;
+      __m512 dot = _mm512_dpbf16_ps(_mm512_setzero_ps(), first, (__m512bh)_mm512_loadu_si512(row));
+      dot = _mm512_dpbf16_ps(dot, second, (__m512bh)_mm512_loadu_si512(row + 32));
+      total[m] = _mm512_fmadd_ps(dot, scale, total[m]);
+    }
+  }
+  for (int m = 0; m < rows; m++) sums[m] = _mm512_reduce_add_ps(total[m]);
+}
+
+template <class Elem>
+inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
+                        float* sums) {
+  static_assert(ROWS == 4, "one case for each number of rows");
+  const Tables& t = tables<Elem>();
+  switch (count) {
+    case 1: return sums_by_dot<1>(x, codes, scales, shape, t, sums);
+    case 2: return sums_by_dot<2>(x, codes, scales, shape, t, sums);
+    case 3: return sums_by_dot<3>(x, codes, scales, shape, t, sums);
+    default: return sums_by_dot<4>(x, codes, scales, shape, t, sums);
+  }
+}
+#endif
+
+// `sums` of up to ROWS rows for each row of the weight and group of rows of x
+template <class Bias, class Out, class X, class Sums>
+inline void for_outputs(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
+                        int threads, Out* out, Sums sums) {
+#pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(static)
+  for (int64_t n = 0; n < shape.n; n++)
+    for (int64_t m = 0; m < shape.m; m += ROWS) {
+      float found[ROWS];
+      int64_t count = shape.m - m < ROWS ? shape.m - m : ROWS;
+      sums(x + m * shape.padded(), codes + n * shape.k, scales + n * shape.blocks(), shape, count, found);
+      for (int64_t i = 0; i < count; i++)
+        narrow(bias ? found[i] + widen(bias[n]) : found[i], out[(m + i) * shape.n + n]);
+    }
+}
+
+template <class Elem, class X, class Bias, class Out>
+inline void by_loops(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
+                     int threads, Out* out) {
+  std::unique_ptr<float[]> wide(new float[shape.m * shape.padded()]());
+  for (int64_t m = 0; m < shape.m; m++)
+    for (int64_t k = 0; k < shape.k; k++) wide[m * shape.padded() + k] = widen(x[m * shape.k + k]);
+  for_outputs(wide.get(), codes, scales, bias, shape, threads, out, sums_by_loops<Elem>);
+}
+
+template <class Elem, class Bias, class Out>
+inline void weight_only_mm(const float* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
+                           int threads, Out* out) {
+  by_loops<Elem>(x, codes, scales, bias, shape, threads, out);
+}
+
+template <class Elem, class Bias, class Out>
+inline void weight_only_mm(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias,
+                           Shape shape, int threads, Out* out) {
+#ifdef MXCOMPILE_BF16_DOT
+  if (ordinary(x, shape.m * shape.k)) {
+    std::unique_ptr<Bfloat16[]> permuted(new Bfloat16[shape.m * shape.padded()]);
+    for (int64_t m = 0; m < shape.m; m++) permute(x + m * shape.k, shape.k, permuted.get() + m * shape.padded());
+    using Sums = void (*)(const Bfloat16*, const uint8_t*, const uint8_t*, Shape, int64_t, float*);
+    return for_outputs(permuted.get(), codes, scales, bias, shape, threads, out, static_cast<Sums>(sums_by_dot<Elem>));
+  }
+#endif
+  by_loops<Elem>(x, codes, scales, bias, shape, threads, out);
+}
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif

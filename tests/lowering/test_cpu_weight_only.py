@@ -1,0 +1,148 @@
+"""The C++ product with stored weights, in every form this machine can run, against FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cpp_forms import PARAMS, integer, library, pointer
+from stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
+from torch import Tensor
+
+import mxcompile
+from mxcompile import ops
+
+ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
+F32, BF16 = torch.float32, torch.bfloat16
+
+Product = Callable[..., Tensor]
+"""x, codes, scales, bias, element type, result type → result."""
+
+
+def _source() -> str:
+    lines = ['#include "weight_only_mm.h"', "using namespace mxcompile;"]
+    for elem in ELEMS:
+        for x in TYPES:
+            for out in TYPES:
+                arguments = f"const {x}* x, const uint8_t* q, const uint8_t* s, const float* b"
+                sizes = "int64_t m, int64_t n, int64_t k"
+                body = f"weight_only_mm<{elem}>(x, q, s, b, Shape{{m, n, k}}, 2, out);"
+                lines.append(
+                    f'extern "C" void mm_{elem}_{x}_{out}({arguments}, {sizes}, {out}* out) {{ {body} }}'
+                )
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def product(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Product:
+    functions = library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+    words = {dtype: word for word, dtype in TYPES.items()}
+
+    def call(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, elem: str, dtype: torch.dtype):
+        out = torch.full((x.shape[0], codes.shape[0]), 3.0, dtype=dtype)
+        function: Callable[..., None] = getattr(functions, f"mm_{elem}_{words[x.dtype]}_{words[dtype]}")
+        sizes = map(integer, (x.shape[0], codes.shape[0], x.shape[1]))
+        function(*map(pointer, (x, codes.view(torch.uint8), scales, bias)), *sizes, pointer(out))
+        return out
+
+    return call
+
+
+def check_single_products(product: Product, x: Tensor, codes: Tensor, scales: Tensor, elem: str):
+    """Rows of one activation times columns of one code: nothing is summed, so nothing may be lost."""
+    found = product(
+        x[:, None].contiguous(), codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32
+    )
+    power = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 127))
+    weight = codes.view(ELEMS[elem]).double() * power
+    exact = (x.double()[:, None] * weight).float()
+    # the reference's weight is infinite where FP32 has no such number, and so may the kernel's be
+    beyond = ~weight.float().isfinite() & weight.isfinite()
+    same = (found == exact) | (found.isnan() & exact.isnan()) | (beyond & ~found.isfinite())
+    assert bool(same.all())
+
+
+EVERY = torch.arange(256, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("elem", ELEMS)
+def test_every_activation_times_every_code(product: Product, elem: str):
+    activations = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
+    for scale in (0, 100, 254):
+        scales = torch.full((256,), scale, dtype=torch.uint8)
+        for some in activations.split(
+            1 << 12
+        ):  # ordinary and other exponents apart: a call of them takes one form
+            check_single_products(product, some, EVERY, scales, elem)
+
+
+@pytest.mark.parametrize("elem", ELEMS)
+def test_every_code_under_every_scale(product: Product, elem: str):
+    codes, scales = EVERY.repeat(256), EVERY.repeat_interleave(256)
+    for activations in (
+        [1.0, -1.5, 2.0**50, 2.0**-59],
+        [2.0**-133, 2.0**-100, 3e38, float("nan")],
+        [float("-inf")],
+    ):
+        check_single_products(product, torch.tensor(activations).to(BF16), codes, scales, elem)
+
+
+@pytest.mark.parametrize("elem", ELEMS)
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 7, 4096), (3, 5, 100), (4, 1, 31), (5, 9, 65), (16, 33, 1000), (0, 3, 64)]
+)
+def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem: str):
+    """Within what FP32 accumulation may lose, whatever the exponents; a bias before the one rounding."""
+    torch.manual_seed(0)
+    qdata, scales = ops.quantize(binades(n, k), -1, ELEMS[elem], "rceil")
+    weight = ops.dequantize(qdata, scales, -1, torch.float64)
+    bias = torch.randn(n)
+    for magnitude in (1.0, 2.0**-90, 2.0**80):
+        x = (binades(m, k) * magnitude).to(dtype)
+        exact = x.double() @ weight.t()
+        most = x.double().abs() @ weight.abs().t()
+        found = product(x, qdata, scales, None, elem, F32)
+        assert bool(((found.double() - exact).abs() <= (k + 2) * 2.0**-24 * most).all())
+        found = product(x, qdata, scales, bias, elem, BF16)
+        error = (found.double() - (exact + bias)).abs()
+        assert bool(
+            (error <= 2.0**-8 * (exact + bias).abs() + (k + 3) * 2.0**-24 * (most + bias.abs())).all()
+        )
+
+
+def test_a_nan_block_and_a_short_last_block(product: Product):
+    """NaN stays in its row; what lies behind the end of a row counts for nothing."""
+    qdata, scales = ops.quantize(torch.ones(3, 70), -1, ELEMS["E4M3"], "rceil")
+    scales[1, 2] = 255
+    found = product(torch.ones(1, 70, dtype=BF16), qdata, scales, None, "E4M3", F32)
+    assert found[0, [0, 2]].tolist() == [70.0, 70.0]
+    assert found[0, 1].isnan()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
+    torch.manual_seed(0)
+    model = with_stored_weights(FeedForward(160, 330).bfloat16())
+    compiled = torch.compile(model, backend="mxfp8", dynamic=dynamic)
+    with torch.no_grad():
+        for rows in (3, 5) if dynamic else (3,):
+            x = torch.randn(rows, 160, dtype=BF16)
+            found, right = compiled(x).float(), expected(model, x).float()
+            assert 20 * torch.log10(right.norm() / (found - right).norm()) >= LEAST_DB
+    kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
+    assert kernels == ["mx_weight_only_mm C++"] * 3
+
+
+def test_without_a_compiler_the_record_says_so(monkeypatch: pytest.MonkeyPatch):
+    from mxcompile.lowering.cpu import kernel
+
+    monkeypatch.setattr(kernel, "obstacle", lambda: "no C++ compiler: none is found")
+    mxcompile.clear_reports()
+    model = with_stored_weights(FeedForward(96, 64).bfloat16())
+    with torch.no_grad():
+        torch.compile(model, backend="mxfp8", dynamic=False)(torch.randn(2, 96, dtype=BF16))
+    for gemm in mxcompile.reports()[-1].gemms:
+        assert gemm.kernel.endswith("; no C++ compiler: none is found")
