@@ -44,18 +44,22 @@ def roles_of(report: Report, old_names: Callable[[str], str]) -> dict[str, list[
     return layers
 
 
+_CONVOLUTION = Expectation.of(".*", "bf16")
+"""What a convolution is of which no table speaks: an embedding of patches, or nothing in particular."""
+
+
 def misfits(
     animal: Animal, model: nn.Module, report: Report, old_names: Mapping[str, str], run: EagerRun | None
 ) -> set[Misfit]:
     """All that is wrong with `report` of `model`. run: what a plain eager run saw, if one was made."""
     layers = roles_of(report, lambda name: _plain_name(name, old_names))
-    found = set(_wrong_roles(animal, layers))
+    found = set(_wrong_roles(animal, layers, _convolutions(model, old_names)))
     found |= {_misfit(name, "no such layer in the model") for name in layers if not _exists(name, old_names)}
     if run is not None:
         found |= {
             _misfit(name, "no record") for name in run.layers if name not in layers and not dead(animal, name)
         }
-        found |= set(_wrong_flops(animal, model, report, run))
+        found |= set(_wrong_flops(animal, report, run))
     return found
 
 
@@ -79,12 +83,23 @@ def dead(animal: Animal, name: str) -> bool:
     return bool(animal.dead) and re.fullmatch(rf"(?:.*\.)?(?:{animal.dead})", name) is not None
 
 
-def _wrong_roles(animal: Animal, layers: Mapping[str, list[GemmRecord]]) -> Iterator[Misfit]:
+def _convolutions(model: nn.Module, old_names: Mapping[str, str]) -> frozenset[str]:
+    """The convolutions of `model` that see more than one position."""
+    return frozenset(
+        old_names[name]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) != {1}
+    )
+
+
+def _wrong_roles(
+    animal: Animal, layers: Mapping[str, list[GemmRecord]], convolutions: frozenset[str]
+) -> Iterator[Misfit]:
     """Roles and precisions that are not as expected, and expectations of what is not there."""
     expected = animal.expectations
     used: set[Expectation] = set()
     for name, records in layers.items():
-        ours = expectation(name, expected)
+        ours = expectation(name, expected) or (_CONVOLUTION if name in convolutions else None)
         roles = {gemm.role for gemm in records}
         if ours is None:
             yield from (_misfit(name, role) for role in roles - ATTENTION)
@@ -106,14 +121,9 @@ def _wrong_roles(animal: Animal, layers: Mapping[str, list[GemmRecord]]) -> Iter
         yield Misfit(layer="somewhere", what=f"nothing is {role}")
 
 
-def _wrong_flops(animal: Animal, model: nn.Module, report: Report, run: EagerRun) -> Iterator[Misfit]:
+def _wrong_flops(animal: Animal, report: Report, run: EagerRun) -> Iterator[Misfit]:
     """Whether the forward's products are all counted."""
-    spatial = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) != {1}
-    }
-    counted = sum(gemm.flops for gemm in report.gemms if gemm.gemm == "fprop" and gemm.name not in spatial)
+    counted = sum(gemm.flops for gemm in report.gemms if gemm.gemm == "fprop")
     expected = run.flops - sum(flops for name, flops in run.layers.items() if dead(animal, name))
     if abs(counted - expected) > animal.flops_tolerance * expected:
         more = "fewer" if counted < expected else "more"

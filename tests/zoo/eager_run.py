@@ -1,8 +1,8 @@
 """What a model does when it simply runs: which layers are called, and how many FLOPs its products have.
 
 Independent of mxcompile: hooks on modules, and PyTorch's own formulas for FLOPs on what the dispatcher sees.
-An attention is spelled out, so that its products are counted one by one. Of convolutions only those of one
-position (1×1, ungrouped) count, which are linear layers.
+An attention is spelled out, so that its products are counted one by one. Convolutions of one position (1×1,
+ungrouped) are linear layers.
 """
 
 from __future__ import annotations
@@ -44,17 +44,12 @@ class _Flops(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in _PRODUCTS:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is aten.convolution and _is_linear(args):
-            self.total += 2 * out.numel() * args[1].shape[1]
+        elif packet is aten.convolution:
+            transposed = args[6]
+            self.total += 2 * (args[0] if transposed else out).numel() * prod(args[1].shape[1:])
         elif packet is aten._grouped_mm:
             self.total += _grouped(args, out)
         return out
-
-
-def _is_linear(args: Any) -> bool:
-    """Whether a convolution sees one position at a time, and all its channels."""
-    weight, transposed, groups = args[1], args[6], args[8]
-    return prod(weight.shape[2:]) == 1 and not transposed and groups == 1
 
 
 def _grouped(args: Any, out: torch.Tensor) -> int:
