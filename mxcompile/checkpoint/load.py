@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import Checkpoint, read_json
 from mxcompile.checkpoint.layouts import stored
 from mxcompile.errors import CheckpointError
+from mxcompile.lowering.inductor import (
+    casts as casts,  # Inductor, and what it packages, has its own dequantize
+)
 from mxcompile.storage import MXTensor
 
 Readers = dict[str, Callable[[], Tensor]]
