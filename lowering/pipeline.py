@@ -22,6 +22,7 @@ from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings of the casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
+from mxcompile.lowering.inductor import general as general  # and those of other formats
 from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)

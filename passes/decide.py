@@ -1,7 +1,7 @@
-"""decide: ask the policy about every GEMM, and keep in BF16 what cannot go to MXFP8.
+"""decide: ask the policy about every GEMM, and leave as they are those that cannot be quantized.
 
-Writes a choice with its reason, and for MXFP8 the formats of both operands, into the tags. A GEMM that
-the policy sends to MXFP8 but whose dtype or form does not allow it falls back with the reason, or, in
+Writes a choice with its reason, and where it quantizes the formats of both operands, into the tags. A GEMM
+that the policy quantizes but whose dtype or form does not allow it falls back with the reason, or, in
 strict mode, raises one error that names them all.
 """
 
@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from mxcompile.errors import UnsupportedError
-from mxcompile.formats import Format
+from mxcompile.formats import KEPT, labels
 from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
-from mxcompile.policy import Choice, Decision, Policy, Precision
+from mxcompile.policy import Choice, Decision, Policy
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
@@ -36,6 +36,7 @@ class Decide:
     def apply(self, graph: fx.Graph) -> None:
         """Set choice and formats in every tag of `graph`. Raises `UnsupportedError` in strict mode."""
         refused: list[str] = []
+        wanted: set[str] = set()
         layers = linear_layers(graph)
         for node in graph.nodes:
             tags = tags_of(node)
@@ -49,15 +50,16 @@ class Decide:
                 if decided.formats is None and _wanted(tag, decision):
                     assert decided.choice is not None
                     refused.append(f"{tag.name} {tag.gemm}: {decided.choice.reason}")
+                    wanted.add(decision.choice(tag.gemm).precision)
         if refused and self.strict:
             raise UnsupportedError(
-                "strict: the policy sends these to MXFP8, but they cannot go there:\n  "
+                f"strict: the policy sends these to {labels(wanted)}, but they cannot go there:\n  "
                 + "\n  ".join(refused)
             )
 
 
 def _wanted(tag: GemmTag, decision: Decision) -> bool:
-    return decision.choice(tag.gemm).precision is Precision.MXFP8
+    return decision.choice(tag.gemm).formats is not None
 
 
 def _kept(node: fx.Node, tag: GemmTag) -> Choice:
@@ -72,27 +74,22 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
             reason = "quantized by the model"
         case _:
             reason = f"role {tag.role}"
-    return Choice(precision=Precision.BF16, reason=reason)
+    return Choice(precision=KEPT.name, reason=reason)
 
 
 def _decided(node: fx.Node, tag: GemmTag, decision: Decision) -> GemmTag:
     choice = decision.choice(tag.gemm)
-    if choice.precision is Precision.MXFP8:
+    if choice.formats is not None:
         obstacle = _obstacle(node)
         if obstacle is None:
-            formats = (_format(decision, tag.tensors[0]), _format(decision, tag.tensors[1]))
-            return replace(tag, choice=choice, formats=formats, saved=decision.saved)
-        choice = Choice(precision=Precision.BF16, reason=obstacle)
+            left, right = map(choice.formats.of, tag.tensors)
+            return replace(tag, choice=choice, formats=(left, right), saved=decision.saved)
+        choice = Choice(precision=KEPT.name, reason=obstacle)
     return replace(tag, choice=choice)
 
 
-def _format(decision: Decision, which: str) -> Format:
-    formats: dict[str, Format] = {"x": decision.x, "w": decision.w, "dy": decision.dy}
-    return formats[which]
-
-
 def _obstacle(node: fx.Node) -> str | None:
-    """What keeps the GEMM `node` from MXFP8, or None."""
+    """What keeps the operands of the GEMM `node` from being quantized, or None."""
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return f"unsupported operator {packet(node)}"
     for operand in operands(node):

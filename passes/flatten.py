@@ -63,4 +63,4 @@ def _is_symbolic_scale(node: fx.Node) -> bool:
     if packet(node) is not operator.getitem or packet(argument(node)) not in ops.CASTS or value is None:
         return False
     symbolic = [size for size in value.shape if not isinstance(size, int)]
-    return value.dtype is torch.uint8 and value.ndim > 1 and len(symbolic) == 1
+    return value.dtype in (torch.uint8, torch.float32) and value.ndim > 1 and len(symbolic) == 1

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import Format, Tile
 from mxcompile.graph.names import GraphInput, module_of, source_of
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
@@ -231,12 +232,17 @@ def _title(tag: GemmTag) -> str:
 
 def _cast_words(node: fx.Node) -> tuple[str, str]:
     """Title and details of a cast."""
+    if packet(node) is ops.encode.overloadpacket:
+        dim, fmt = node.args[1], Format.of(str(node.args[2]))
+        layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
+        return f"{fmt.elem} {layout}", f"{fmt}, {layout}"
     if packet(node) is not ops.quantize.overloadpacket:
         return _operator(node), _operator(node)
     _, dim, elem, rounding, square = (*node.args, False)[:5]
     layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
     name = _ELEMS[elem]  # type: ignore[index]
-    return f"{name} {layout}", f"{name} {'32x32' if square else '1x32'} {rounding}, {layout}"
+    tile = Tile.SQUARE if square else Tile.ROW
+    return f"{name} {layout}", f"{name} {tile} {rounding}, {layout}"
 
 
 def _operator(node: fx.Node) -> str:

@@ -37,7 +37,7 @@ def _record(tag: GemmTag) -> GemmRecord:
         m=tag.m,
         n=tag.n,
         k=tag.k,
-        precision=str(tag.choice.precision),
+        precision=tag.choice.precision,
         reason=tag.choice.reason,
         formats=_formats(tag),
         kernel=tag.kernel,
@@ -56,7 +56,7 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
             operand=operand,
             elem=fmt.elem.name,
             block=str(fmt.tile),
-            rounding=STORED if operand == "w" and _is_stored(tag, fmt) else str(fmt.rounding),
+            rounding=STORED if operand == "w" and _is_stored(tag, fmt) else fmt.derivation,
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )

@@ -1,6 +1,7 @@
-"""rewrite: replace every GEMM decided to be MXFP8 by mx operators.
+"""rewrite: replace every GEMM that is to be quantized by mx operators.
 
-    a[M, K] · b[K, N]  →  scaled_mm(quantize(a along K), quantize(b along K))
+    a[M, K] · b[K, N]  →  scaled_mm(quantize(a along K), quantize(b along K))          MXFP8
+                          encoded_mm(encode(a along K), encode(b along K), formats)    any other format
 
 Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -31,6 +32,17 @@ from mxcompile.policy import Gemm, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
 """qdata and scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cast:
+    """fmt: what an operand is cast to. mx: by the operators of MXFP8, which only go with each other."""
+
+    fmt: Format
+    mx: bool
+
+
+_Casts = tuple[_Cast, _Cast]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,35 +68,38 @@ class _Writer:
         self._graph = graph
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
-        self._casts: dict[tuple[fx.Node, int, Format], Quantized] = {}
+        self._casts: dict[tuple[fx.Node, int, _Cast], Quantized] = {}
 
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
         """Replace `node`, a GEMM, by mx operators."""
         with self._graph.inserting_before(node):
             left, right = matrices(node, self._build)
+            mx = all(fmt.is_mx for fmt in formats)
+            casts = _Cast(fmt=formats[0], mx=mx), _Cast(fmt=formats[1], mx=mx)
             if is_grouped(node):
-                result = self._grouped(node, tag, left, right, formats)
+                result = self._grouped(node, tag, left, right, casts)
             else:
-                a = self._quantize(left, -1, formats[0], tag, node)
-                b = self._quantize(right, -2, formats[1], tag, node)
-                result = self._product(node, a, b)
+                a = self._quantize(left, -1, casts[0], tag, node)
+                b = self._quantize(right, -2, casts[1], tag, node)
+                result = self._product(node, a, b, casts)
         if HALF in node.meta:  # its result is an item of what it returned
             self._build.replace(next(iter(node.users)), result)
             self._graph.erase_node(node)
         else:
             self._build.replace(node, result)
 
-    def _product(self, node: fx.Node, a: Quantized, b: Quantized) -> fx.Node:
-        """scaled_mm with what the replaced operator adds to the product."""
+    def _product(self, node: fx.Node, a: Quantized, b: Quantized, casts: _Casts) -> fx.Node:
+        """The product of `a` and `b`, with what the replaced operator adds to it."""
         if packet(node) in CONVOLUTIONS:
-            return self._convolution(node, a, b)
+            return self._convolution(node, a, b, casts)
         what, out = packet(node), tensor(node)
         assert out is not None
         biased = what in (aten.addmm, aten.baddbmm, aten.addmv)
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         plain = alpha == 1 and beta == 1 and what is not aten.addmv
         bias = node.args[0] if biased and plain else None
-        result = self._build.call(ops.scaled_mm, *a, *b, bias, out.dtype, like=node)
+        op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
+        result = self._build.call(op, *a, *b, bias, out.dtype, *_words(casts), like=node)
         set_tag(result, *tags_of(node))
         if what in (aten.mv, aten.addmv):
             result = self._build.call(aten.squeeze.dim, result, 1, like=node)
@@ -98,10 +113,11 @@ class _Writer:
                 result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
-    def _convolution(self, node: fx.Node, a: Quantized, b: Quantized) -> fx.Node:
+    def _convolution(self, node: fx.Node, a: Quantized, b: Quantized, casts: _Casts) -> fx.Node:
         bias = node.args[2] if HALF not in node.meta else None
         out = _result(node)
-        product = self._build.call(ops.scaled_mm, *a, *b, bias, out.dtype, like=node)
+        op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
+        product = self._build.call(op, *a, *b, bias, out.dtype, *_words(casts), like=node)
         set_tag(product, *tags_of(node))
         return as_returned(product, node, self._build)
 
@@ -111,16 +127,17 @@ class _Writer:
         tag: GemmTag,
         left: fx.Node,
         right: fx.Node,
-        formats: tuple[Format, Format],
+        casts: _Casts,
     ) -> fx.Node:
         out, offs = _result(node), offsets(node)
         assert isinstance(offs, fx.Node)
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
-        a = self._quantize(left, -1, formats[0], tag, node)
-        b = self._quantize(right, -2, formats[1], tag, node)
-        result = self._build.call(ops.scaled_grouped_mm, *a, *b, offs, out.dtype, like=node)
+        a = self._quantize(left, -1, casts[0], tag, node)
+        b = self._quantize(right, -2, casts[1], tag, node)
+        op = ops.scaled_grouped_mm if casts[0].mx else ops.encoded_grouped_mm
+        result = self._build.call(op, *a, *b, offs, out.dtype, *_words(casts), like=node)
         set_tag(result, tag)
         return result
 
@@ -141,52 +158,56 @@ class _Writer:
         kept = call(aten.where.self, mask, base, zero, like=node)
         return transpose(kept, self._build) if swapped else kept
 
-    def _quantize(self, operand: fx.Node, dim: int, fmt: Format, tag: GemmTag, node: fx.Node) -> Quantized:
-        """Qdata and scale of `operand` in blocks along `dim` (−1 or −2), one cast per source."""
+    def _quantize(self, operand: fx.Node, dim: int, how: _Cast, tag: GemmTag, node: fx.Node) -> Quantized:
+        """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
         source, swapped = untransposed(widest(operand, self._build, self._products))
         if swapped:
             dim = -3 - dim
         transcode = tag.saved is Saved.TRANSCODE and tag.gemm is Gemm.WGRAD
-        if _is_better_picked_later(source, fmt):
-            cast = self._picked(source, dim, fmt, node)
-        elif fmt.tile is Tile.SQUARE:
-            cast = self._square_cast(source, dim, fmt, node)
-        elif transcode and (source, -1, fmt) in self._casts:
-            cast = self._transcoded(source, dim, fmt, node)
+        if _is_better_picked_later(source, how.fmt):
+            cast = self._picked(source, dim, how, node)
+        elif how.mx and how.fmt.tile == Tile.SQUARE:
+            cast = self._square_cast(source, dim, how, node)
+        elif how.fmt.tile.is_square:
+            cast = self._cast(source, -1, how, node)
+        elif transcode and (source, -1, how) in self._casts:
+            cast = self._transcoded(source, dim, how, node)
         else:
-            cast = self._cast(source, dim, fmt, node)
+            cast = self._cast(source, dim, how, node)
         _note_itemsize(cast, operand)
         if swapped:
             qdata, scale = cast
             return transpose(qdata, self._build), transpose(scale, self._build)
         return cast
 
-    def _picked(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+    def _picked(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
         """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
-        qdata, scale = self._cast(widest(argument(source), self._build, self._products), dim, fmt, node)
+        qdata, scale = self._cast(widest(argument(source), self._build, self._products), dim, how, node)
         rest = source.args[1:]
         call = self._build.call
         return call(source.target, qdata, *rest, like=node), call(source.target, scale, *rest, like=node)
 
-    def _cast(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
-        key = (source, dim, fmt)
+    def _cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
+        key = (source, dim, how)
         if key not in self._casts:
             like = source if source.op == "call_function" else node
-            self._casts[key] = self._emit(source, dim, fmt, like)
+            self._casts[key] = self._emit(source, dim, how, like)
         return self._casts[key]
 
-    def _emit(self, source: fx.Node, dim: int, fmt: Format, like: fx.Node) -> Quantized:
-        square = fmt.tile is Tile.SQUARE
-        pair = self._build.call(
-            ops.quantize, source, dim, fmt.elem.dtype, str(fmt.rounding), square, like=like
-        )
+    def _emit(self, source: fx.Node, dim: int, how: _Cast, like: fx.Node) -> Quantized:
+        fmt = how.fmt
+        if how.mx:
+            arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
+            pair = self._build.call(ops.quantize, source, dim, *arguments, like=like)
+        else:
+            pair = self._build.call(ops.encode, source, dim, str(fmt), like=like)
         qdata = self._build.call(operator.getitem, pair, 0, like=like)
         scale = self._build.call(operator.getitem, pair, 1, like=like)
         return qdata, scale
 
-    def _square_cast(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+    def _square_cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
         """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
-        qdata, scale = self._cast(source, -1, fmt, node)
+        qdata, scale = self._cast(source, -1, how, node)
         if dim == -1:
             return qdata, scale
         value = tensor(source)
@@ -198,15 +219,14 @@ class _Writer:
         tile = call(aten.div.Tensor_mode, column, BLOCK, like=node, rounding_mode="floor")
         return qdata, call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
 
-    def _transcoded(self, source: fx.Node, dim: int, fmt: Format, node: fx.Node) -> Quantized:
+    def _transcoded(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
         """The other layout made from the rowwise copy, which then is all that is kept."""
-        key = (source, dim, fmt)
+        key = (source, dim, how)
         if key not in self._casts:
-            qdata, scale = self._casts[source, -1, fmt]
-            value = tensor(source)
-            assert value is not None
-            copy = self._build.call(ops.dequantize, qdata, scale, -1, torch.float32, like=node)
-            self._casts[key] = self._emit(copy, dim, fmt, node)
+            qdata, scale = self._casts[source, -1, how]
+            op, words = (ops.dequantize, ()) if how.mx else (ops.decode, (str(how.fmt),))
+            copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, like=node)
+            self._casts[key] = self._emit(copy, dim, how, node)
         return self._casts[key]
 
 
@@ -220,9 +240,14 @@ def _result(node: fx.Node) -> torch.Tensor:
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
     """Whether `source` picks from a stack of matrices that is no larger than what it picks."""
     stack, value = gathered(source), tensor(source)
-    if stack is None or value is None or fmt.tile is Tile.SQUARE:
+    if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False
     return numel(stack.meta["val"].shape) <= numel(value.shape)
+
+
+def _words(casts: _Casts) -> tuple[str, ...]:
+    """The formats of both operands, for the operators that take them."""
+    return () if casts[0].mx else (str(casts[0].fmt), str(casts[1].fmt))
 
 
 def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:

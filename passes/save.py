@@ -42,7 +42,7 @@ class Save:
             cast = argument(untransposed(qdata)[0])
             if tag.saved is Saved.TRANSCODE:
                 cast = argument(cast)
-                if cast.target is not ops.dequantize:
+                if cast.target not in (ops.dequantize, ops.decode):
                     continue
             if not _read_by_forward(cast):
                 cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -9,9 +9,12 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
-from mxcompile.formats import num_blocks
+from mxcompile.formats import Format, num_blocks
+from mxcompile.formats.encoding import scale_shape
 from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
+
+_FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) -> None:
@@ -38,14 +41,20 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
 
 
 def _check_product(node: fx.Node, after: str) -> None:
-    for qdata, scale, dim in ((node.args[0], node.args[1], -1), (node.args[2], node.args[3], -2)):
+    for side, dim in enumerate((-1, -2)):
+        qdata, scale = node.args[2 * side : 2 * side + 2]
         found, bytes_ = tensor(qdata), tensor(scale)
         if found is None or bytes_ is None:
             raise VerificationError(f"after {after}: {node.format_node()} reads no tensor")
+        elements, scales = _FP8, torch.uint8
         expected: list[Any] = list(found.shape)
-        expected[dim] = num_blocks(expected[dim])
-        fp8 = found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-        if not fp8 or bytes_.dtype is not torch.uint8 or len(expected) != bytes_.ndim:
+        if packet(node) in ops.MX_PRODUCTS:
+            expected[dim] = num_blocks(expected[dim])
+        else:
+            fmt = Format.of(str(node.args[6 + side]))
+            elements, scales = (fmt.elem.dtype,), fmt.scale.dtype
+            expected = scale_shape(expected, dim, fmt.tile)
+        if found.dtype not in elements or bytes_.dtype is not scales or len(expected) != bytes_.ndim:
             raise VerificationError(
                 f"after {after}: {node.format_node()} reads {found.dtype} and {bytes_.dtype}"
             )

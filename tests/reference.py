@@ -21,7 +21,11 @@ TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 def scale_byte(amax: float, elem: str, rounding: str) -> int:
     """E8M0 byte for one finite or non-finite FP32 amax, from the definitions of the roundings."""
-    _, largest, emax, mantissa_bits = FP8[elem]
+    return scale_byte_of(amax, *FP8[elem][1:], rounding)
+
+
+def scale_byte_of(amax: float, largest: float, emax: int, mantissa_bits: int, rounding: str) -> int:
+    """The same for any element type."""
     if math.isnan(amax) or math.isinf(amax):
         return 255
     if amax == 0.0:
@@ -29,13 +33,13 @@ def scale_byte(amax: float, elem: str, rounding: str) -> int:
     mantissa, exponent = math.frexp(amax)  # amax = mantissa · 2^exponent, 1/2 ≤ mantissa < 1
     mantissa, exponent = 2 * mantissa, exponent - 1
     if exponent < -126:  # subnormal in FP32: far below the smallest scale, and not a power of two there
-        return 1 if rounding == "ceil" else 0
+        return 0
     up = {
         "rceil": mantissa > largest / 2.0**emax,  # amax / scale must not exceed the largest element
         "even": mantissa + 2.0 ** -(mantissa_bits + 1) >= 2.0,
+        "ceil": mantissa != 1.0,
     }.get(rounding, False)
-    byte = min(max(exponent + 127 + up - emax, 0), 254)
-    return byte + int(rounding == "ceil" and mantissa != 1.0)
+    return min(max(exponent + 127 + up - emax, 0), 254)
 
 
 def quantize(x: np.ndarray, elem: str = "e4m3", rounding: str = "rceil") -> tuple[np.ndarray, np.ndarray]:

@@ -80,11 +80,11 @@ template <class Elem, Rounding rounding>
 inline uint32_t scale_byte(uint32_t amax) {
   constexpr int32_t added = rounding == Rounding::rceil  ? 0x1fffff
                             : rounding == Rounding::even ? 1 << (22 - Elem::mantissa_bits)
+                            : rounding == Rounding::ceil ? 0x7fffff
                                                          : 0;
   int32_t byte = static_cast<int32_t>((amax + added) >> 23) - Elem::emax;
   byte = byte < 0 ? 0 : byte;
   byte = byte > 254 ? 254 : byte;
-  if (rounding == Rounding::ceil) byte += (amax & 0x7fffff) != 0;
   return amax >= INFINITY_BITS ? SCALE_NAN : static_cast<uint32_t>(byte);
 }
 

@@ -1,9 +1,13 @@
-"""expand: make the mx GEMMs of a graph what a target without a native MX GEMM runs.
+"""expand: make the quantized GEMMs of a graph what a target without a GEMM of their operands runs.
 
-    scaled_mm(qa, sa, qb, sb) → mm(dequantize(qa, sa), dequantize(qb, sb))
+    scaled_mm(qa, sa, qb, sb)  → mm(dequantize(qa, sa), dequantize(qb, sb))
+    encoded_mm(qa, sa, qb, sb) → mm(elements(qa), elements(qb)) · sa · sb     scales that span the contraction
+                                 mm(decode(qa, sa), decode(qb, sb))           other scales
 
 The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), so the vendor's BF16
-GEMM gives what an MX GEMM would, up to the order of accumulation. FP8 copies that cross from forward to
+GEMM gives what an MX GEMM would, up to the order of accumulation. So are elements without their scales; where
+the result is BF16, their product is rounded to it before the FP32 scales multiply it. FP32 scales of blocks
+are in their operands, which are rounded to the dtype of the GEMM. FP8 copies that cross from forward to
 backward stay FP8 (see `operands`).
 """
 
@@ -17,6 +21,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
@@ -31,12 +36,31 @@ class Expand:
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> None:
-        """Replace the mx GEMMs of `graph` without a kernel by aten GEMMs, and name those in their tags."""
+        """Replace the quantized GEMMs of `graph` without a kernel by aten GEMMs, named in their tags."""
         expander = _Expander(graph, self.reasons)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
+        _split_casts(graph, expander.build)
         graph.eliminate_dead_code()
+
+
+def _split_casts(graph: fx.Graph, build: Builder) -> None:
+    """Make elements and scales of a cast apart, so that what needs one of them does not make both."""
+    for node in graph.find_nodes(op="call_function", target=ops.encode):
+        results = {user.args[1]: user for user in node.users}
+        with graph.inserting_before(node):
+            scale = build.call(ops.scale_of, *node.args, like=node)
+            parts = [None, scale]
+            if 0 in results and results[0].users:
+                source, *how = node.args
+                parts[0] = build.call(ops.encode_with, source, scale, *how, like=node)
+        for index, user in results.items():
+            made = parts[int(index)]
+            if made is not None:
+                user.replace_all_uses_with(made)
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def working_dtype(out: torch.dtype) -> torch.dtype:
@@ -50,7 +74,7 @@ class _Expander:
     def __init__(self, graph: fx.Graph, reasons: Mapping[fx.Node, str]) -> None:
         self._graph = graph
         self._reasons = reasons
-        self._build = Builder(graph, Expand.name)
+        self.build = self._build = Builder(graph, Expand.name)
         self._operands = Operands(self._build)
 
     def expand(self, node: fx.Node) -> None:
@@ -60,19 +84,39 @@ class _Expander:
         dtype = working_dtype(out.dtype)
         qa, sa, qb, sb = (argument(node, index) for index in range(4))
         extra: Any = node.args[4]
+        words = (*map(str, node.args[6:]), "", "")[:2]
+        after = packet(node) not in ops.GROUPED and all(map(_spans_contraction, words))
         with self._graph.inserting_before(node):
-            a = self._operands.value(qa, sa, -1, dtype, node)
-            b = self._operands.value(qb, sb, -2, dtype, node)
-            if packet(node) is ops.scaled_grouped_mm.overloadpacket:
+            if after:
+                a, sa = self._operands.elements(qa, sa, -1, words[0], dtype, node)
+                b, sb = self._operands.elements(qb, sb, -2, words[1], dtype, node)
+            else:
+                a = self._operands.value(qa, sa, -1, dtype, node, words[0])
+                b = self._operands.value(qb, sb, -2, dtype, node, words[1])
+            if packet(node) in ops.GROUPED:
                 vendors = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
                 result = self._build.call(vendors, a, b, extra, like=node)
             else:
-                result = self._product(a, b, extra, dtype, node)
-            kernel = f"{packet(result)} ({_word(dtype)}, dequantized)"
+                result = self._product(a, b, None if after else extra, dtype, node)
+            kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if after else 'dequantized'})"
             kernel = "; ".join(filter(None, (kernel, self._reasons.get(node))))
             set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+            if after:
+                result = self._scaled(result, sa, sb, extra, node)
             result = self._cast(result, out.dtype, node)
         self._build.replace(node, result)
+
+    def _scaled(
+        self, product: fx.Node, sa: fx.Node, sb: fx.Node, bias: fx.Node | None, node: fx.Node
+    ) -> fx.Node:
+        """`product` times the scales of its rows and columns, plus `bias`, in FP32."""
+        result = self._cast(product, torch.float32, node)
+        for scale in (sa, sb):
+            result = self._build.call(aten.mul.Tensor, result, scale, like=node)
+        if bias is not None:
+            added = self._cast(bias, torch.float32, node)
+            result = self._build.call(aten.add.Tensor, result, added, like=node)
+        return result
 
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
@@ -91,6 +135,14 @@ class _Expander:
             return node
         convert = torch.ops.prims.convert_element_type.default
         return self._build.call(convert, node, dtype, like=like)
+
+
+def _spans_contraction(word: str) -> bool:
+    """Whether scales of the format `word` are the same along the contraction dimension."""
+    if not word:
+        return False
+    form = Format.of(word)
+    return form.scale is ScaleType.FP32 and form.tile.along == WHOLE
 
 
 def _word(dtype: torch.dtype) -> str:

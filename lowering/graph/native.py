@@ -33,7 +33,7 @@ class Native:
     def apply(self, graph: fx.Graph) -> None:
         """Name the kernel in the tags of the products that stay."""
         for node in graph.nodes:
-            if packet(node) in ops.PRODUCTS and self.runs(node):
+            if packet(node) in ops.MX_PRODUCTS and self.runs(node):
                 kernel = f"{self._config(node)} ({self.target.mma})"
                 set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
 

@@ -1,7 +1,8 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
-    dequantize(quantize(x)) → quantize_dequantize(x)    where the cast is in the same graph
-    dequantize(q, s)                                    of any input, a weight that is stored quantized say
+    dequantize(quantize(x)) → quantize_dequantize(x)     where the cast is in the same graph
+    decode(encode(x))       → round_with(x, scale_of(x))
+    dequantize(q, s)                                     of any input, a weight that is stored quantized say
 
 The first fuses with what makes x and never becomes FP8. Each operand is made once.
 """
@@ -16,6 +17,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 
@@ -25,19 +27,58 @@ class Operands:
 
     def __init__(self, build: Builder) -> None:
         self._build = build
-        self._values: dict[tuple[fx.Node, fx.Node, torch.dtype], fx.Node] = {}
+        self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
 
-    def value(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    def value(
+        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str = ""
+    ) -> fx.Node:
         """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`.
 
-        dim: the one blocks run along, −1 or −2. Made at the current insertion point.
+        dim: the one blocks run along, −1 or −2. word: of the format, "" for MXFP8. Made at the current
+        insertion point.
         """
         qdata, scale, swapped = stored(qdata, scale)
-        key = qdata, scale, dtype
+        key = qdata, scale, dtype, True
         if key not in self._values:
-            self._values[key] = self._emit(qdata, scale, -3 - dim if swapped else dim, dtype, like)
+            dim = -3 - dim if swapped else dim
+            self._values[key] = (
+                self._decoded(qdata, scale, dim, word, True, dtype, like)
+                if word
+                else self._emit(qdata, scale, dim, dtype, like)
+            )
         value = self._values[key]
         return transpose(value, self._build) if swapped else value
+
+    def elements(
+        self, qdata: fx.Node, scale: fx.Node, dim: int, word: str, dtype: torch.dtype, like: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """The elements of an operand in `dtype`, which has them all, and their scales, as `value` does."""
+        qdata, scale, swapped = stored(qdata, scale)
+        key = qdata, scale, dtype, False
+        if key not in self._values:
+            dim = -3 - dim if swapped else dim
+            self._values[key] = self._decoded(qdata, scale, dim, word, False, dtype, like)
+        value = self._values[key]
+        if swapped:
+            return transpose(value, self._build), transpose(scale, self._build)
+        return value, scale
+
+    def _decoded(
+        self,
+        qdata: fx.Node,
+        scale: fx.Node,
+        dim: int,
+        word: str,
+        scaled: bool,
+        dtype: torch.dtype,
+        like: fx.Node,
+    ) -> fx.Node:
+        made = argument(qdata) if qdata.target is operator.getitem else None
+        if made is not None and made.target is ops.encode and scale.args[:1] == (made,):
+            source, cast_dim, _ = made.args
+            return self._build.call(ops.round_with, source, scale, cast_dim, word, scaled, dtype, like=like)
+        factor = scale if scaled else None
+        return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
     def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         made = qdata.args[0] if qdata.target is operator.getitem else None

@@ -17,117 +17,22 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
-from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor
-from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.formats.numerics import added_to_amax
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
 from mxcompile.lowering.inductor.elements import f32, i32
-from mxcompile.lowering.inductor.tiling import less, place_of, tiled
+from mxcompile.lowering.inductor.tiling import place_of, tiled
 from mxcompile.lowering.targets import of_device
 
-Index = Sequence[Any]
-Load = Callable[[Index], Any]
-
 _F32, _I32 = torch.float32, torch.int32
+
+
 _VIEW = lowerings[torch.ops.aten.view.default]
-_SLICE = lowerings[torch.ops.aten.slice.Tensor]
-_CLONE = lowerings[torch.ops.aten.clone.default]
-
-
-class _Blocks:
-    """How a tensor is cut: `dims` are the dimensions blocks of 32 run along."""
-
-    def __init__(self, x: ir.TensorBox, dims: Sequence[int]) -> None:
-        self.shape = list(x.get_size())
-        self.device = x.get_device_or_error()
-        self.dims = sorted(dim % len(self.shape) for dim in dims)
-        self.scale_shape = [
-            FloorDiv(size + (BLOCK - 1), BLOCK) if dim in self.dims else size
-            for dim, size in enumerate(self.shape)
-        ]
-        known = V.graph.sizevars.statically_known_multiple_of
-        self.ragged = [dim for dim in self.dims if not known(self.shape[dim], BLOCK)]
-
-    def guarded(self, index: Index, body: Callable[[], Any]) -> Any:
-        """`body()` where `index` lies inside the tensor, 0 past the end of a short last block."""
-        mask = None
-        for dim in self.ragged:
-            inside = less(index[dim], self.shape[dim])
-            mask = inside if mask is None else inductor.logical_and(mask, inside)
-        return body() if mask is None else inductor.masked(mask, body, 0.0)
-
-    def pointwise(self, dtype: torch.dtype, body: Callable[[Index, Index], Any]) -> ir.TensorBox:
-        """A tensor of the cut shape; `body` takes an element's index and its block's.
-
-        Iterates block by block, so that a block's scale is loaded once, also over the missing elements of
-        a short last block, which are cropped. (Deriving the block by an integer division of the element's
-        index instead runs into Inductor's C++ loop splitting, which drops the remainder.)
-        """
-        return self._by_block(dtype, self.dims, body)
-
-    def repeated(self, dtype: torch.dtype, dim: int, body: Load) -> ir.TensorBox:
-        """A tensor with one value a block along the other dimension, repeated along `dim`."""
-        return self._by_block(dtype, [dim], lambda _, block: body(block))
-
-    def _by_block(
-        self, dtype: torch.dtype, dims: list[int], body: Callable[[Index, Index], Any]
-    ) -> ir.TensorBox:
-        split: list[Any] = []
-        places: list[int] = []
-        for dim, size in enumerate(self.scale_shape):
-            places.append(len(split))
-            split += [size, sympy.Integer(BLOCK)] if dim in dims else [size]
-
-        def inner(index: Index) -> Any:
-            block = [index[place] for place in places]
-            return body(_element(block, dims, [index[places[dim] + 1] for dim in dims]), block)
-
-        padded = [size * BLOCK if dim in dims else size for dim, size in enumerate(self.scale_shape)]
-        result = self._create(dtype, split, inner)
-        ragged = [dim for dim in dims if dim in self.ragged]
-        if ragged:
-            result.realize()
-        result = _VIEW(result, padded)
-        for dim in ragged:
-            result = _SLICE(result, dim, 0, self.shape[dim])
-        whole: ir.TensorBox = _CLONE(result) if any(dim > 0 for dim in ragged) else result
-        return whole
-
-    def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
-        """A tensor with one value a block."""
-        return self._create(dtype, self.scale_shape, body)
-
-    def _create(self, dtype: torch.dtype, ranges: list[Any], inner: Load) -> ir.TensorBox:
-        return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
-
-    def amax(self, load: Load) -> ir.TensorBox:
-        """Block maxima of |x| in FP32, NaN if the block holds one."""
-
-        def inner(block: Index, offsets: Index) -> Any:
-            index = _element(block, self.dims, offsets)
-            return inductor.abs(self.guarded(index, lambda: load(index)))
-
-        return ir.Reduction.create(
-            device=self.device,
-            dst_dtype=_F32,
-            src_dtype=_F32,
-            inner_fn=inner,
-            ranges=self.scale_shape,
-            reduction_ranges=[sympy.Integer(BLOCK)] * len(self.dims),
-            reduction_type="max",
-        )
-
-
-def _element(block: Index, dims: Sequence[int], offsets: Index) -> list[Any]:
-    """Index of the element at `offsets`, along `dims`, inside the block at `block`."""
-    index = list(block)
-    for dim, offset in zip(dims, offsets, strict=True):
-        index[dim] = index[dim] * BLOCK + offset
-    return index
 
 
 class _Cast:
@@ -135,14 +40,14 @@ class _Cast:
 
     def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
         x.realize()
-        self.blocks = _Blocks(x, dims)
+        self.blocks = Blocks(x, _extents(x, dims))
         self.elem = elem
         self.mode = mode
-        self._load = _as_float(x)
+        self._load = as_float(x)
         amax = self.blocks.amax(self._load)
         amax.realize()
         amax_of = amax.make_loader()
-        self.byte: Load = lambda block: _scale_byte(amax_of(block), elem, mode)
+        self.byte: Load = lambda block: scale_byte(amax_of(block), elem, mode)
         self.target = of_device(x.get_device_or_error())
 
     def rounded(self, index: Index, inverse: Any) -> Any:
@@ -156,34 +61,17 @@ class _Cast:
     def scales(self, body: Callable[[Any], Any]) -> Load:
         """`body` of each block's byte, computed once per block."""
         values = self.blocks.per_block(_F32, lambda block: body(self.byte(block)))
-        if self.blocks.device.type == "cpu" and len(self.blocks.shape) - 1 not in self.blocks.dims:
-            values.realize()  # neighbours have different scales: read them, do not recompute them
+        if self.blocks.across_rows:
+            values.realize()
         return values.make_loader()
 
 
-def _as_float(x: ir.TensorBox) -> Load:
-    """Loads `x` as FP32, rounded to its own dtype even where it is still in a register."""
-    load, dtype = x.make_loader(), x.get_dtype()
-
-    def loaded(index: Index) -> Any:
-        value = load(index)
-        if dtype is not _F32:
-            value = inductor.to_dtype(value, dtype, use_compute_types=False)
-        return inductor.to_dtype(value, _F32)
-
-    return loaded
-
-
-def _scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
+def scale_byte(amax: Any, elem: ElemType, mode: Rounding) -> Any:
     """`numerics.scale_bytes` in Inductor's operators."""
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(amax, _I32, _F32), i32(0x7FFFFFFF))
-    added = {Rounding.RCEIL: 0x1FFFFF, Rounding.EVEN: 1 << (22 - elem.mantissa_bits)}.get(mode, 0)
-    exponent = inductor.bitwise_right_shift(inductor.add(bits, i32(added)), i32(23))
+    exponent = inductor.bitwise_right_shift(inductor.add(bits, i32(added_to_amax(elem, mode))), i32(23))
     byte = inductor.sub(exponent, i32(elem.emax))
     byte = inductor.minimum(inductor.maximum(byte, i32(0)), i32(254))
-    if mode is Rounding.CEIL:
-        mantissa = inductor.bitwise_and(bits, i32(0x7FFFFF))
-        byte = inductor.add(byte, inductor.where(inductor.gt(mantissa, i32(0)), i32(1), i32(0)))
     return inductor.where(inductor.ge(bits, i32(0x7F800000)), i32(SCALE_NAN), byte)
 
 
@@ -195,12 +83,21 @@ def _power(byte: Any, bits: Any, edge: int) -> Any:
     return inductor.to_dtype_bitcast(bits, _F32, _I32)
 
 
-def _scale_value(byte: Any) -> Any:
+def scale_value(byte: Any) -> Any:
+    """2^(byte − 127) in FP32, NaN for 255."""
     return _power(byte, byte, 0)
 
 
-def _inverse_scale_value(byte: Any) -> Any:
+def inverse_scale_value(byte: Any) -> Any:
+    """2^(127 − byte) in FP32, NaN for 255."""
     return _power(byte, inductor.sub(i32(254), byte), 254)
+
+
+def _extents(x: ir.TensorBox, dims: Sequence[int]) -> list[int]:
+    """Blocks of 32 along `dims`."""
+    rank = len(x.get_size())
+    inside = {dim % rank for dim in dims}
+    return [BLOCK if dim in inside else 1 for dim in range(rank)]
 
 
 def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
@@ -234,7 +131,7 @@ def lower_quantize(
     if (made := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
         return made
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
-    inverse = cast.scales(_inverse_scale_value)
+    inverse = cast.scales(inverse_scale_value)
     stored = cast.blocks.pointwise(
         elements.stored_dtype(cast.elem, cast.target),
         lambda index, block: elements.store(cast.rounded(index, inverse(block)), cast.elem, cast.target),
@@ -257,7 +154,7 @@ def lower_quantize_dequantize(
     if (made := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
         return made
     cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
-    inverse, scale = cast.scales(_inverse_scale_value), cast.scales(_scale_value)
+    inverse, scale = cast.scales(inverse_scale_value), cast.scales(scale_value)
     return cast.blocks.pointwise(
         dtype,
         lambda index, block: inductor.to_dtype(
@@ -273,7 +170,7 @@ def lower_dequantize(
     """Elements times scales, in `dtype`."""
     if (made := cpp.dequantize(qdata, scale, block_dim, dtype)) is not None:
         return made
-    blocks = _Blocks(qdata, (block_dim,))
+    blocks = Blocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:
         load_tiled, rowwise = byte_of, block_dim % 2 == 1
@@ -283,8 +180,8 @@ def lower_dequantize(
             row, block = index if rowwise else reversed(index)
             return load_tiled([place_of(row, block, width)])
 
-    values = blocks.per_block(_F32, lambda block: _scale_value(inductor.to_dtype(byte_of(block), _I32)))
-    if blocks.device.type == "cpu" and len(blocks.shape) - 1 not in blocks.dims:
+    values = blocks.per_block(_F32, lambda block: scale_value(inductor.to_dtype(byte_of(block), _I32)))
+    if blocks.across_rows:
         values.realize()
     value_of = values.make_loader()
     element = elements.loader(qdata, elem_type(qdata.get_dtype()), of_device(blocks.device))

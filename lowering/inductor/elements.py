@@ -1,4 +1,4 @@
-"""FP8 elements in Inductor's operators: rounding to them, and what stands for them where they do not exist.
+"""Elements in Inductor's operators: rounding to them, and what stands for them where they do not exist.
 
     way         rounding of y, |y| ≤ max or NaN                          for
     chip        a cast to FP8 and back                                   chips whose conversion rounds once
@@ -44,7 +44,7 @@ def i32(value: int) -> Any:
 
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:
     """`y`, FP32, |y| ≤ max or NaN, to nearest even in `elem`, as FP32; keeps the sign of 0."""
-    if target.encodes_fp8:
+    if target.encodes_fp8 and not elem.is_coded:
         return inductor.to_dtype(inductor.to_dtype(y, elem.dtype), _F32)
     on_cpu = target.device == "cpu"
     normal = _split(y, elem) if on_cpu else _round_bits(y, elem)
@@ -83,7 +83,7 @@ def _round_bits(y: Any, elem: ElemType) -> Any:
 
 def store(value: Any, elem: ElemType, target: Target) -> Any:
     """What is stored of `value`, which `rounded` made: FP8, or the code as a byte."""
-    if target.stores_fp8:
+    if target.stores_fp8 and not elem.is_coded:
         return inductor.to_dtype(value, elem.dtype)
     bits = inductor.to_dtype_bitcast(value, _I32, _F32)
     magnitude = inductor.bitwise_and(bits, i32(_ABSOLUTE))
@@ -96,9 +96,14 @@ def store(value: Any, elem: ElemType, target: Target) -> Any:
     # of a NaN or a normal value the number of steps is not used, and may not fit
     subnormal = inductor.to_dtype(inductor.where(is_subnormal, steps, f32(0.0)), _I32)
     code = inductor.where(is_subnormal, subnormal, normal)
-    code = inductor.where(inductor.gt(magnitude, i32(_INFINITY)), i32(0x7F), code)
-    sign = inductor.bitwise_and(inductor.bitwise_right_shift(bits, i32(24)), i32(0x80))
-    return inductor.to_dtype(inductor.bitwise_or(code, sign), torch.uint8)
+    is_nan = inductor.gt(magnitude, i32(_INFINITY))
+    code = inductor.where(is_nan, i32(0x7F), code)
+    sign_bit = 1 << (elem.bits - 1)
+    sign = inductor.bitwise_and(inductor.bitwise_right_shift(bits, i32(32 - elem.bits)), i32(sign_bit))
+    code = inductor.bitwise_or(code, sign)
+    if elem.is_coded:  # the scale says NaN
+        code = inductor.where(is_nan, i32(0), code)
+    return inductor.to_dtype(code, torch.uint8)
 
 
 def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
@@ -108,15 +113,15 @@ def stored_dtype(elem: ElemType, target: Target) -> torch.dtype:
 
 def as_fp8(stored: ir.TensorBox, elem: ElemType, target: Target) -> ir.TensorBox:
     """The FP8 tensor of what `store` gave."""
-    return stored if target.stores_fp8 else _viewed(stored, elem.dtype)
+    return stored if target.stores_fp8 or elem.is_coded else _viewed(stored, elem.dtype)
 
 
 def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
     """Loads elements of `qdata`, an FP8 tensor, as FP32."""
-    if target.stores_fp8:
+    if target.stores_fp8 and not elem.is_coded:
         load = qdata.make_loader()
         return lambda index: inductor.to_dtype(load(index), _F32)
-    codes = _viewed(qdata, torch.uint8).make_loader()
+    codes = (qdata if elem.is_coded else _viewed(qdata, torch.uint8)).make_loader()
     return lambda index: _decoded(inductor.to_dtype(codes(index), _I32), elem)
 
 
@@ -126,9 +131,12 @@ def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
 
 def _decoded(code: Any, elem: ElemType) -> Any:
     """FP32 of a code, int32."""
-    magnitude = inductor.bitwise_and(code, i32(0x7F))
+    sign_bit = 1 << (elem.bits - 1)
+    magnitude = inductor.bitwise_and(code, i32(sign_bit - 1))
     bits = inductor.bitwise_left_shift(magnitude, i32(23 - elem.mantissa_bits))
-    special = 0x7F if elem is E4M3 else 0x7C  # the first code that is no number
+    special = (
+        sign_bit if elem.is_coded else 0x7F if elem is E4M3 else 0x7C
+    )  # the first code that is no number
     bits = inductor.where(
         inductor.ge(magnitude, i32(special)),
         inductor.bitwise_or(bits, i32(_INFINITY)),
@@ -138,5 +146,5 @@ def _decoded(code: Any, elem: ElemType) -> Any:
     subnormal = inductor.mul(inductor.to_dtype(magnitude, _F32), f32(_step(elem)))
     is_subnormal = inductor.lt(magnitude, i32(1 << elem.mantissa_bits))
     value = inductor.where(is_subnormal, subnormal, normal)
-    negative = inductor.gt(inductor.bitwise_and(code, i32(0x80)), i32(0))
+    negative = inductor.gt(inductor.bitwise_and(code, i32(sign_bit)), i32(0))
     return inductor.where(negative, inductor.neg(value), value)

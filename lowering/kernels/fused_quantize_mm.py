@@ -98,7 +98,7 @@ def plan(
 
     fmt: of one scale a row and block. Raises `TargetError` where the target has no block-scaled MMA.
     """
-    assert fmt.tile is Tile.ROW, "squares of 32×32 are for weights, which this kernel takes quantized"
+    assert fmt.tile == Tile.ROW, "squares of 32×32 are for weights, which this kernel takes quantized"
     (m, k), n = x.shape, w.qdata.shape[0]
     choices = chosen(FUSED_QUANTIZE_MM, "fused_quantize_mm", target)
     few = m <= choices.few_rows
@@ -132,7 +132,7 @@ def plan(
         constants={
             "ELEM_X": fmt.elem.name,
             "ELEM_W": elem_type(w.qdata.dtype).name,
-            "ROUNDING": str(fmt.rounding),
+            "ROUNDING": fmt.derivation,
             "NATIVE": target.encodes_fp8,
             "TILED": tiled,
             "SWAPPED": swapped,

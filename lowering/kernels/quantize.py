@@ -129,7 +129,7 @@ def plan(
         arguments[f"{kind}_scale_ptr"] = None if copy is None else copy.scale
     arguments |= {"M": m, "N": n, "stride_xm": x.stride(0), "stride_xn": x.stride(1)}
     config = chosen(QUANTIZE, "quantize", target).of(layout, x.element_size())
-    square, tiled = fmt.tile is Tile.SQUARE, scales is ScaleLayout.TILED_128X4
+    square, tiled = fmt.tile == Tile.SQUARE, scales is ScaleLayout.TILED_128X4
     shortest = BLOCK if square or layout is not Layout.ROWWISE else 1
     block_m = power_of_two(m, shortest, config.block_m)
     block_n = power_of_two(n, BLOCK, config.block_n)
@@ -139,7 +139,7 @@ def plan(
     )
     constants = {
         "ELEM": fmt.elem.name,
-        "ROUNDING": str(fmt.rounding),
+        "ROUNDING": fmt.derivation,
         "SQUARE": square,
         "TILED": tiled,
         "NATIVE": target.encodes_fp8,

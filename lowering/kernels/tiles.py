@@ -79,11 +79,11 @@ def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
         finite += 0x1FFFFF
     elif ROUNDING == "even":
         finite += _half(_dropped_bits(ELEM))
+    elif ROUNDING == "ceil":
+        finite += 0x7FFFFF
     else:
-        tl.static_assert(ROUNDING == "floor" or ROUNDING == "ceil", "ROUNDING is rceil, floor, ceil or even")
+        tl.static_assert(ROUNDING == "floor", "ROUNDING is rceil, floor, ceil or even")
     byte = tl.minimum(tl.maximum((finite >> 23) - _emax(ELEM), 0), 254)
-    if ROUNDING == "ceil":
-        byte += ((amax_bits & 0x7FFFFF) != 0).to(tl.int32)
     return tl.where(amax_bits >= _INF_BITS, _SCALE_NAN, byte)
 
 

@@ -12,13 +12,13 @@ from mxcompile.formats.scale_tiles import tile_scale
 
 def rowwise(x: Tensor, fmt: Format, scales: ScaleLayout) -> tuple[Tensor, Tensor]:
     """FP8 elements [M, N] and scale bytes of `x` [M, N] along N."""
-    qdata, scale = quantize_tensors(x, -1, fmt.elem.dtype, fmt.rounding, fmt.tile is Tile.SQUARE)
+    qdata, scale = quantize_tensors(x, -1, fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
     return qdata, scale if scales is ScaleLayout.ROW_MAJOR else tile_scale(scale)
 
 
 def columnwise(x: Tensor, fmt: Format, scales: ScaleLayout) -> tuple[Tensor, Tensor]:
     """FP8 elements [M, N] and scale bytes of `x` [M, N] along M; tiled, a row is a column of `x`."""
-    qdata, scale = quantize_tensors(x, -2, fmt.elem.dtype, fmt.rounding, fmt.tile is Tile.SQUARE)
+    qdata, scale = quantize_tensors(x, -2, fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
     return qdata, scale if scales is ScaleLayout.ROW_MAJOR else tile_scale(scale.t())
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.audit.sites import MARK, CastSite, Sites, observed
+from mxcompile.audit.sites import MARK, CastSite, ProductSite, Sites, observed
 from mxcompile.audit.stats import CastStats, ProductStats
-from mxcompile.formats.numerics import dequantize_tensors
 
 Key = tuple[str, str]
 """Layer and GEMM."""
@@ -43,12 +42,11 @@ class Run:
         *operands, extra, out_dtype, left, right, index = args
         site = sites.products[index]
         if not self.quantized(site.key):
-            return _plain(site.grouped, operands, extra, out_dtype, left, right)
-        op = ops.scaled_grouped_mm if site.grouped else ops.scaled_mm
-        out: Tensor = op(*operands, extra, out_dtype)
+            return _plain(site, operands, extra, out_dtype, left, right)
+        out: Tensor = site.op(*operands, extra, out_dtype, *site.words)
         if self.observe:
             stats = self.products.setdefault(index, ProductStats())
-            left, right = _sources(operands, left, right, torch.float32)
+            left, right = _sources(site, operands, left, right, torch.float32)
             with exact_fp32():
                 if site.grouped:
                     stats.add_grouped(out, left, right, extra)
@@ -57,16 +55,16 @@ class Run:
             self.on_product()
         return out
 
-    def cast(self, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """The result of ``mx.quantize(*args)``; undefined values if no GEMM of this run reads it."""
+    def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """The result of ``op(*args)``, a cast; undefined values if no GEMM of this run reads it."""
         x: Tensor = args[0]
         if not any(map(self.quantized, site.needed_by)):
-            (shape, dtype), (scale_shape, scale_dtype) = ops.SPECS[ops.quantize](*args)
+            (shape, dtype), (scale_shape, scale_dtype) = ops.SPECS[op](*args)
             return x.new_zeros(shape, dtype=dtype), x.new_zeros(scale_shape, dtype=scale_dtype)
-        qdata, scale = ops.quantize(*args)
+        qdata, scale = op(*args)
         if self.observe:
             stats = self.casts.setdefault(index, CastStats())
-            stats.add(x, qdata, scale, site.block_dim, site.elem)
+            stats.add(x, qdata, scale, site.block_dim, site.fmt)
         return qdata, scale
 
 
@@ -83,30 +81,32 @@ class Interpreter(fx.Interpreter):
         if n.target is observed:
             args, _ = self.fetch_args_kwargs_from_env(n)
             return self._current().product(self._sites, args)
-        if n.target is ops.quantize and MARK in n.meta:
+        if n.target in ops.QUANTIZERS and MARK in n.meta:
             args, _ = self.fetch_args_kwargs_from_env(n)
             index = n.meta[MARK]
-            return self._current().cast(index, self._sites.casts[index], args)
+            return self._current().cast(n.target, index, self._sites.casts[index], args)
         return super().run_node(n)
 
 
-def _sources(operands: list[Any], left: Any, right: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _sources(
+    site: ProductSite, operands: list[Any], left: Any, right: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Both operands before their casts; those that the model holds quantized, dequantized."""
     a, scale_a, b, scale_b = operands
     if left is None:
-        left = dequantize_tensors(a, scale_a, -1, dtype)
+        left = site.decoded(a, scale_a, 0, dtype)
     if right is None:
-        right = dequantize_tensors(b, scale_b, -2, dtype)
+        right = site.decoded(b, scale_b, 1, dtype)
     return left, right
 
 
 def _plain(
-    grouped: bool, operands: list[Any], extra: Any, dtype: torch.dtype, left: Any, right: Any
+    site: ProductSite, operands: list[Any], extra: Any, dtype: torch.dtype, left: Any, right: Any
 ) -> Tensor:
     """The GEMM as the model has it."""
     aten = torch.ops.aten
-    a, b = (source.to(dtype) for source in _sources(operands, left, right, dtype))
-    if grouped:
+    a, b = (source.to(dtype) for source in _sources(site, operands, left, right, dtype))
+    if site.grouped:
         result: Tensor = aten._grouped_mm.default(a, b, extra)
     elif a.ndim == 2:
         result = a @ b if extra is None else aten.addmm.default(extra, a, b)

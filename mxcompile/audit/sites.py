@@ -10,13 +10,16 @@ What is computed does not change; the marked graph is for `mxcompile.audit.inter
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.formats import Rounding, Tile, elem_type
+from mxcompile.formats import Format, Rounding, Tile, elem_type
+from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import GemmTag, tag_of
@@ -28,10 +31,27 @@ MARK = "mx_audit"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductSite:
-    """One MXFP8 GEMM of a graph. tag: what the passes found out about it. grouped: one GEMM per group."""
+    """One quantized GEMM of a graph.
+
+    tag: what the passes found out about it. op: the operator it was. words: the formats that it takes, if it
+    does.
+    """
 
     tag: GemmTag
-    grouped: bool
+    op: Any
+    words: tuple[str, ...]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it is one GEMM per group."""
+        return self.op.overloadpacket in ops.GROUPED
+
+    def decoded(self, qdata: Tensor, scale: Tensor, side: int, dtype: torch.dtype) -> Tensor:
+        """What the operand `side` stands for."""
+        if self.words:
+            value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
+            return value
+        return dequantize_tensors(qdata, scale, -1 - side, dtype)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -43,15 +63,13 @@ class ProductSite:
 class CastSite:
     """One cast of a graph.
 
-    block_dim: not negative. readers: the GEMMs that read its result, with the operand it is to them.
-    needed_by: keys of these and of those that read what is made from its result.
+    block_dim: not negative. fmt: what is cast to. readers: the GEMMs that read its result, with the operand
+    it is to them. needed_by: keys of these and of those that read what is made from its result.
     """
 
     block_dim: int
     rowwise: bool
-    elem: str
-    rounding: str
-    block: str
+    fmt: Format
     readers: list[tuple[GemmTag, str]] = field(default_factory=list)
     needed_by: set[tuple[str, str]] = field(default_factory=set)
 
@@ -77,8 +95,8 @@ def observed(
 ) -> Tensor:
     """Stand for a GEMM in a marked graph; run by the interpreter only.
 
-    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype: arguments of `mx.scaled_mm` or
-    `mx.scaled_grouped_mm`. left, right: the operands before their casts, None if they have no cast.
+    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype: arguments of one of `ops.PRODUCTS`. left,
+    right: the operands before their casts, None if they have no cast.
     """
     raise AssertionError("a marked graph was run without its interpreter")
 
@@ -100,12 +118,13 @@ class _Marker:
 
     def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
         """Replace the target of `node` by `observed`."""
-        site = ProductSite(tag=tag, grouped=packet(node) is ops.scaled_grouped_mm.overloadpacket)
+        words = tuple(map(str, node.args[6:]))
+        site = ProductSite(tag=tag, op=node.target, words=words)
         self._sites.products.append(site)
         with self._graph.inserting_before(node):
             left, right = (self._operand(argument(node, 2 * side), site, side) for side in (0, 1))
         node.target = observed
-        node.args = (*node.args, left, right, len(self._sites.products) - 1)
+        node.args = (*node.args[:6], left, right, len(self._sites.products) - 1)
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
@@ -117,7 +136,7 @@ class _Marker:
         mark.readers.append((site.tag, site.tag.tensors[side]))
         mark.needed_by.add(site.key)
         source = argument(cast)
-        if source.target is ops.dequantize:  # the other layout, made from the rowwise copy
+        if source.target in (ops.dequantize, ops.decode):  # the other layout, made from the rowwise copy
             first = _cast_of(argument(source))
             if first is None:
                 return None
@@ -127,16 +146,10 @@ class _Marker:
 
     def _cast_site(self, cast: fx.Node) -> CastSite:
         if MARK not in cast.meta:
-            dim, elem, rounding, *square = cast.args[1:]
+            dim, *how = cast.args[1:]
             rank = argument(cast).meta["val"].ndim
             assert isinstance(dim, int)
-            site = CastSite(
-                block_dim=dim % rank,
-                rowwise=dim % rank == rank - 1,
-                elem=elem_type(elem).name,  # type: ignore[arg-type]
-                rounding=str(Rounding(str(rounding))),
-                block=str(Tile.SQUARE if any(square) else Tile.ROW),
-            )
+            site = CastSite(block_dim=dim % rank, rowwise=dim % rank == rank - 1, fmt=_format(cast, how))
             self._sites.casts.append(site)
             cast.meta[MARK] = len(self._sites.casts) - 1
             return site
@@ -149,4 +162,13 @@ def _cast_of(qdata: fx.Node) -> fx.Node | None:
     if packet(qdata) is not operator.getitem:
         return None
     cast = argument(qdata)
-    return cast if cast.target is ops.quantize else None
+    return cast if cast.target in ops.QUANTIZERS else None
+
+
+def _format(cast: fx.Node, how: Sequence[Any]) -> Format:
+    """The format of `cast`, from its arguments after the dimension."""
+    if cast.target is ops.encode:
+        return Format.of(how[0])
+    elem, rounding, *square = how
+    tile = Tile.SQUARE if any(square) else Tile.ROW
+    return Format(elem=elem_type(elem), rounding=Rounding(rounding), tile=tile)

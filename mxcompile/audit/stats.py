@@ -6,13 +6,14 @@ All sums are in FP64 of the exact FP32 values. What they mean is in `mxcompile.r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, ELEM_TYPES
+from mxcompile.formats import BLOCK, Format
+from mxcompile.formats.encoding import decode_tensors, element_values
 from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.ops import grouped_product
 
@@ -86,15 +87,16 @@ class CastStats:
     saturation: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * 256)
 
-    def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, elem: str) -> None:
-        """Count one call: `x` was cast to `qdata` and `scale`, bytes, in blocks along `block_dim`."""
+    def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> None:
+        """Count one call: `x` was cast to `qdata` and `scale` along `block_dim`."""
         self.calls += 1
-        counts = torch.bincount(scale.flatten().to(torch.int64), minlength=256).tolist()
+        exponents = scale if scale.dtype is torch.uint8 else (scale.view(torch.int32) >> 23) & 0xFF
+        counts = torch.bincount(exponents.flatten().to(torch.int64), minlength=256).tolist()
         self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
-        limit = ELEM_TYPES[elem].max
-        for x_piece, q_piece, s_piece in pieces(x, qdata, scale, block_dim):
-            value = dequantize_tensors(q_piece, s_piece, block_dim, torch.float32)
-            source, stored = x_piece.to(torch.float32), q_piece.to(torch.float32)
+        limit, decoded = fmt.elem.max, _decoder(fmt, block_dim)
+        for x_piece, q_piece, s_piece in _parts(fmt, x, qdata, scale, block_dim):
+            value = decoded(q_piece, s_piece)
+            source, stored = x_piece.to(torch.float32), element_values(q_piece, fmt.elem)
             self.sums.add(source, value)
             size = torch.where(source.isfinite(), source.abs(), 0)
             cut = (stored.abs() == limit) & (size > value.abs())
@@ -131,6 +133,26 @@ class ProductStats:
         """Count one call: `out` stands for one product per group, the groups as in `aten._grouped_mm`."""
         self.calls += 1
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
+
+
+def _decoder(fmt: Format, block_dim: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Elements and scales to FP32 values. The scales of MXFP8 have a byte for every row, also of squares."""
+
+    def decoded(qdata: Tensor, scale: Tensor) -> Tensor:
+        if fmt.is_mx:
+            return dequantize_tensors(qdata, scale, block_dim, torch.float32)
+        return decode_tensors(qdata, scale, block_dim, fmt, torch.float32)
+
+    return decoded
+
+
+def _parts(
+    fmt: Format, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Matching parts of the three: pieces of MXFP8, whose blocks all are alike, else all at once."""
+    if fmt.is_mx:
+        return pieces(x, qdata, scale, block_dim)
+    return iter([(x, qdata, scale)] if x.numel() else [])
 
 
 def _as_batch(matrices: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from mxcompile.formats import BLOCK
+from mxcompile.formats import BLOCK, is_quantized
 from mxcompile.lowering.targets import TARGETS, Peak
 from mxcompile.report import GemmRecord, Report
 
@@ -58,7 +58,7 @@ def _bf16_us(gemm: GemmRecord, peak: Peak) -> float:
 
 
 def _us(gemm: GemmRecord, peak: Peak, native: bool, siblings: int) -> float:
-    if gemm.precision != "mxfp8":
+    if not is_quantized(gemm.precision):
         return _bf16_us(gemm, peak)
     a, b, out = _elements(gemm)
     written = _QUANTIZED if native else _BF16

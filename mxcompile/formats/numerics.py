@@ -35,17 +35,26 @@ _NAN_BITS = 0x7FC00000
 def scale_bytes(amax: Tensor, elem: ElemType, mode: Rounding) -> Tensor:
     """E8M0 bytes (int32, 0 to 255) for the FP32 block maxima `amax`; any shape, NaN and Inf give 255."""
     bits = amax.view(torch.int32) & 0x7FFFFFFF
+    byte = (((bits + added_to_amax(elem, mode)) >> 23) - elem.emax).clamp(0, 254)
+    return torch.where(bits >= _INF_BITS, SCALE_NAN, byte)
+
+
+def added_to_amax(elem: ElemType, mode: Rounding) -> int:
+    """What is added to the bits of an amax before its exponent is taken, to carry into it.
+
+    A scale is a power of two. RCEIL rounds up where amax over it would exceed the largest element, CEIL where
+    the mantissa of amax is not 0, EVEN where amax rounds to the next power of two as an element would.
+    """
     match mode:
         case Rounding.RCEIL:
-            rounded = bits + 0x1FFFFF
+            mantissa = elem.max / 2.0**elem.emax - 1.0
+            return (1 << 23) - 1 - int(mantissa * (1 << 23))
         case Rounding.EVEN:
-            rounded = bits + (1 << (22 - elem.mantissa_bits))
-        case Rounding.FLOOR | Rounding.CEIL:
-            rounded = bits
-    byte = ((rounded >> 23) - elem.emax).clamp(0, 254)
-    if mode is Rounding.CEIL:
-        byte = byte + (bits & 0x7FFFFF != 0).to(torch.int32)
-    return torch.where(bits >= _INF_BITS, SCALE_NAN, byte)
+            return 1 << (22 - elem.mantissa_bits)
+        case Rounding.CEIL:
+            return (1 << 23) - 1
+        case Rounding.FLOOR:
+            return 0
 
 
 def scale_value(byte: Tensor) -> Tensor:

@@ -1,27 +1,34 @@
-"""Element types, roundings and formats of MX data: the one place their constants are written.
+"""Formats as values: what one operand of a GEMM is cast to, and the constants of its parts.
 
-An MX block is 32 consecutive elements sharing one E8M0 scale: byte b stands for 2^(b − 127), 255 for NaN
-(OCP Microscaling Formats v1.0, §5).
+    element   an FP8, FP6 or FP4 number
+    tile      the extent of one scale, across and along the contraction dimension
+    scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN) or FP32
+    rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element
+
+Which of these a precision of the policy puts together is in `precisions`; the cast itself is in `numerics`.
+Source: OCP Microscaling Formats v1.0, §5.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 import torch
 
 from mxcompile.errors import FormatError, not_allowed
 
 BLOCK = 32
-"""Elements per block."""
+"""Elements per block of OCP MX data."""
 
 SCALE_NAN = 255
 """The E8M0 byte of a block that holds NaN or Inf."""
 
 
 class Rounding(StrEnum):
-    """How a block's scale is derived from its amax; the elements always round to nearest even."""
+    """How a block's E8M0 scale is derived from its amax; the elements always round to nearest even."""
 
     RCEIL = "rceil"
     FLOOR = "floor"
@@ -29,12 +36,25 @@ class Rounding(StrEnum):
     EVEN = "even"
 
 
+class ScaleType(StrEnum):
+    """The number type of a scale."""
+
+    E8M0 = "e8m0"
+    FP32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that holds scales: E8M0 as bytes."""
+        return torch.uint8 if self is ScaleType.E8M0 else torch.float32
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElemType:
-    """An FP8 element type.
+    """An element type.
 
-    name: policy word. dtype: torch dtype. max: largest finite value, 1.75 · 2^emax. mantissa_bits: stored
-    bits. min_exponent: exponent of the smallest normal value.
+    name: policy word. dtype: torch dtype of stored elements; bytes that hold one code each where torch has
+    none. max: largest finite value. emax: its exponent. mantissa_bits: stored bits. min_exponent: exponent of
+    the smallest normal value. bits: of an element.
     """
 
     name: str
@@ -43,32 +63,132 @@ class ElemType:
     emax: int
     mantissa_bits: int
     min_exponent: int
+    bits: int = 8
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether torch has no dtype for it, so that bytes with codes stand for it."""
+        return self.dtype is torch.uint8
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_ELEMENTS: dict[str, ElemType] = {}
+
+
+def register(elem: ElemType) -> ElemType:
+    """Make `elem` the element type of its name in the words of formats. `FormatError` if another has it."""
+    if _ELEMENTS.setdefault(elem.name, elem) != elem:
+        raise FormatError(f"there is another element type {elem.name!r} already")
+    return elem
 
 
 E4M3 = ElemType(name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, mantissa_bits=3, min_exponent=-6)
 E5M2 = ElemType(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, emax=15, mantissa_bits=2, min_exponent=-14)
 
+E3M2 = ElemType(name="e3m2", dtype=torch.uint8, max=28.0, emax=4, mantissa_bits=2, min_exponent=-2, bits=6)
+E2M3 = ElemType(name="e2m3", dtype=torch.uint8, max=7.5, emax=2, mantissa_bits=3, min_exponent=0, bits=6)
+E2M1 = ElemType(name="e2m1", dtype=torch.uint8, max=6.0, emax=2, mantissa_bits=1, min_exponent=0, bits=4)
+
+for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1):
+    register(_elem)
+
 ELEM_TYPES = {elem.name: elem for elem in (E4M3, E5M2)}
+"""The FP8 element types, by policy word."""
+
 _BY_DTYPE = {elem.dtype: elem for elem in (E4M3, E5M2)}
 
+WHOLE = 0
+"""In a tile: as long as the tensor is in that dimension."""
 
-class Tile(StrEnum):
-    """The extent of one scale: 32 elements in a row, or a square shared by both layouts."""
 
-    ROW = "1x32"
-    SQUARE = "32x32"
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The extent of one scale: so many elements across and along the contraction dimension, or `WHOLE`."""
+
+    across: int
+    along: int
+
+    ROW: ClassVar[Tile]
+    SQUARE: ClassVar[Tile]
+    CHANNEL: ClassVar[Tile]
+    TENSOR: ClassVar[Tile]
+
+    def __str__(self) -> str:
+        word = next((word for word, tile in _NAMED_TILES.items() if tile == self), "")
+        return word or f"{self.across}x{self.along}"
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it is the same across and along, so that one copy serves both layouts."""
+        return self.across == self.along
+
+    @classmethod
+    def of(cls, word: str) -> Tile:
+        """The tile that is written `word`; `FormatError` if none is."""
+        if word in _NAMED_TILES:
+            return _NAMED_TILES[word]
+        across, _, along = word.partition("x")
+        if across.isdecimal() and along.isdecimal() and int(across) and int(along):
+            return cls(int(across), int(along))
+        raise FormatError(not_allowed("tile", word, [*_NAMED_TILES, "1x32", "32x32"]))
+
+
+Tile.ROW = Tile(1, BLOCK)
+Tile.SQUARE = Tile(BLOCK, BLOCK)
+Tile.CHANNEL = Tile(1, WHOLE)
+Tile.TENSOR = Tile(WHOLE, WHOLE)
+_NAMED_TILES = {"tensor": Tile.TENSOR, "channel": Tile.CHANNEL}
+
+NEAREST = "nearest"
+"""How an FP32 scale is derived: amax ÷ largest element, to the nearest FP32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How one operand of a GEMM is quantized."""
+    """How one operand of a GEMM is quantized. rounding: None for FP32 scales."""
 
     elem: ElemType = E4M3
-    rounding: Rounding = Rounding.RCEIL
+    rounding: Rounding | None = Rounding.RCEIL
     tile: Tile = Tile.ROW
+    scale: ScaleType = ScaleType.E8M0
 
     def __str__(self) -> str:
-        return f"{self.elem.name} {self.tile} {self.rounding}"
+        return f"{self.elem.name} {self.tile} {self.derivation}"
+
+    @classmethod
+    def of(cls, word: str) -> Format:
+        """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none."""
+        return _format_of(word)
+
+    @property
+    def derivation(self) -> str:
+        """The word for how the scale follows from amax."""
+        return NEAREST if self.rounding is None else str(self.rounding)
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether it is OCP MXFP8, which has operators and kernels of its own: FP8 in E8M0 blocks of 32."""
+        return (
+            self.scale is ScaleType.E8M0 and self.tile in (Tile.ROW, Tile.SQUARE) and not self.elem.is_coded
+        )
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Of elements as packed as their bits allow, with the scales of blocks along one dimension."""
+        scales = 0.0 if self.tile.along == WHOLE else self.scale.dtype.itemsize / self.tile.along
+        return self.elem.bits / 8 + scales / max(self.tile.across, 1)
+
+
+@functools.cache
+def _format_of(word: str) -> Format:
+    elem, tile, derivation = (*word.split(), "", "", "")[:3]
+    if elem not in _ELEMENTS:
+        raise FormatError(not_allowed("element type", elem, _ELEMENTS))
+    if derivation == NEAREST:
+        return Format(elem=_ELEMENTS[elem], rounding=None, tile=Tile.of(tile), scale=ScaleType.FP32)
+    return Format(elem=_ELEMENTS[elem], rounding=rounding(derivation), tile=Tile.of(tile))
 
 
 class ScaleLayout(StrEnum):

@@ -1,4 +1,4 @@
-"""Policies: which GEMMs go to MXFP8 and in which format, as rules a user writes."""
+"""Policies: which GEMMs are quantized and in which format, as rules a user writes."""
 
 from mxcompile.policy.model import (
     ATTENTION_PRODUCTS,
@@ -10,7 +10,6 @@ from mxcompile.policy.model import (
     Layer,
     Limit,
     Match,
-    Precision,
     Role,
     Rule,
     Saved,
@@ -29,7 +28,6 @@ __all__ = [
     "Limit",
     "Match",
     "Policy",
-    "Precision",
     "Role",
     "Rule",
     "Saved",

@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Gemm, Precision
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Gemm
 
 PATH = Path(__file__).with_name("policy.schema.json")
 """The schema as a file, equal to `text`."""
@@ -48,9 +49,10 @@ def _policy() -> dict[str, Any]:
 def _rule() -> dict[str, Any]:
     products = {"enum": [str(role) for role in sorted(ATTENTION_PRODUCTS)]}
     named = {"anyOf": [products, {"type": "array", "contains": products}]}
-    mxfp8 = {"const": str(Precision.MXFP8)}
+    words = [row.name for row in PRECISIONS.values() if row.quantizes]
+    quantized = {"enum": words} if len(words) > 1 else {"const": words[0]}
     keys = ("precision", *map(str, Gemm))
-    asks = {"type": "object", "anyOf": [{"properties": {key: mxfp8}, "required": [key]} for key in keys]}
+    asks = {"type": "object", "anyOf": [{"properties": {key: quantized}, "required": [key]} for key in keys]}
     return {
         "type": "object",
         "properties": {"match": {"$ref": "#/$defs/match"}, "use": {"$ref": "#/$defs/use"}},
@@ -58,7 +60,7 @@ def _rule() -> dict[str, Any]:
         "additionalProperties": False,
         # attention products stay in BF16
         "if": {"properties": {"match": {"properties": {"role": named}, "required": ["role"]}}},
-        "then": {"properties": {"use": {"not": {"anyOf": [mxfp8, asks]}}}},
+        "then": {"properties": {"use": {"not": {"anyOf": [quantized, asks]}}}},
     }
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, E4M3, ElemType, Format, Rounding, Tile
+from mxcompile.formats import BLOCK, Choices, ElemType, Operands, Precision, Rounding, Tile
 
 
 class Role(StrEnum):
@@ -37,13 +37,6 @@ class Role(StrEnum):
 
 
 ATTENTION_PRODUCTS = frozenset({Role.ATTN_SCORES, Role.ATTN_VALUES})
-
-
-class Precision(StrEnum):
-    """What a GEMM's operands are cast to; BF16 stands for "left as the model has it"."""
-
-    MXFP8 = "mxfp8"
-    BF16 = "bf16"
 
 
 class Gemm(StrEnum):
@@ -194,7 +187,20 @@ class Use:
     grad_dtype: ElemType | None = None
     rounding: Rounding | None = None
     weight_block: Tile | None = None
+    block: str | None = None
+    scaling: str | None = None
     saved: Saved | None = None
+
+    @property
+    def formats(self) -> Choices:
+        """What is asked of the formats."""
+        return Choices(
+            elem=self.elem_dtype,
+            grad_elem=self.grad_dtype,
+            rounding=self.rounding,
+            weight_block=self.weight_block,
+            tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
+        )
 
     def wants(self, gemm: Gemm) -> Precision | None:
         """What is asked for `gemm`."""
@@ -207,9 +213,9 @@ class Use:
                 return self.wgrad
 
     @property
-    def asks_mxfp8(self) -> bool:
-        """Whether any GEMM is sent to MXFP8."""
-        return Precision.MXFP8 in (self.fprop, self.dgrad, self.wgrad)
+    def quantizes(self) -> bool:
+        """Whether operands of any GEMM are to be cast."""
+        return any(row is not None and row.quantizes for row in (self.fprop, self.dgrad, self.wgrad))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,12 +228,13 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What decides where no rule does: which GEMMs of which roles, in which formats.
+    """What decides where no rule does: which GEMMs of which roles, in which precision and formats.
 
     least_side: of a weight; one with a smaller side is left alone.
     """
 
     name: str
+    precision: Precision
     gemms: frozenset[Gemm] = frozenset(Gemm)
     roles: frozenset[Role] = frozenset(
         {
@@ -241,33 +248,26 @@ class Preset:
             Role.MIXER_OUT,
         }
     )
-    elem: ElemType = E4M3
-    grad_elem: ElemType = E4M3
-    rounding: Rounding = Rounding.RCEIL
+    formats: Choices = field(default_factory=Choices)
     least_side: int = BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Precision of one GEMM and why."""
+    """The word for the precision of one GEMM, and why. formats: of the layer's operands; None if not cast."""
 
-    precision: Precision
+    precision: str
     reason: str
+    formats: Operands | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Everything decided for one linear layer.
-
-    x, w, dy: formats of its input, weight and output gradient, for the GEMMs in MXFP8.
-    """
+    """Everything decided for one linear layer."""
 
     fprop: Choice
     dgrad: Choice
     wgrad: Choice
-    x: Format
-    w: Format
-    dy: Format
     saved: Saved
 
     def choice(self, gemm: Gemm) -> Choice:

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from mxcompile.errors import PolicyError, not_allowed, shown
+from mxcompile.formats import PRECISIONS
 from mxcompile.policy import schema
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Precision, Rule, Use
-from mxcompile.policy.presets import DEFAULT
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use
+from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.yaml_data import Path, YamlProblem, load
 
@@ -78,7 +79,7 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     rules: list[Rule] = []
     shadows = Shadows()
     for index, raw in enumerate(raw_rules):
-        rule = _parse_rule(raw, ("rules", index), source)
+        rule = _parse_rule(raw, ("rules", index), PRESETS[preset], source)
         earlier = shadows.add(rule.match)
         if earlier:
             raise source.error(
@@ -98,7 +99,7 @@ def _named_rules(numbers: tuple[int, ...], source: Source) -> str:
     return f"rule{plural} {_words(numbers)}{place}"
 
 
-def _parse_rule(raw: Any, path: Path, source: Source) -> Rule:
+def _parse_rule(raw: Any, path: Path, preset: Preset, source: Source) -> Rule:
     if not isinstance(raw, dict):
         raise source.error(
             path, f"a rule is a mapping with the keys {_words(schema.RULE)}, found {shown(raw)}"
@@ -109,8 +110,9 @@ def _parse_rule(raw: Any, path: Path, source: Source) -> Rule:
             raise source.error(path, f"the key {key!r} is missing: a rule has both, {_words(schema.RULE)}")
     match = _parse_match(raw["match"], (*path, "match"), source)
     use = _parse_use(raw["use"], (*path, "use"), source)
+    _check_choices(raw["use"], use, preset, (*path, "use"), source)
     products = [role for role in match.role if role in ATTENTION_PRODUCTS]
-    if products and use.asks_mxfp8:
+    if products and use.quantizes:
         raise source.error(
             (*path, "match", "role"),
             f"{products[0]} is an attention product, which stays in BF16; remove it from the rule",
@@ -143,7 +145,7 @@ def _parse_use(raw: Any, path: Path, source: Source) -> Use:
     if not isinstance(raw, dict) or not raw:
         raise source.error(
             path,
-            f"expected {_words(Precision)} or a mapping with some of {_words(schema.USE)},"
+            f"expected {_words(PRECISIONS)} or a mapping with some of {_words(schema.USE)},"
             f" found {shown(raw)}",
         )
     _check_keys(raw, schema.USE, path, source)
@@ -158,6 +160,21 @@ def _parse_use(raw: Any, path: Path, source: Source) -> Use:
         precision = values.pop("precision")
         values |= {"fprop": precision, "dgrad": precision, "wgrad": precision}
     return Use(**values)
+
+
+def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Source) -> None:
+    """An error for a choice that means nothing to any precision the rule may come to."""
+    asked = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
+    rows = {row.name: row for row in asked if row.quantizes} or {preset.precision.name: preset.precision}
+    given = raw if isinstance(raw, dict) else {}
+    means = frozenset[str]().union(*(row.keys for row in rows.values()))
+    every = frozenset[str]().union(*(row.keys for row in PRECISIONS.values()))
+    for key in given:
+        if key in every and key not in means:
+            has = f"it has {_words(sorted(means))}" if means else "it has no choices"
+            raise source.error((*path, key), f"{key!r} is no choice of {_words(rows)}: {has}")
+    if use.weight_block is not None and use.block not in (None, "32"):
+        raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
 
 
 def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Source) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.formats import ElemType, Format, Tile
+from mxcompile.formats import KEPT, Choices, ElemType, Precision, Tile
 from mxcompile.policy import schema
 from mxcompile.policy.model import (
     Choice,
@@ -19,7 +19,6 @@ from mxcompile.policy.model import (
     Gemm,
     Layer,
     Limit,
-    Precision,
     Preset,
     Rule,
     Saved,
@@ -94,16 +93,9 @@ class Policy:
         """What to do with each GEMM of `layer`, with the reason."""
         index = self.rule_for(layer)
         use = _NOTHING if index is None else self.rules[index].use
-        rounding = use.rounding or self.base.rounding
-        elem = use.elem_dtype or self.base.elem
-        choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index) for gemm in Gemm}
-        return Decision(
-            **choices,
-            x=Format(elem=elem, rounding=rounding),
-            w=Format(elem=elem, rounding=rounding, tile=use.weight_block or Tile.ROW),
-            dy=Format(elem=use.grad_dtype or self.base.grad_elem, rounding=rounding),
-            saved=use.saved or Saved.COLUMNWISE,
-        )
+        formats = use.formats.over(self.base.formats)
+        choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
+        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE)
 
     def rule_for(self, layer: Layer) -> int | None:
         """Index of the rule that decides for `layer`, or None for the preset."""
@@ -113,29 +105,32 @@ class Policy:
         return None
 
     def _near_miss(self, gemm: Gemm, layer: Layer, decided: int | None) -> Limit | None:
-        """The size limit that kept a rule, tried before the deciding one, from MXFP8 for `gemm`."""
+        """The size limit that kept a rule, tried before the deciding one, from quantizing `gemm`."""
         for rule in self.rules[:decided]:
-            if rule.use.wants(gemm) is Precision.MXFP8 and rule.match.fits(layer):
+            wanted = rule.use.wants(gemm)
+            if wanted is not None and wanted.quantizes and rule.match.fits(layer):
                 return rule.match.missed(layer)
         return None
 
-    def _choose(self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None) -> Choice:
+    def _choose(
+        self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None, formats: Choices
+    ) -> Choice:
         if wanted is not None:
             reason = f"policy: rule {(index or 0) + 1}"
         elif not self.base.gemms:
-            wanted, reason = Precision.BF16, f"preset {self.base.name}"
+            wanted, reason = KEPT, f"preset {self.base.name}"
         elif layer.role not in self.base.roles:
-            wanted, reason = Precision.BF16, f"role {layer.role}"
+            wanted, reason = KEPT, f"role {layer.role}"
         elif gemm not in self.base.gemms:
-            wanted, reason = Precision.BF16, f"preset {self.base.name}: no {gemm}"
+            wanted, reason = KEPT, f"preset {self.base.name}: no {gemm}"
         elif small := self._small_side(layer):
-            wanted, reason = Precision.BF16, f"preset {self.base.name}: {small}"
+            wanted, reason = KEPT, f"preset {self.base.name}: {small}"
         else:
-            wanted, reason = Precision.MXFP8, f"preset {self.base.name}: role {layer.role}"
-        if wanted is Precision.BF16:
-            near_miss = self._near_miss(gemm, layer, index)
-            reason = f"policy: {near_miss}" if near_miss else reason
-        return Choice(precision=wanted, reason=reason)
+            wanted, reason = self.base.precision, f"preset {self.base.name}: role {layer.role}"
+        if wanted.quantizes:
+            return Choice(precision=wanted.name, reason=reason, formats=wanted.formats(formats))
+        near_miss = self._near_miss(gemm, layer, index)
+        return Choice(precision=wanted.name, reason=f"policy: {near_miss}" if near_miss else reason)
 
     def _small_side(self, layer: Layer) -> str | None:
         """The side of the layer's weight that the preset finds too small, or None.
@@ -185,6 +180,8 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
 def _use(use: Use) -> dict[str, Any] | str:
     """`use` in its shortest form: one precision for three equal ones, alone as a bare word."""
     values = {key: getattr(use, key) for key in schema.USE if key != "precision"}
+    if use.block is not None:
+        values["block"] = int(use.block)
     plain = {key: _plain(value) for key, value in values.items() if value is not None}
     if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
         return plain
@@ -196,8 +193,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         words = [str(item) for item in value]
         return words[0] if len(words) == 1 else words
-    if isinstance(value, ElemType):
-        return value.name
     if isinstance(value, Ends):
         return {key: getattr(value, key) for key in schema.BLOCKS if getattr(value, key)}
-    return str(value) if isinstance(value, str) else value
+    return str(value) if isinstance(value, str | ElemType | Precision | Tile) else value

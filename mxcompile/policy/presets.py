@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from mxcompile.formats import E5M2, Rounding
+from mxcompile.formats import E5M2, PRECISIONS, Choices, Rounding
 from mxcompile.policy.model import Gemm, Preset
+
+_MXFP8, _FP8 = PRECISIONS["mxfp8"], PRECISIONS["fp8"]
 
 PRESETS = {
     preset.name: preset
     for preset in (
         # arXiv 2506.08027: E4M3 for all three tensors, scales rounded up
-        Preset(name="nvidia"),
+        Preset(name="nvidia", precision=_MXFP8),
         # OCP MX v1.0 §6.3
-        Preset(name="ocp", rounding=Rounding.FLOOR),
+        Preset(name="ocp", precision=_MXFP8, formats=Choices(rounding=Rounding.FLOOR)),
         # E4M3 forward, E5M2 gradients, as in FP8 recipes with per-tensor scales
-        Preset(name="hybrid", grad_elem=E5M2),
-        Preset(name="inference", gemms=frozenset({Gemm.FPROP})),
-        Preset(name="bf16", gemms=frozenset(), roles=frozenset()),
+        Preset(name="hybrid", precision=_MXFP8, formats=Choices(grad_elem=E5M2)),
+        # one FP32 scale a tensor, E4M3 forward and E5M2 gradients: Transformer Engine's Float8CurrentScaling
+        Preset(name="fp8_tensor", precision=_FP8, formats=Choices(grad_elem=E5M2)),
+        # one a row of each GEMM's operands: torchao's rowwise recipes
+        Preset(name="fp8_rowwise", precision=_FP8, formats=Choices(tiles=("channel",))),
+        Preset(
+            name="fp8_rowwise_wgrad_bf16",
+            precision=_FP8,
+            gemms=frozenset({Gemm.FPROP, Gemm.DGRAD}),
+            formats=Choices(tiles=("channel",)),
+        ),
+        # 1×128 of activations and gradients, 128×128 of weights: DeepSeek-V3, arXiv 2412.19437 §3.3
+        Preset(name="fp8_block", precision=_FP8, formats=Choices(tiles=("block",))),
+        Preset(name="inference", precision=_MXFP8, gemms=frozenset({Gemm.FPROP})),
+        Preset(name="bf16", precision=_MXFP8, gemms=frozenset(), roles=frozenset()),
     )
 }
 """By name."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.formats import ELEM_TYPES, Rounding, Tile
-from mxcompile.policy.model import Ends, Precision, Role, Saved
+from mxcompile.formats import ELEM_TYPES, PRECISIONS, Rounding
+from mxcompile.policy.model import Ends, Role, Saved
 from mxcompile.policy.presets import PRESETS
 
 VERSION = 1
@@ -129,10 +129,26 @@ def _table(words: Any) -> dict[str, Any]:
     return {str(item): item for item in words}
 
 
+def _words(key: str) -> list[str]:
+    """The words of the tables of tiles that `key` takes."""
+    found = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
+    return list(dict.fromkeys(found))
+
+
+_BLOCKS = sorted(_words("block"), key=int)
+
+
+def _block(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int) or str(value) not in _words("block"):
+        raise Invalid(not_allowed("block", value, _BLOCKS))
+    return str(value)
+
+
 POSITIVE = Value(_positive, {"type": "integer", "minimum": 1})
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
-PRECISION = word("precision", _table(Precision))
+_WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_blocks]
+PRECISION = word("precision", PRECISIONS)
 
 MATCH: dict[str, Value] = {
     "name": listed(NAME_PATTERN).says(
@@ -167,8 +183,14 @@ USE: dict[str, Value] = {
     "rounding": word("rounding", _table(Rounding)).says(
         "How a block's scale follows from its largest value."
     ),
-    "weight_block": word("weight block", _table(Tile)).says(
+    "weight_block": word("weight block", _table(_WEIGHT_BLOCKS)).says(
         "32x32: one copy of the weight serves fprop and dgrad."
+    ),
+    "block": Value(_block, {"enum": [int(word) for word in _BLOCKS]}).says(
+        "Elements along the contraction that share a scale."
+    ),
+    "scaling": word("scaling", {name: name for name in _words("scaling")}).says(
+        "What one FP32 scale is for: the tensor, a row along the contraction, or a block."
     ),
     "saved": word("saved form", _table(Saved)).says("What is kept of the input for wgrad."),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from mxcompile.formats import is_quantized
 from mxcompile.report.fold import spelled
 from mxcompile.report.record import GemmRecord, Summary
 from mxcompile.report.report import Report
@@ -124,7 +125,8 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
     elif old is None:
         yield new.role, "new", "", "", new.precision, new.reason
     elif old.precision != new.precision:
-        kind = "fell back" if old.precision == "mxfp8" else "gained"
+        before, after = is_quantized(old.precision), is_quantized(new.precision)
+        kind = "changed" if before and after else "gained" if after else "fell back"
         yield new.role, kind, "precision", old.precision, new.precision, new.reason
     else:
         for what, value in _FIELDS.items():

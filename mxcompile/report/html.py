@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.html_graph import graphs
 from mxcompile.report.html_layers import layers
@@ -35,18 +36,19 @@ def to_html(report: Report, numerics: Numerics | None = None) -> str:
         lambda: layers(rows, report.gemms),
         lambda: numerics_section(numerics),
     ]
-    title = f"MXFP8 report: {report.summary.policy}, {report.summary.target}"
+    words = labels(gemm.precision for gemm in report.gemms)
+    title = f"{words} report: {report.summary.policy}, {report.summary.target}"
     page = TEMPLATE.read_text(encoding="utf-8")
     before, after = page.split("{{sections}}")
     return before.replace("{{title}}", escape(title)) + "\n".join(part() for part in parts) + after
 
 
 def _tiles(report: Report, rows: Sequence[Row]) -> str:
-    s = report.summary
-    quantized = sum(gemm.precision == "mxfp8" for gemm in report.gemms)
+    s, words = report.summary, labels(gemm.precision for gemm in report.gemms)
+    quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
     tiles = [
-        tile("matmul FLOPs in MXFP8", f"{s.flop_share:.1%}", share=s.flop_share),
-        tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} MXFP8, {s.num_gemms - quantized:,} BF16"),
+        tile(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share),
+        tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16"),
     ]
     if s.saved_bytes is not None and s.saved_bytes_bf16:
         share = s.saved_bytes / s.saved_bytes_bf16
@@ -59,7 +61,7 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}"),
     ]
     return (
-        f"<header><h1>MXFP8 report</h1><p>policy <b>{escape(s.policy)}</b>,"
+        f"<header><h1>{words} report</h1><p>policy <b>{escape(s.policy)}</b>,"
         f" target <b>{escape(s.target)}</b></p></header>"
         f'<section class="tiles" aria-label="summary">{"".join(tiles)}</section>'
     )
@@ -77,7 +79,7 @@ def _estimate(summary: Summary, rows: list[Row]) -> str:
     tiles = [
         tile("matmuls and casts", duration(summary.estimate_us)),
         tile("the same in BF16", duration(summary.estimate_bf16_us)),
-        tile("BF16 ÷ MXFP8", f"{ratio:.2f}×"),
+        tile(f"BF16 ÷ {labels(g.precision for row in rows for g in row.gemms)}", f"{ratio:.2f}×"),
     ]
     slow = "".join(
         f"<li>{escape(row.name or '(root)')}: {ratio:.2f}×</li>"

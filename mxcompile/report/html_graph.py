@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from mxcompile.formats import labels
 from mxcompile.report.fold import spelled
 from mxcompile.report.html_layers import gemm_details
 from mxcompile.report.html_parts import role_badge, source_line
@@ -32,8 +33,9 @@ def graphs(report: Report) -> str:
     more = len(report.graph) - _MOST
     rest = f'<p class="hint">and {count(more, "more graph")}</p>' if more > 0 else ""
     roles = dict.fromkeys(n.role for o in report.graph for n in o.nodes if n.role)
+    words = labels(gemm.precision for gemm in report.gemms)
     return f"""<section id="graph"><h2>Graph</h2>
-<p class="legend"><span class="key mxfp8">MXFP8</span><span class="key bf16">BF16</span>\
+<p class="legend"><span class="key quantized">{words}</span><span class="key bf16">BF16</span>\
 <span class="key cast">cast</span>{"".join(map(role_badge, roles))}</p>{"".join(drawn)}{rest}</section>"""
 
 
@@ -78,4 +80,4 @@ def _details(index: int, node: OutlineNode, graph: int, records: _Records) -> st
     return f'<div data-details="{index}"><h3>{escape(node.label)} {kind}</h3><dl>{listed}</dl>{inside}</div>'
 
 
-_KINDS = {"gemm": "matmul", "cast": "cast to MXFP8", "glue": "left as it is", "input": "of the graph"}
+_KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from mxcompile.formats import KEPT, PRECISIONS, precisions
 from mxcompile.report.fold import Row
-from mxcompile.report.html_parts import role_badge, source_line
+from mxcompile.report.html_parts import role_badge, source_line, tone
 from mxcompile.report.record import GemmRecord
 from mxcompile.report.words import count, duration, formats, size, speedup
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
-_WORDS = {"mxfp8": "MXFP8", "bf16": "BF16"}
 
 
 def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
@@ -21,12 +21,18 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
     roles = "".join(f"<option>{escape(role)}</option>" for role in dict.fromkeys(g.role for g in gemms))
     bodies = "".join(_row(number, row, total, estimates) for number, row in enumerate(rows))
     estimate = f'<th class="num" {_SORTABLE}>est.</th>' if estimates else ""
+    found = {gemm.precision for gemm in gemms}
+    words = [word for word in PRECISIONS if word in found] or [KEPT.name]
+    said = [escape(precisions.label(word)) for word in words]
+    options = "".join(
+        f'<option value="{escape(word)}">with {text}</option>' for word, text in zip(words, said, strict=True)
+    )
     return f"""<section id="layers"><h2>Layers</h2>
 <div class="filters">
 <input type="search" id="search" placeholder="Search layers, kernels, reasons" aria-label="search layers">
 <select id="role" aria-label="role"><option value="">all roles</option>{roles}</select>
-<select id="precision" aria-label="precision"><option value="">MXFP8 and BF16</option>
-<option value="mxfp8">with MXFP8</option><option value="bf16">with BF16</option></select>
+<select id="precision" aria-label="precision"><option value="">{" and ".join(said)}</option>
+{options}</select>
 <button type="button" id="expand" aria-pressed="false">Expand all</button>
 <output id="found">{count(len(rows), "row")}</output></div>
 <div class="scroll"><table id="table"><thead><tr>
@@ -34,7 +40,7 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
 <th class="wide num">m×n×k</th><th title="fprop, dgrad, wgrad">GEMMs</th>
 <th class="num" {_SORTABLE}>FLOPs</th>{estimate}<th class="wide" {_SORTABLE}>reason</th>
 </tr></thead>{bodies}</table></div>
-<p class="hint"><span class="chip mxfp8">F</span> MXFP8,
+<p class="hint"><span class="chip quantized">F</span> {precisions.labels(g.precision for g in gemms)},
 <span class="chip bf16">F</span> the model's own dtype.
 F fprop: y = x·Wᵀ. D dgrad: dx = dy·W. W wgrad: dW = dyᵀ·x.</p></section>"""
 
@@ -68,10 +74,10 @@ def _ordered(gemms: Sequence[GemmRecord]) -> list[GemmRecord]:
 
 
 def _chip(gemm: GemmRecord) -> str:
-    said = f"{gemm.gemm} {_WORDS.get(gemm.precision, gemm.precision)}"
+    said = f"{gemm.gemm} {precisions.label(gemm.precision)}"
     letter = _LETTERS.get(gemm.gemm, gemm.gemm)
     return (
-        f'<span class="chip {escape(gemm.precision)}" title="{escape(said)}" role="img"'
+        f'<span class="chip {tone(gemm.precision)}" title="{escape(said)}" role="img"'
         f' aria-label="{escape(said)}">{escape(letter)}</span>'
     )
 
@@ -108,11 +114,11 @@ def gemm_details(gemms: Sequence[GemmRecord], names: Sequence[str]) -> str:
 
 
 def _gemm(gemm: GemmRecord, estimates: bool) -> str:
-    word = _WORDS.get(gemm.precision, gemm.precision)
+    word = precisions.label(gemm.precision)
     cells = [
         escape(gemm.gemm),
         size(gemm),
-        f'<span class="word {escape(gemm.precision)}">{escape(word)}</span>',
+        f'<span class="word {tone(gemm.precision)}">{escape(word)}</span>',
         escape(formats(gemm.formats)) or "–",
         f"<code>{escape(gemm.kernel)}</code>" if gemm.kernel else "not lowered",
         escape(gemm.reason),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 from html import escape
 
+from mxcompile.formats import is_quantized
+
 
 def tile(label: str, value: str, note: str = "", share: float | None = None) -> str:
     """A figure with its name, what to compare it with, and a bar for a share of 1."""
@@ -28,3 +30,8 @@ def source_line(source: str) -> str:
     code = linecache.getline(file, int(line)).strip() if file.endswith(".py") and line.isdecimal() else ""
     shown = f"<pre><code>{escape(code)}</code></pre>" if code else ""
     return f'<span class="source">{escape(source)}</span>{shown}'
+
+
+def tone(precision: str) -> str:
+    """The class that gives the precision of a record its look; "" for none."""
+    return "quantized" if precision and is_quantized(precision) else escape(precision)

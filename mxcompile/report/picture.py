@@ -13,7 +13,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from mxcompile.formats import precisions
 from mxcompile.report.fold import spelled
+from mxcompile.report.html_parts import tone
 from mxcompile.report.layout import Box, Layout, lay_out
 from mxcompile.report.outline import Outline, OutlineNode, inner_block
 
@@ -21,7 +23,6 @@ _PAD = 16.0
 _MARGIN = 34.0
 _TAG = 46.0
 _LONGEST = 28
-_WORDS = {"mxfp8": "MXFP8", "bf16": "BF16"}
 
 
 @functools.lru_cache(maxsize=64)  # a report is written again whenever one of its graphs is lowered
@@ -139,7 +140,7 @@ def _node(node: OutlineNode, index: int, box: Box) -> str:
     corner = box.height / 2 if node.kind in ("cast", "glue", "input") else 7
     shown = _rect(x, y, box.width, box.height, f'rx="{corner}"')
     if node.kind in ("gemm", "attention"):
-        tag = _WORDS.get(node.precision, node.precision)
+        tag = precisions.label(node.precision)
         shown += (
             _rect(x, y + 6, 5, box.height - 12, 'class="stripe" rx="2"')
             + f'<text x="{x + 14:.1f}" y="{y + 18:.1f}" class="title">{title}</text>'
@@ -153,10 +154,11 @@ def _node(node: OutlineNode, index: int, box: Box) -> str:
         )
     else:
         shown += f'<text x="{box.x:.1f}" y="{box.y + 4:.1f}" text-anchor="middle">{title}</text>'
-    classes = " ".join(part for part in ("node", node.kind, node.precision, f"role-{node.role}") if part)
-    said = ", ".join(
-        part for part in (node.kind, node.label, node.role, node.gemm, _WORDS.get(node.precision, "")) if part
+    word = precisions.label(node.precision)
+    classes = " ".join(
+        part for part in ("node", node.kind, tone(node.precision), f"role-{node.role}") if part
     )
+    said = ", ".join(part for part in (node.kind, node.label, node.role, node.gemm, word) if part)
     return (
         f'<g class="{escape(classes)}" data-node="{index}" tabindex="0" role="button"'
         f' aria-label="{escape(said)}"><title>{escape(spelled(node.names) or node.label)}</title>{shown}</g>'

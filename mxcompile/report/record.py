@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mxcompile.formats import is_quantized
 from mxcompile.report.outline import Outline
 
 SCHEMA = 1
@@ -122,4 +123,4 @@ def flop_share(gemms: Iterable[GemmRecord]) -> float:
     """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none."""
     gemms = tuple(gemms)
     total = sum(gemm.flops for gemm in gemms)
-    return sum(gemm.flops for gemm in gemms if gemm.precision == "mxfp8") / total if total else 0.0
+    return sum(gemm.flops for gemm in gemms if is_quantized(gemm.precision)) / total if total else 0.0

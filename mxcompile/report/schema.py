@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mxcompile.errors import OptionError, nearest, shown
+from mxcompile.formats import PRECISIONS, precisions
 from mxcompile.report.outline import KINDS, PHASES
+from mxcompile.report.record import STORED
 
 _T = TypeVar("_T")
 
@@ -25,11 +27,11 @@ SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("OperandFormat", "operand"): ("x", "w", "dy"),
-    ("OperandFormat", "elem"): ("e4m3", "e5m2"),
-    ("OperandFormat", "block"): ("1x32", "32x32"),
-    ("OperandFormat", "rounding"): ("rceil", "floor", "ceil", "even", "stored"),
+    ("OperandFormat", "elem"): precisions.elem_words(),
+    ("OperandFormat", "block"): precisions.tile_words(),
+    ("OperandFormat", "rounding"): (*precisions.derivation_words(), STORED),
     ("GemmRecord", "gemm"): ("fprop", "dgrad", "wgrad"),
-    ("GemmRecord", "precision"): ("mxfp8", "bf16"),
+    ("GemmRecord", "precision"): tuple(PRECISIONS),
     ("OutlineNode", "kind"): KINDS,
     ("OutlineNode", "phase"): PHASES,
     ("Summary", "cache"): ("hit", "miss", "partial", "off"),

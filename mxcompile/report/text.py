@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import MIN_PADDING, tabulate
 
+from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.report import Report
@@ -24,7 +25,7 @@ _NAMED = 3
 def to_text(report: Report) -> str:
     """`report` for a terminal."""
     rows = fold(report.gemms)
-    lines = wrapped([headline(report.summary), *facts(report.summary, rows)])
+    lines = wrapped([headline(report.summary, report.gemms), *facts(report.summary, rows)])
     if rows:
         layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
         kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
@@ -35,7 +36,7 @@ def to_text(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """`report` for a pull request."""
     rows = fold(report.gemms)
-    parts = [f"### {headline(report.summary)}", bullets(facts(report.summary, rows))]
+    parts = [f"### {headline(report.summary, report.gemms)}", bullets(facts(report.summary, rows))]
     if rows:
         parts += [
             drawn(escaped(table), "github") for table in (_layer_table(rows), _kernel_table(report.gemms))
@@ -43,10 +44,11 @@ def to_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def headline(summary: Summary) -> str:
+def headline(summary: Summary, gemms: Iterable[GemmRecord] = ()) -> str:
     """The report in one line."""
+    words = labels(gemm.precision for gemm in gemms)
     return (
-        f"MXFP8 report: {summary.flop_share:.1%} of matmul FLOPs in MXFP8"
+        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in {words}"
         f" ({count(summary.num_gemms, 'GEMM')}, target {summary.target},"
         f" policy {summary.policy})"
     )
@@ -100,8 +102,8 @@ def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """The rows with MXFP8 GEMMs estimated to take longer than in BF16, and BF16's time over theirs."""
-    ratios = [(row, speedup(row.gemms)) for row in rows if any(g.precision == "mxfp8" for g in row.gemms)]
+    """The rows with quantized GEMMs estimated to take longer than in BF16, and BF16's time over theirs."""
+    ratios = [(row, speedup(row.gemms)) for row in rows if any(is_quantized(g.precision) for g in row.gemms)]
     return [(row, ratio) for row, ratio in ratios if ratio is not None and ratio < 1]
 
 
@@ -155,7 +157,7 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
     shares = {key: sum(gemm.flops for gemm in members) / total for key, members in groups.items()}
     return [["precision", "kernel", "formats", "GEMMs", "FLOPs"]] + [
         [*key, f"{len(groups[key])}", f"{shares[key]:.1%}"]
-        for key in sorted(groups, key=lambda key: (key[0] != "mxfp8", -shares[key]))
+        for key in sorted(groups, key=lambda key: (not is_quantized(key[0]), -shares[key]))
     ]
 
 

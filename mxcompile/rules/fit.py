@@ -86,5 +86,5 @@ def _part(limit: Limit) -> float:
 
 def _outcome(decision: Decision) -> tuple[object, ...]:
     """What of `decision` changes the result of a layer: all but the reasons."""
-    precisions = tuple(decision.choice(gemm).precision for gemm in Gemm)
-    return (*precisions, decision.x, decision.w, decision.dy, decision.saved)
+    choices = [decision.choice(gemm) for gemm in Gemm]
+    return *((choice.precision, choice.formats) for choice in choices), decision.saved

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Precision, Role
+from mxcompile.formats import KEPT, is_quantized
+from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import VERSION
 from mxcompile.rules.layers import folded, spelled
@@ -42,27 +43,30 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
 def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     """The rule for `role` in `policy`'s words, under its layers; it sends only what the preset sends."""
     decisions = [policy.decide(layer) for layer in layers]
-    sent = [
-        gemm
-        for gemm in Gemm
-        if any(decision.choice(gemm).precision is Precision.MXFP8 for decision in decisions)
-    ]
+    words = {gemm: _word(decision.choice(gemm).precision for decision in decisions) for gemm in Gemm}
+    sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
     sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
     least = policy.base.least_side
     sizes = f", min_n: {least}, min_k: {least}" if any(side < least for side in sides) else ""
-    use: str = Precision.MXFP8
     if not sent:
-        use = Precision.BF16
-    elif len(sent) < len(Gemm):
-        use = f"{{{', '.join(f'{gemm}: {Precision.MXFP8}' for gemm in sent)}}}"
-    rows = folded(layers)
-    count = sum(row.count for row in rows)
+        use = KEPT.name
+    elif len(set(words.values())) == 1:
+        use = words[Gemm.FPROP]
+    else:
+        use = f"{{{', '.join(f'{gemm}: {word}' for gemm, word in sent.items())}}}"
+    same = folded(layers)
+    count = sum(row.count for row in same)
     lines = [f"  # {role}: {count} layer{'s' * (count != 1)}"]
-    for row in rows:
+    for row in same:
         gemm = row.gemms[0]
         owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
         lines.append(f"  #   {_plain(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{_plain(owner)}")
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
+
+
+def _word(words: Iterable[str]) -> str:
+    """What the layers of a role are sent to: the first precision that is one, if any is."""
+    return next(filter(is_quantized, words), KEPT.name)
 
 
 def _ends(layers: Iterable[Layer]) -> list[str]:
@@ -72,7 +76,7 @@ def _ends(layers: Iterable[Layer]) -> list[str]:
     return [
         "  # The first and the last block in BF16, as many recipes have it:",
         "  # - match: {blocks: {first: 1, last: 1}}",
-        f"  #   use: {Precision.BF16}",
+        f"  #   use: {KEPT}",
     ]
 
 

@@ -23,6 +23,7 @@ from mxcompile.audit import Run, Session, audit, loss_gap
 from mxcompile.audit.interpreter import Key
 from mxcompile.audit.session import LossFunction
 from mxcompile.errors import ModelError
+from mxcompile.formats import is_quantized
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
@@ -72,7 +73,7 @@ def tune(
 
 def _quantizes(report: Report, bounds: Bounds) -> bool:
     """Whether anything is left for the bounds to be about."""
-    left = {gemm.gemm for gemm in report.gemms if gemm.precision == "mxfp8"}
+    left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
     return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
 
 

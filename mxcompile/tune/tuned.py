@@ -15,7 +15,8 @@ from tabulate import tabulate
 
 from mxcompile.audit import Audit
 from mxcompile.audit.text import decibels
-from mxcompile.policy import Gemm, Layer, Match, Policy, Precision, Role, Rule, Use
+from mxcompile.formats import KEPT, is_quantized
+from mxcompile.policy import Gemm, Layer, Match, Policy, Role, Rule, Use
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.text import wrapped
 from mxcompile.tune.bounds import Bounds
@@ -123,7 +124,7 @@ def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:
 
 def _left(report: Report, exempt: Exempt) -> frozenset[str]:
     """The GEMMs of the layer that stay in MXFP8, and which do not: everything if none stays."""
-    found = {g.gemm for g in report.gemms if g.name == exempt.name and g.precision == Precision.MXFP8}
+    found = {g.gemm for g in report.gemms if g.name == exempt.name and is_quantized(g.precision)}
     return frozenset(exempt.gemms) if found - set(exempt.gemms) else frozenset(map(str, Gemm))
 
 
@@ -131,10 +132,10 @@ def _rule(policy: Policy, layer: Layer, gemms: frozenset[str]) -> Rule:
     """The rule that keeps `gemms` of `layer` in BF16, and the rest of it as `policy` has it."""
     match = Match(name=(_pattern(layer.name),))
     if len(gemms) == len(Gemm):
-        return Rule(match=match, use=Use(fprop=Precision.BF16, dgrad=Precision.BF16, wgrad=Precision.BF16))
+        return Rule(match=match, use=Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT))
     index = policy.rule_for(layer)
     use = Use() if index is None else policy.rules[index].use
-    left: dict[str, Any] = dict.fromkeys(gemms, Precision.BF16)
+    left: dict[str, Any] = dict.fromkeys(gemms, KEPT)
     return Rule(match=match, use=dataclasses.replace(use, **left))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mxcompile.audit import Audit, audit
 from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.formats import Format
 from mxcompile.formats.numerics import quantize_tensors
 from mxcompile.report import GemmNumerics, TensorNumerics
 
@@ -149,7 +150,7 @@ def test_large_casts_are_measured_in_pieces(shape: tuple[int, ...], dim: int) ->
     dim %= x.ndim
     qdata, scale = quantize_tensors(x, dim, torch.float8_e4m3fn, "floor")
     stats = CastStats()
-    stats.add(x, qdata, scale, dim, "e4m3")
+    stats.add(x, qdata, scale, dim, Format())
     back = reference.round_trip(x.movedim(dim, -1).reshape(-1, shape[dim]), -1, rounding="floor")
     source = x.movedim(dim, -1).reshape(-1, shape[dim])
     assert stats.sums.numel == x.numel()

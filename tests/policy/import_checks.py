@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mxcompile.policy import Gemm, Layer, Policy, Precision, Role
+from mxcompile.policy import Gemm, Layer, Policy, Role
 from mxcompile.policy.importers import Imported, import_policy
 
 
@@ -28,4 +28,4 @@ def layer(name: str, module: str = "Linear", role: str = "qkv") -> Layer:
 def in_mxfp8(policy: Policy, one: Layer) -> set[str]:
     """The GEMMs of the layer `one` that `policy` sends to MXFP8."""
     decision = policy.decide(one)
-    return {str(gemm) for gemm in Gemm if decision.choice(gemm).precision is Precision.MXFP8}
+    return {str(gemm) for gemm in Gemm if decision.choice(gemm).precision == "mxfp8"}

@@ -108,7 +108,7 @@ WORDS = {
     "unknown role in a list": Broken(
         match("{role: [qkv,\n      atn_out]}"), 4, "rules[0].match.role[1]: ", "attn_out"
     ),
-    "unknown precision": Broken(use("mxfp4"), 3, "unknown precision 'mxfp4'", "mxfp8"),
+    "unknown precision": Broken(use("mxfq8"), 3, "unknown precision 'mxfq8'", "mxfp8"),
     "capitals in a precision": Broken(use("BF16"), 3, "unknown precision 'BF16'", "bf16"),
     "unknown precision of a GEMM": Broken(use("{dgrad: fp16}"), 3, "'fp16'", "bf16"),
     "unknown element type": Broken(use("{elem_dtype: e4m3fn}"), 3, "'e4m3fn'", "e4m3"),
@@ -140,10 +140,18 @@ TYPES = {
     "list for match": Broken(match("[{role: qkv}]"), 3, "at least one of name, role, module"),
     "empty match": Broken(match("{}"), 3, "at least one of name, role, module"),
     "long list for match": Broken(match(f"[{'qkv, ' * 3000}]"), 3, "at least one of name, role"),
-    "number for use": Broken(use("8"), 3, "expected mxfp8, bf16 or a mapping"),
-    "nothing for use": Broken(use(""), 3, "expected mxfp8, bf16 or a mapping"),
-    "list for use": Broken(use("[bf16]"), 3, "expected mxfp8, bf16 or a mapping"),
-    "empty use": Broken(use("{}"), 3, "expected mxfp8, bf16 or a mapping"),
+    "number for use": Broken(
+        use("8"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+    ),
+    "nothing for use": Broken(
+        use(""), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+    ),
+    "list for use": Broken(
+        use("[bf16]"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+    ),
+    "empty use": Broken(
+        use("{}"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+    ),
     "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
     "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
     "list in a list of names": Broken(match("{name: [a, [b]]}"), 3, "rules[0].match.name[1]: expect"),

@@ -94,7 +94,7 @@ def test_a_file_as_people_have_them(tmp_path: Path):
         elif ".3.inter_attn" in name:
             expected = {"fprop", "dgrad"}
         assert in_mxfp8(made.policy, layer(name)) == expected, name
-    emulated = made.policy.decide(layer("transformer_layer.3.inter_attn.layernorm_q"))
+    emulated = made.policy.decide(layer("transformer_layer.3.inter_attn.layernorm_q")).fprop.formats
     assert (emulated.x.elem, emulated.w.elem, emulated.dy.elem) == (E4M3, E4M3, E5M2)
     assert made.origins == ("section wgrad_of_the_mlp", "section first_layers", "section emulated")
     inner = "transformer_engine"

@@ -107,7 +107,7 @@ def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], ele
 
         settings = {"scaling_mode": ScaleCalculationMode[settings["mode"]]}
     made = imported(written({"head": mx(**settings)}), tmp_path, name="config.json")
-    decision = made.policy.decide(layer("head"))
+    decision = made.policy.decide(layer("head")).fprop.formats
     assert (decision.x.elem, decision.w.elem) == (elem, elem)
     assert decision.x.rounding is decision.w.rounding is rounding
     assert made.notes == ()

@@ -269,7 +269,8 @@ def test_a_near_miss_is_no_reason_where_the_preset_sends_to_mxfp8():
 
 
 def formats(use: Any, preset: str = "nvidia") -> tuple[Format, Format, Format]:
-    found = policy(rule(use, role="ffn_in"), preset=preset).decide(layer())
+    found = policy(rule(use, role="ffn_in"), preset=preset).decide(layer()).fprop.formats
+    assert found is not None
     return found.x, found.w, found.dy
 
 

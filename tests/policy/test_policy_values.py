@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxcompile.errors import PolicyError
-from mxcompile.formats import E4M3, E5M2, Rounding, Tile
-from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Precision, Role, Rule, Saved, Use
+from mxcompile.formats import E4M3, E5M2, PRECISIONS, Rounding, Tile
+from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, Use
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.shadow import Shadows
 
@@ -88,7 +88,7 @@ def test_what_is_no_policy_is_an_error(value: Any, piece: str, tmp_path: Path, m
     assert len(str(caught.value)) < 400
 
 
-PRECISIONS = st.none() | st.sampled_from(Precision)
+ANY_PRECISION = st.none() | st.sampled_from(list(PRECISIONS.values()))
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cf"]), min_size=1, max_size=12)
 PATTERNS = st.one_of(
     st.from_regex(r"[a-z*?]{1,4}(\.[a-z0-9*?]{1,4}){0,3}", fullmatch=True),
@@ -107,17 +107,33 @@ MATCHES = st.builds(
     max_k=st.sampled_from([0, 2, 3]),
     blocks=st.none() | st.builds(Ends, first=st.integers(0, 2), last=st.integers(1, 2)),
 ).filter(lambda match: match != Match())
+
+
+def means_something(use: Use) -> bool:
+    """Whether every choice of `use` is one that a precision it names has; every preset's if it names none."""
+    rows = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None and row.quantizes]
+    keys = set().union(*(row.keys for row in rows))
+    if not rows:
+        keys = set.intersection(*(set(preset.precision.keys) for preset in PRESETS.values()))
+    given = {
+        key
+        for key in ("elem_dtype", "grad_dtype", "rounding", "weight_block")
+        if getattr(use, key) is not None
+    }
+    return given <= keys
+
+
 USES = st.builds(
     Use,
-    fprop=PRECISIONS,
-    dgrad=PRECISIONS,
-    wgrad=PRECISIONS,
+    fprop=ANY_PRECISION,
+    dgrad=ANY_PRECISION,
+    wgrad=ANY_PRECISION,
     elem_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
     grad_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
     rounding=st.none() | st.sampled_from(Rounding),
-    weight_block=st.none() | st.sampled_from(Tile),
+    weight_block=st.none() | st.sampled_from([Tile.ROW, Tile.SQUARE]),
     saved=st.none() | st.sampled_from(Saved),
-).filter(lambda use: use != Use())
+).filter(lambda use: use != Use() and means_something(use))
 
 
 def readable(rules: list[Rule]) -> tuple[Rule, ...]:
@@ -125,7 +141,7 @@ def readable(rules: list[Rule]) -> tuple[Rule, ...]:
     kept: list[Rule] = []
     shadows = Shadows()
     for candidate in rules:
-        quantizes_products = candidate.use.asks_mxfp8 and ATTENTION_PRODUCTS & {*candidate.match.role}
+        quantizes_products = candidate.use.quantizes and ATTENTION_PRODUCTS & {*candidate.match.role}
         if not quantizes_products and not shadows.add(candidate.match):
             kept.append(candidate)
     return tuple(kept)

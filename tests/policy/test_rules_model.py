@@ -58,9 +58,7 @@ def outcome(decider: Policy, one: Layer) -> tuple[object, ...]:
     decision = decider.decide(one)
     return (
         *(decision.choice(gemm).precision for gemm in Gemm),
-        decision.x,
-        decision.w,
-        decision.dy,
+        *(decision.choice(gemm).formats for gemm in Gemm),
         decision.saved,
     )
 

@@ -13,8 +13,8 @@ import pytest
 from made_reports import kept, report, whole_report
 
 from mxcompile.errors import OptionError
-from mxcompile.formats import E4M3, E5M2, Rounding, Tile
-from mxcompile.policy import Gemm, Precision
+from mxcompile.formats import PRECISIONS, Choices, Rounding
+from mxcompile.policy import Gemm
 from mxcompile.report import STORED, Report
 from mxcompile.report.record import SCHEMA
 from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
@@ -52,10 +52,21 @@ def test_the_published_schema_is_that_of_the_classes():
 
 def test_the_words_are_those_of_policies():
     assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
-    assert set(CHOICES["GemmRecord", "precision"]) == set(Precision)
-    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), STORED}
-    assert set(CHOICES["OperandFormat", "block"]) == set(map(str, Tile))
-    assert set(CHOICES["OperandFormat", "elem"]) == {E4M3.name, E5M2.name}
+    assert set(CHOICES["GemmRecord", "precision"]) == set(PRECISIONS)
+    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), "nearest", STORED}
+    rows = [row for row in PRECISIONS.values() if row.quantizes]
+    blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
+    made = [
+        row.formats(Choices(elem=elem, tiles=(word,), weight_block=block))
+        for row in rows
+        for elem in row.elems
+        for word in row.tiles
+        for block in blocks
+    ]
+    formats = [fmt for operands in made for fmt in (operands.x, operands.w, operands.dy)]
+    assert set(CHOICES["OperandFormat", "block"]) == {str(fmt.tile) for fmt in formats}
+    assert set(CHOICES["OperandFormat", "elem"]) == {fmt.elem.name for fmt in formats}
+    assert {fmt.derivation for fmt in formats} <= set(CHOICES["OperandFormat", "rounding"])
 
 
 def test_the_published_schema_is_a_schema():

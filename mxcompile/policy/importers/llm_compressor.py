@@ -13,7 +13,6 @@ from typing import Any
 
 from mxcompile.errors import shown
 from mxcompile.policy.importers.draft import Draft
-from mxcompile.policy.model import Precision
 from mxcompile.policy.patterns import literal, starting
 from mxcompile.policy.yaml_data import Path
 
@@ -23,8 +22,8 @@ PRESET = "bf16"
 
 _QUANTIZES = frozenset({"QuantizationModifier", "GPTQModifier", "AWQModifier", "AutoRoundModifier"})
 _SETS = ("scheme", "config_groups", "kv_cache_scheme", "targets", "ignore")
-_SEND = {"fprop": str(Precision.MXFP8)}
-_KEEP = str(Precision.BF16)
+_SEND = {"fprop": "mxfp8"}
+_KEEP = "bf16"
 
 _WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
 _SCALES = "has scales of its own shape: here one per 32 elements"

@@ -13,7 +13,6 @@ from typing import Any
 from mxcompile.errors import shown
 from mxcompile.formats import Rounding
 from mxcompile.policy.importers.draft import Draft
-from mxcompile.policy.model import Precision
 from mxcompile.policy.patterns import literal, splits, starting
 from mxcompile.policy.yaml_data import Path
 
@@ -31,7 +30,7 @@ _FLOAT8 = {
     "Float8WeightOnlyConfig": "; the activations are quantized too",
 }
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_KEEP = str(Precision.BF16)
+_KEEP = "bf16"
 
 _Named = tuple[str, dict[str, Any]]
 """A key of the map, and what of a policy's layers it is about."""
@@ -163,7 +162,7 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
         return _mx(kind, data or {}, path, draft)
     if kind in _FLOAT8:
         draft.note(path, f"{kind} has other scales: here one per 32 elements{_FLOAT8[kind]}")
-        return {"fprop": str(Precision.MXFP8)}
+        return {"fprop": "mxfp8"}
     draft.note(path, f"{kind} is no 8-bit float: the layer stays in BF16")
     return _KEEP
 
@@ -179,7 +178,7 @@ def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, 
             path, f"{kind} with other elements than FP8, or blocks of {block}: the layer stays in BF16"
         )
         return _KEEP
-    use = {"fprop": str(Precision.MXFP8), "elem_dtype": str(elems.pop())}
+    use = {"fprop": "mxfp8", "elem_dtype": str(elems.pop())}
     scaling = _word(
         data.get("scaling_mode"), "RCEIL" if kind == "MXDynamicActivationMXWeightConfig" else "FLOOR"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from mxcompile.errors import not_allowed, shown
 from mxcompile.policy.importers.draft import Draft
-from mxcompile.policy.model import Gemm, Precision
+from mxcompile.policy.model import Gemm
 from mxcompile.policy.patterns import literal, searching
 from mxcompile.policy.yaml_data import Path
 
@@ -166,12 +166,12 @@ def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
 
 def _disable_gemms(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
     for gemm, _, _ in _gemms(config, path, draft):
-        use[gemm] = Precision.BF16
+        use[gemm] = "bf16"
 
 
 def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
     for gemm in _GEMMS:
-        use[gemm] = Precision.BF16
+        use[gemm] = "bf16"
 
 
 def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
@@ -193,9 +193,9 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
         operands = {tensor: formats.get(tensor, "BF16") for tensor in _OPERANDS[gemm]}
         elems = _common_elems(operands)
         if elems is not None and all(use.get(key, elem) == elem for key, elem in elems.items()):
-            use.update({gemm: Precision.MXFP8, **elems})
+            use.update({gemm: "mxfp8", **elems})
             continue
-        use[gemm] = Precision.BF16
+        use[gemm] = "bf16"
         given = ", ".join(f"{tensor} in {form}" for tensor, form in operands.items())
         draft.note(at, f"{gemm} of {given} is no MXFP8 GEMM: it stays in BF16")
 

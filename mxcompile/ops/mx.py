@@ -1,4 +1,4 @@
-"""The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
+"""The operators of OCP MXFP8, which have kernels of their own.
 
 All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8, one a block, row-major.
 Those of a matrix may be tiled instead (see `scale_tiles`), if the cast is told so: a vector, which products
@@ -20,7 +20,6 @@ and `dequantize` know by its rank. The implementations here are the reference; a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,31 +30,7 @@ from mxcompile.errors import FormatError
 from mxcompile.formats import ScaleLayout, num_blocks
 from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
-
-_LIBRARY = torch.library.Library("mx", "DEF")
-
-Spec = tuple[Sequence[Any], torch.dtype]
-"""Shape, of sizes that may be symbolic, and dtype of a result."""
-
-SPECS: dict[Any, Callable[..., list[Spec]]] = {}
-"""For every operator, what its results look like, from its arguments: the one place that says so."""
-
-
-def _define(schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]]) -> Any:
-    def fake(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        results = tuple(
-            torch.empty(shape, dtype=dtype, device=x.device)
-            for shape, dtype in spec(x, *arguments, **keywords)
-        )
-        return results[0] if len(results) == 1 else results
-
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mx::{name}", fake, lib=_LIBRARY)
-    op = getattr(torch.ops.mx, name).default
-    SPECS[op] = spec
-    return op
+from mxcompile.ops.define import Spec, define
 
 
 def _is_tiled(x: Tensor, word: str) -> bool:
@@ -162,7 +137,7 @@ def _scaled_mm(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
-def _spec_scaled_mm(
+def spec_scaled_mm(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -170,6 +145,7 @@ def _spec_scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> list[Spec]:
+    """The product of matrices or batches of them."""
     return [((*a.shape[:-1], b.shape[-1]), out_dtype)]
 
 
@@ -246,9 +222,10 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def _spec_scaled_grouped_mm(
+def spec_scaled_grouped_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
 ) -> list[Spec]:
+    """The products of groups."""
     return [(_grouped_shape(a, b, offs), out_dtype)]
 
 
@@ -280,57 +257,51 @@ def _spec_flatten(x: Tensor) -> list[Spec]:
     return [([math.prod(x.shape)], x.dtype)]
 
 
-quantize = _define(
+quantize = define(
     "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False,"
     " str scale_layout='row-major') -> (Tensor qdata, Tensor scale)",
     _quantize,
     _spec_quantize,
 )
-quantize_both = _define(
+quantize_both = define(
     "quantize_both(Tensor x, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"
     " (Tensor qdata_rowwise, Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
     _quantize_both,
     _spec_quantize_both,
 )
-dequantize = _define(
+dequantize = define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",
     _dequantize,
     _spec_dequantize,
 )
-quantize_dequantize = _define(
+quantize_dequantize = define(
     "quantize_dequantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square,"
     " ScalarType dtype) -> Tensor",
     _quantize_dequantize,
     _spec_quantize_dequantize,
 )
-scaled_mm = _define(
+scaled_mm = define(
     "scaled_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
     _scaled_mm,
-    _spec_scaled_mm,
+    spec_scaled_mm,
 )
-weight_only_mm = _define(
+weight_only_mm = define(
     "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,
 )
-scaled_grouped_mm = _define(
+scaled_grouped_mm = define(
     "scaled_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
     " ScalarType out_dtype) -> Tensor",
     _scaled_grouped_mm,
-    _spec_scaled_grouped_mm,
+    spec_scaled_grouped_mm,
 )
-quantize_mm = _define(
+quantize_mm = define(
     "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType elem_dtype, str rounding,"
     " ScalarType out_dtype, Tensor? qdata=None, Tensor? scale=None) -> Tensor",
     _quantize_mm,
     _spec_quantize_mm,
 )
-grouped_mm = _define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _spec_grouped_mm)
-flatten = _define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)
-
-CASTS = frozenset(op.overloadpacket for op in (quantize, quantize_both, dequantize, quantize_dequantize))
-"""The operators that change the format of one tensor."""
-
-PRODUCTS = frozenset(op.overloadpacket for op in (scaled_mm, scaled_grouped_mm))
-"""The operators that are a GEMM of MX operands."""
+grouped_mm = define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _spec_grouped_mm)
+flatten = define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)

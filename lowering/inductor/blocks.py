@@ -1,0 +1,143 @@
+"""How Inductor's IR runs over a tensor that is cut into blocks with one scale each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
+from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv
+
+from mxcompile.formats import WHOLE
+from mxcompile.lowering.inductor.tiling import less
+
+Index = Sequence[Any]
+Load = Callable[[Index], Any]
+
+_F32 = torch.float32
+_VIEW = lowerings[torch.ops.aten.view.default]
+_SLICE = lowerings[torch.ops.aten.slice.Tensor]
+_CLONE = lowerings[torch.ops.aten.clone.default]
+
+
+def as_float(x: ir.TensorBox) -> Load:
+    """Loads `x` as FP32, rounded to its own dtype even where it is still in a register."""
+    load, dtype = x.make_loader(), x.get_dtype()
+
+    def loaded(index: Index) -> Any:
+        value = load(index)
+        if dtype is not _F32:
+            value = inductor.to_dtype(value, dtype, use_compute_types=False)
+        return inductor.to_dtype(value, _F32)
+
+    return loaded
+
+
+class Blocks:
+    """How a tensor is cut: so many elements of each dimension share a scale, `WHOLE` for all of them."""
+
+    def __init__(self, x: ir.TensorBox, extents: Sequence[int]) -> None:
+        self.shape = list(x.get_size())
+        self.device = x.get_device_or_error()
+        self.extents = extents
+        self.dims = [dim for dim, extent in enumerate(extents) if extent not in (1, WHOLE)]
+        self.wholes = [dim for dim, extent in enumerate(extents) if extent == WHOLE]
+        self.scale_shape = [
+            sympy.S.One if extent == WHOLE else FloorDiv(size + (extent - 1), extent)
+            for size, extent in zip(self.shape, extents, strict=True)
+        ]
+        known = V.graph.sizevars.statically_known_multiple_of
+        self.ragged = [dim for dim in self.dims if not known(self.shape[dim], extents[dim])]
+
+    def guarded(self, index: Index, body: Callable[[], Any]) -> Any:
+        """`body()` where `index` lies inside the tensor, 0 past the end of a short last block."""
+        mask = None
+        for dim in self.ragged:
+            inside = less(index[dim], self.shape[dim])
+            mask = inside if mask is None else inductor.logical_and(mask, inside)
+        return body() if mask is None else inductor.masked(mask, body, 0.0)
+
+    def pointwise(self, dtype: torch.dtype, body: Callable[[Index, Index], Any]) -> ir.TensorBox:
+        """A tensor of the cut shape; `body` takes an element's index and its block's.
+
+        Iterates block by block, so that a block's scale is loaded once, also over the missing elements of
+        a short last block, which are cropped. (Deriving the block by an integer division of the element's
+        index instead runs into Inductor's C++ loop splitting, which drops the remainder.)
+        """
+        return self._by_block(dtype, self.dims, body)
+
+    def repeated(self, dtype: torch.dtype, dim: int, body: Load) -> ir.TensorBox:
+        """A tensor with one value a block along the other dimension, repeated along `dim`."""
+        return self._by_block(dtype, [dim], lambda _, block: body(block))
+
+    def _by_block(
+        self, dtype: torch.dtype, dims: list[int], body: Callable[[Index, Index], Any]
+    ) -> ir.TensorBox:
+        split: list[Any] = []
+        places: list[int] = []
+        sizes = [self.shape[dim] if dim in self.wholes else size for dim, size in enumerate(self.scale_shape)]
+        for dim, size in enumerate(sizes):
+            places.append(len(split))
+            split += [size, sympy.Integer(self.extents[dim])] if dim in dims else [size]
+
+        def inner(index: Index) -> Any:
+            block = [index[place] for place in places]
+            element = self._element(block, dims, [index[places[dim] + 1] for dim in dims])
+            for dim in self.wholes:
+                block[dim] = sympy.S.Zero
+            return body(element, block)
+
+        padded = [size * self.extents[dim] if dim in dims else size for dim, size in enumerate(sizes)]
+        result = self._create(dtype, split, inner)
+        ragged = [dim for dim in dims if dim in self.ragged]
+        if ragged:
+            result.realize()
+        result = _VIEW(result, padded)
+        for dim in ragged:
+            result = _SLICE(result, dim, 0, self.shape[dim])
+        whole: ir.TensorBox = _CLONE(result) if any(dim > 0 for dim in ragged) else result
+        return whole
+
+    def per_block(self, dtype: torch.dtype, body: Load) -> ir.TensorBox:
+        """A tensor with one value a block."""
+        return self._create(dtype, self.scale_shape, body)
+
+    def _create(self, dtype: torch.dtype, ranges: list[Any], inner: Load) -> ir.TensorBox:
+        return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
+
+    def amax(self, load: Load) -> ir.TensorBox:
+        """Block maxima of |x| in FP32, NaN if the block holds one."""
+        inside = sorted([*self.dims, *self.wholes])
+
+        def inner(block: Index, offsets: Index) -> Any:
+            index = self._element(block, inside, offsets)
+            return inductor.abs(self.guarded(index, lambda: load(index)))
+
+        return ir.Reduction.create(
+            device=self.device,
+            dst_dtype=_F32,
+            src_dtype=_F32,
+            inner_fn=inner,
+            ranges=self.scale_shape,
+            reduction_ranges=[
+                self.shape[dim] if dim in self.wholes else sympy.Integer(self.extents[dim]) for dim in inside
+            ],
+            reduction_type="max",
+        )
+
+    def _element(self, block: Index, dims: Sequence[int], offsets: Index) -> list[Any]:
+        """Index of the element at `offsets`, along `dims`, inside the block at `block`."""
+        index = list(block)
+        for dim, offset in zip(dims, offsets, strict=True):
+            index[dim] = offset if dim in self.wholes else index[dim] * self.extents[dim] + offset
+        return index
+
+    @property
+    def across_rows(self) -> bool:
+        """Whether neighbours have different scales, which a CPU had better read than recompute."""
+        return self.device.type == "cpu" and self.extents[-1] == 1

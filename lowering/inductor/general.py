@@ -1,0 +1,146 @@
+"""Inductor lowering of the casts of any format: scales, elements over them, and back.
+
+    scale    E8M0 byte of amax, or FP32: amax / max            (formats.encoding)
+    y        x · 2^(127 − byte), or x / scale
+    q        round(y) to the element type          value = round(y) · scale
+
+FP32 quotients are rounded to nearest on every chip, so that elements are bit for bit those of the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import ops as inductor
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import extents
+from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
+from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
+from mxcompile.lowering.inductor.elements import f32
+from mxcompile.lowering.targets import of_device
+
+_F32, _I32 = torch.float32, torch.int32
+
+
+def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> Blocks:
+    return Blocks(x, extents(len(x.get_size()), block_dim, form.tile))
+
+
+@register_lowering(ops.scale_of, type_promotion_kind=None)
+def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
+    """One scale for every tile of `x`."""
+    form = Format.of(fmt)
+    x.realize()
+    blocks = _blocks(x, block_dim, form)
+    amax = blocks.amax(as_float(x))
+    amax.realize()
+    load = amax.make_loader()
+
+    def scale(block: Index) -> Any:
+        if form.rounding is not None:
+            return inductor.to_dtype(scale_byte(load(block), form.elem, form.rounding), torch.uint8)
+        return _fp32_scale(load(block), form.elem.max)
+
+    made = blocks.per_block(form.scale.dtype, scale)
+    made.realize()
+    return made
+
+
+def _fp32_scale(amax: Any, largest: float) -> Any:
+    scale = _quotient(amax, f32(largest))
+    scale = inductor.where(inductor.eq(scale, f32(0.0)), f32(1.0), scale)
+    finite = inductor.lt(amax, f32(float("inf")))  # neither Inf nor NaN
+    return inductor.where(finite, scale, f32(float("nan")))
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """A / b, rounded to nearest."""
+    return inductor.div_rn(a, b)
+
+
+class _Scaled:
+    """Elements of `x` over its scales."""
+
+    def __init__(self, x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, form: Format) -> None:
+        x.realize()
+        self.blocks = _blocks(x, block_dim, form)
+        self.form = form
+        self.target = of_device(x.get_device_or_error())
+        self._load = as_float(x)
+        self._scale = scale
+
+    def factor(self, inverse: bool) -> Load:
+        """What multiplies an E8M0 block's elements, or divides others': FP32, of each block."""
+        load = self._scale.make_loader()
+        if self.form.rounding is None:
+            return load
+        value = inverse_scale_value if inverse else scale_value
+        made = self.blocks.per_block(_F32, lambda block: value(inductor.to_dtype(load(block), _I32)))
+        if self.blocks.across_rows:
+            made.realize()
+        return made.make_loader()
+
+    def rounded(self, index: Index, factor: Any) -> Any:
+        """The element at `index`, in FP32."""
+        value = self.blocks.guarded(index, lambda: self._load(index))
+        y = _quotient(value, factor) if self.form.rounding is None else inductor.mul(value, factor)
+        largest = self.form.elem.max
+        y = inductor.minimum(inductor.maximum(y, f32(-largest)), f32(largest))
+        return elements.rounded(y, self.form.elem, self.target)
+
+
+@register_lowering(ops.encode_with, type_promotion_kind=None)
+def lower_encode_with(x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
+    """Stored elements."""
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt))
+    factor, elem = cast.factor(inverse=True), cast.form.elem
+    stored = cast.blocks.pointwise(
+        elements.stored_dtype(elem, cast.target),
+        lambda index, block: elements.store(cast.rounded(index, factor(block)), elem, cast.target),
+    )
+    return elements.as_fp8(stored, elem, cast.target)
+
+
+@register_lowering(ops.encode, type_promotion_kind=None)
+def lower_encode(x: ir.TensorBox, block_dim: int, fmt: str) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """Stored elements and scales."""
+    scale = lower_scale_of(x, block_dim, fmt)
+    return lower_encode_with(x, scale, block_dim, fmt), scale
+
+
+@register_lowering(ops.round_with, type_promotion_kind=None)
+def lower_round_with(
+    x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+) -> ir.TensorBox:
+    """Elements as numbers, times their scales if `scaled`."""
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt))
+    over, times = cast.factor(inverse=True), cast.factor(inverse=False) if scaled else None
+
+    def value(index: Index, block: Index) -> Any:
+        element = cast.rounded(index, over(block))
+        return inductor.to_dtype(inductor.mul(element, times(block)) if times else element, dtype)
+
+    return cast.blocks.pointwise(dtype, value)
+
+
+@register_lowering(ops.decode, type_promotion_kind=None)
+def lower_decode(
+    qdata: ir.TensorBox, scale: ir.TensorBox | None, block_dim: int, fmt: str, dtype: torch.dtype
+) -> ir.TensorBox:
+    """Elements times scales, without a scale the elements alone."""
+    form = Format.of(fmt)
+    blocks = _blocks(qdata, block_dim, form)
+    element = elements.loader(qdata, form.elem, of_device(blocks.device))
+    times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
+
+    def value(index: Index, block: Index) -> Any:
+        found = blocks.guarded(index, lambda: element(index))
+        return inductor.to_dtype(inductor.mul(found, times(block)) if times else found, dtype)
+
+    return blocks.pointwise(dtype, value)

@@ -1,0 +1,139 @@
+"""The casts of any format in plain torch operations: the definition every kernel is held to.
+
+    scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite
+    element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Both saturated to ±max
+    value    element · scale, in FP32
+
+One scale for every tile of the format; dimensions before the last two are not tiled together, but for tiles
+that span the whole tensor. Sources wider than FP32 are rounded to it first. Elements that torch has no dtype
+for are codes: sign, exponent field, mantissa, from the top of the low bits of a byte.
+
+Source: OCP Microscaling Formats v1.0 §5.3 and §6.3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
+from mxcompile.formats.types import WHOLE, ElemType, Format, Tile
+
+
+def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
+    """How many elements of each dimension share a scale; `WHOLE` for all."""
+    dim = block_dim % ndim
+    found = [WHOLE if tile == Tile.TENSOR else 1] * ndim
+    found[dim] = tile.along
+    if ndim > 1:
+        found[ndim - 2 if dim == ndim - 1 else ndim - 1] = tile.across
+    return found
+
+
+def scale_shape(shape: Sequence[Any], block_dim: int, tile: Tile) -> list[Any]:
+    """Shape of the scales of a tensor of `shape`, also of symbolic sizes."""
+    every = extents(len(shape), block_dim, tile)
+    return [
+        1 if extent == WHOLE else (size + extent - 1) // extent
+        for size, extent in zip(shape, every, strict=True)
+    ]
+
+
+def _tiled(x: Tensor, every: Sequence[int]) -> Tensor:
+    """`x` with each dimension split in two, tiles and places in a tile, the last tiles padded with zeros."""
+    pads: list[int] = []
+    sizes: list[int] = []
+    for size, extent in zip(x.shape, every, strict=True):
+        length = extent or max(size, 1)
+        count = 1 if extent == WHOLE else -(-size // length)
+        sizes += [count, length]
+        pads = [0, count * length - size, *pads]
+    return F.pad(x, pads).reshape(sizes)
+
+
+def _whole(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor of `shape` that `_tiled` split."""
+    sizes = [tiles.shape[2 * dim] * tiles.shape[2 * dim + 1] for dim in range(len(shape))]
+    joined = tiles.reshape(sizes)
+    for dim, size in enumerate(shape):
+        joined = joined.narrow(dim, 0, size)
+    return joined.contiguous()
+
+
+def _spread(scale: Tensor) -> Tensor:
+    """Scales with a dimension of 1 after each, as `_tiled` has places."""
+    return scale.reshape([size for length in scale.shape for size in (length, 1)])
+
+
+def fp32_scale(amax: Tensor, elem: ElemType) -> Tensor:
+    """FP32 scales of the maxima `amax`: amax / max, 1 where that is 0, NaN where amax is not finite."""
+    scale = amax / elem.max
+    scale = torch.where(scale == 0, 1.0, scale)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def encode_tensors(x: Tensor, block_dim: int, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Qdata, of the shape of `x`, and scales, of `scale_shape`, of `x` contracted along `block_dim`."""
+    tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
+    amax = tiles.abs().amax(list(range(1, tiles.ndim, 2)))
+    if fmt.rounding is not None:
+        scale = scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
+    else:
+        scale = fp32_scale(amax, fmt.elem)
+    return encode_with(x, scale, block_dim, fmt), scale
+
+
+def encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """Qdata of `x` over `scale`, whatever that was made from."""
+    tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
+    if fmt.rounding is not None:
+        over = tiles * _spread(inverse_scale_value(scale.to(torch.int32)))
+    else:
+        over = tiles / _spread(scale)
+    return to_elements(_whole(over.clamp(-fmt.elem.max, fmt.elem.max), x.shape), fmt.elem)
+
+
+def decode_tensors(qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format, dtype: torch.dtype) -> Tensor:
+    """What `qdata` and `scale` stand for, rounded once from FP32 to `dtype`; contiguous."""
+    tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
+    factor = scale_value(scale.to(torch.int32)) if fmt.rounding is not None else scale
+    return _whole(tiles * _spread(factor), qdata.shape).to(dtype)
+
+
+def to_elements(y: Tensor, elem: ElemType) -> Tensor:
+    """`y`, FP32, |y| ≤ max or NaN, to nearest even as stored elements; the code of a NaN is that of 0."""
+    if not elem.is_coded:
+        return y.to(elem.dtype)
+    magnitude = y.abs().nan_to_num(0.0)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=elem.min_exponent)
+    ulp = ((exponent - elem.mantissa_bits + 127) << 23).view(torch.float32)
+    steps = torch.round(magnitude / ulp).to(torch.int32)  # to even; up to 2^(mantissa_bits + 1)
+    field = exponent - elem.min_exponent
+    code = (field << elem.mantissa_bits) + steps  # a normal's leading bit counts as one more exponent
+    code = code | (y.signbit().to(torch.int32) << (elem.bits - 1))
+    return torch.where(y.isnan(), 0, code).to(torch.uint8)
+
+
+def element_values(qdata: Tensor, elem: ElemType) -> Tensor:
+    """FP32 values of stored elements."""
+    if not elem.is_coded:
+        return qdata.to(torch.float32)
+    return _values(elem).to(qdata.device)[qdata.to(torch.int64)]
+
+
+@functools.cache
+def _values(elem: ElemType) -> Tensor:
+    """The value of every code."""
+    mantissas, fields = 1 << elem.mantissa_bits, 1 << (elem.bits - 1 - elem.mantissa_bits)
+    step = 2.0 ** (elem.min_exponent - elem.mantissa_bits)
+    positive = [
+        (mantissa + mantissas * (field > 0)) * 2.0 ** (max(field, 1) - 1) * step
+        for field in range(fields)
+        for mantissa in range(mantissas)
+    ]
+    return torch.tensor(positive + [-value for value in positive])

@@ -1,0 +1,54 @@
+"""The mx operators: the IR between the passes, which create them, and the lowering, which reads them.
+
+MXFP8 has operators of its own (`mx`), because it has kernels of its own; all other formats share those of
+`general`, which take the format as a word. Both are functional and return contiguous tensors.
+"""
+
+from mxcompile.ops.define import SPECS as SPECS
+from mxcompile.ops.define import Spec as Spec
+from mxcompile.ops.general import decode as decode
+from mxcompile.ops.general import encode as encode
+from mxcompile.ops.general import encode_with as encode_with
+from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm
+from mxcompile.ops.general import encoded_mm as encoded_mm
+from mxcompile.ops.general import round_with as round_with
+from mxcompile.ops.general import scale_of as scale_of
+from mxcompile.ops.mx import dequantize as dequantize
+from mxcompile.ops.mx import flatten as flatten
+from mxcompile.ops.mx import grouped_mm as grouped_mm
+from mxcompile.ops.mx import grouped_product as grouped_product
+from mxcompile.ops.mx import quantize as quantize
+from mxcompile.ops.mx import quantize_both as quantize_both
+from mxcompile.ops.mx import quantize_dequantize as quantize_dequantize
+from mxcompile.ops.mx import quantize_mm as quantize_mm
+from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
+from mxcompile.ops.mx import scaled_mm as scaled_mm
+from mxcompile.ops.mx import weight_only_mm as weight_only_mm
+
+CASTS = frozenset(
+    op.overloadpacket
+    for op in (
+        quantize,
+        quantize_both,
+        dequantize,
+        quantize_dequantize,
+        encode,
+        decode,
+        scale_of,
+        encode_with,
+        round_with,
+    )
+)
+"""The operators that change the format of one tensor."""
+
+QUANTIZERS = frozenset({quantize, encode})
+"""Those that passes make of an operand: elements and scales."""
+
+GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overloadpacket})
+"""The operators that are one GEMM per group."""
+
+MX_PRODUCTS = frozenset({scaled_mm.overloadpacket, scaled_grouped_mm.overloadpacket})
+"""The operators that are a GEMM of MXFP8 operands."""
+
+PRODUCTS = frozenset({encoded_mm.overloadpacket, *GROUPED, *MX_PRODUCTS})
+"""The operators that are a GEMM of quantized operands."""

@@ -1,0 +1,36 @@
+"""How an operator is declared: schema, reference, and what its results look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("mx", "DEF")
+
+Spec = tuple[Sequence[Any], torch.dtype]
+"""Shape, of sizes that may be symbolic, and dtype of a result."""
+
+SPECS: dict[Any, Callable[..., list[Spec]]] = {}
+"""For every operator, what its results look like, from its arguments: the one place that says so."""
+
+
+def define(schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]]) -> Any:
+    """The operator of `schema`, run by `reference`, with results as `spec` says."""
+
+    def fake(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        results = tuple(
+            torch.empty(shape, dtype=dtype, device=x.device)
+            for shape, dtype in spec(x, *arguments, **keywords)
+        )
+        return results[0] if len(results) == 1 else results
+
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mx::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.mx, name).default
+    SPECS[op] = spec
+    return op

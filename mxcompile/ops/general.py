@@ -1,0 +1,169 @@
+"""Operators of any format, given by its word (`Format.of`). The implementations are the reference.
+
+    encode              x → qdata, scale
+    decode              qdata, scale → x, or the elements alone
+    scale_of            x → scale
+    encode_with         x, scale → qdata
+    round_with          x, scale → decode(encode_with(x)), without stored elements in between
+    encoded_mm          a[…, M, K] · b[…, K, N] (+ bias[N]), FP32 accumulation
+    encoded_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+
+Scales are E8M0 bytes or FP32, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that a tile
+spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a byte.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_tensors,
+    scale_shape,
+)
+from mxcompile.formats.encoding import (
+    encode_with as encode_elements,
+)
+from mxcompile.ops.define import Spec, define
+from mxcompile.ops.mx import grouped_product, spec_scaled_grouped_mm, spec_scaled_mm
+
+
+def _encode(x: Tensor, block_dim: int, fmt: str) -> tuple[Tensor, Tensor]:
+    return encode_tensors(x, block_dim, Format.of(fmt))
+
+
+def _spec_encode(x: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+    form = Format.of(fmt)
+    return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
+
+
+def _decode(qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return element_values(qdata, Format.of(fmt).elem).to(dtype).contiguous()
+    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype)
+
+
+def _spec_decode(
+    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype
+) -> list[Spec]:
+    return [(qdata.shape, dtype)]
+
+
+def _scale_of(x: Tensor, block_dim: int, fmt: str) -> Tensor:
+    return encode_tensors(x, block_dim, Format.of(fmt))[1]
+
+
+def _spec_scale_of(x: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+    return _spec_encode(x, block_dim, fmt)[1:]
+
+
+def _encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str) -> Tensor:
+    return encode_elements(x, scale, block_dim, Format.of(fmt))
+
+
+def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+    return _spec_encode(x, block_dim, fmt)[:1]
+
+
+def _round_with(
+    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+) -> Tensor:
+    qdata = _encode_with(x, scale, block_dim, fmt)
+    return _decode(qdata, scale if scaled else None, block_dim, fmt, dtype)
+
+
+def _spec_round_with(
+    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+) -> list[Spec]:
+    return [(x.shape, dtype)]
+
+
+def _encoded_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    format_a: str,
+    format_b: str,
+) -> Tensor:
+    a = _decode(a, scale_a, -1, format_a, torch.float32)
+    b = _decode(b, scale_b, -2, format_b, torch.float32)
+    out = a @ b
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
+def _spec_encoded_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    format_a: str,
+    format_b: str,
+) -> list[Spec]:
+    return spec_scaled_mm(a, scale_a, b, scale_b, bias, out_dtype)
+
+
+def _encoded_grouped_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    format_a: str,
+    format_b: str,
+) -> Tensor:
+    a = _decode(a, scale_a, -1, format_a, torch.float32)
+    b = _decode(b, scale_b, -2, format_b, torch.float32)
+    return grouped_product(a, b, offs).to(out_dtype)
+
+
+def _spec_encoded_grouped_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    format_a: str,
+    format_b: str,
+) -> list[Spec]:
+    return spec_scaled_grouped_mm(a, scale_a, b, scale_b, offs, out_dtype)
+
+
+encode = define(
+    "encode(Tensor x, int block_dim, str fmt) -> (Tensor qdata, Tensor scale)", _encode, _spec_encode
+)
+decode = define(
+    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype) -> Tensor",
+    _decode,
+    _spec_decode,
+)
+scale_of = define("scale_of(Tensor x, int block_dim, str fmt) -> Tensor", _scale_of, _spec_scale_of)
+encode_with = define(
+    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt) -> Tensor", _encode_with, _spec_encode_with
+)
+round_with = define(
+    "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype) -> Tensor",
+    _round_with,
+    _spec_round_with,
+)
+encoded_mm = define(
+    "encoded_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
+    " str format_a, str format_b) -> Tensor",
+    _encoded_mm,
+    _spec_encoded_mm,
+)
+encoded_grouped_mm = define(
+    "encoded_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
+    " ScalarType out_dtype, str format_a, str format_b) -> Tensor",
+    _encoded_grouped_mm,
+    _spec_encoded_grouped_mm,
+)

@@ -1,0 +1,149 @@
+"""The casts of every format of the table, against numbers of ml_dtypes, numpy and torchao."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from reference import scale_byte_of
+
+from mxcompile.formats import PRECISIONS, Choices, Format, Rounding, ScaleType, Tile
+from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors, to_elements
+
+DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+ROWS = [row for row in PRECISIONS.values() if row.quantizes]
+ELEMS = {elem.name: elem for row in ROWS for elem in row.elems}
+FORMATS = sorted(
+    {
+        str(fmt)
+        for row in ROWS
+        for word in row.tiles
+        for elem in row.elems
+        for operands in [row.formats(Choices(elem=elem, grad_elem=elem, tiles=(word,)))]
+        for fmt in (operands.x, operands.w)
+    }
+)
+BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ELEMS)
+def test_elements_are_those_of_ml_dtypes(name: str):
+    """Every BF16 value in range, and FP32 values around every midpoint of two elements."""
+    elem = ELEMS[name]
+    grid = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
+    grid = grid[grid.isfinite()].unique()
+    middles = (grid[1:] + grid[:-1]) / 2
+    around = torch.cat([middles, middles.nextafter(grid[1:]), middles.nextafter(grid[:-1]), grid])
+    plain = BF16.to(torch.float32)
+    values = torch.cat([plain[plain.abs() <= elem.max], around])
+    expected = values.numpy().astype(DTYPES[name])
+    found = to_elements(values, elem)
+    np.testing.assert_array_equal(found.view(torch.uint8).numpy(), expected.view(np.uint8))
+    np.testing.assert_array_equal(element_values(found, elem).numpy(), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("name", ELEMS)
+def test_e8m0_scales_of_every_bf16_amax(name: str, rounding: Rounding):
+    elem = ELEMS[name]
+    fmt = Format(elem=elem, rounding=rounding)
+    blocks = torch.zeros(BF16.numel(), 32)
+    blocks[:, 9] = BF16.to(torch.float32)
+    _, found = encode_tensors(blocks, -1, fmt)
+    parts = (elem.max, elem.emax, elem.mantissa_bits)
+    expected = [scale_byte_of(abs(v), *parts, str(rounding)) for v in BF16.to(torch.float64).tolist()]
+    np.testing.assert_array_equal(found.squeeze(1).numpy(), expected)
+
+
+def fp32_reference(tile: np.ndarray, largest: float, dtype: type) -> tuple[np.float32, np.ndarray]:
+    """Scale and values of one tile that shares it, by numpy's FP32 division and ml_dtypes' elements."""
+    amax = np.abs(tile).max()
+    if not np.isfinite(amax):
+        return np.float32(np.nan), np.full(tile.shape, np.nan, np.float32)
+    with np.errstate(under="ignore"):
+        scale = np.float32(amax) / np.float32(largest)
+        scale = np.float32(1) if scale == 0 else scale
+        over = np.clip(tile / scale, -np.float32(largest), np.float32(largest))
+        return scale, over.astype(dtype).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_fp32_scales_of_every_bf16_amax(name: str):
+    elem = ELEMS[name]
+    fmt = Format(elem=elem, rounding=None, tile=Tile.CHANNEL, scale=ScaleType.FP32)
+    rows = BF16.to(torch.float32)[:, None] * torch.tensor([1.0, 0.7, -0.31, 0.013, 0.0])
+    qdata, scale = encode_tensors(rows, -1, fmt)
+    value = decode_tensors(qdata, scale, -1, fmt, torch.float32)
+    for row in range(0, len(rows), 7):
+        wanted, values = fp32_reference(rows[row].numpy(), elem.max, DTYPES[name])
+        np.testing.assert_array_equal(scale[row, 0].numpy(), wanted)
+        np.testing.assert_array_equal(value[row].numpy(), values)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (130, 257), (0, 4), (4, 0), (2, 40, 70)], ids=str)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("word", FORMATS)
+def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
+    """Cut in Python into the tiles of the format; each is cast for itself."""
+    fmt = Format.of(word)
+    gen = torch.Generator().manual_seed(len(word))
+    spread = torch.exp2(torch.randint(-30, 30, (*shape[:-1], 1), generator=gen).float())
+    x = torch.randn(shape, generator=gen) * spread
+    qdata, scale = encode_tensors(x, dim, fmt)
+    value = decode_tensors(qdata, scale, dim, fmt, torch.float32)
+    assert qdata.shape == x.shape == value.shape
+    along, across = (fmt.tile.along or 10**9), (fmt.tile.across or 10**9)
+    rows, columns = (across, along) if dim == -1 else (along, across)
+    whole = fmt.tile == Tile.TENSOR
+    batches = [(x, value)] if whole or x.ndim == 2 else list(zip(x, value, strict=True))
+    for source, found in batches:
+        flat = source if source.ndim == 2 else source.reshape(1, -1)
+        got = found if found.ndim == 2 else found.reshape(1, -1)
+        for top in range(0, flat.shape[0], rows):
+            for left in range(0, flat.shape[1], columns):
+                tile = flat[top : top + rows, left : left + columns].numpy()
+                part = got[top : top + rows, left : left + columns].numpy()
+                if fmt.rounding is None:
+                    _, expected = fp32_reference(tile, fmt.elem.max, DTYPES[fmt.elem.name])
+                else:
+                    parts = (fmt.elem.max, fmt.elem.emax, fmt.elem.mantissa_bits)
+                    byte = scale_byte_of(float(np.abs(tile).max()), *parts, str(fmt.rounding))
+                    power = 2.0 ** (byte - 127)
+                    over = np.clip(tile.astype(np.float64) / power, -fmt.elem.max, fmt.elem.max)
+                    expected = (
+                        over.astype(np.float32).astype(DTYPES[fmt.elem.name]).astype(np.float32) * power
+                    )
+                np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("word", FORMATS)
+def test_nan_and_inf_surface(word: str, bad: float):
+    fmt = Format.of(word)
+    x = torch.ones(256, 256)
+    x[3, 200] = bad
+    value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
+    clean = decode_tensors(*encode_tensors(torch.ones(256, 256), -1, fmt), -1, fmt, torch.float32)
+    across, along = fmt.tile.across or 256, fmt.tile.along or 256
+    rows = slice(3 // across * across, (3 // across + 1) * across)
+    columns = slice(200 // along * along, (200 // along + 1) * along)
+    assert value[rows, columns].isnan().all()
+    clean[rows, columns] = torch.nan
+    torch.testing.assert_close(value, clean, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("word", ["e3m2 1x32 floor", "e2m3 1x32 floor", "e2m1 1x32 floor"])
+def test_sub_byte_values_are_those_of_torchao(word: str):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    fmt = Format.of(word)
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    names = {"e3m2": "fp6_e3m2", "e2m3": "fp6_e2m3", "e2m1": torch.float4_e2m1fn_x2}
+    scale, packed = mx.to_mx(x, names[fmt.elem.name], 32, mx.ScaleCalculationMode.FLOOR)
+    wanted = mx.to_dtype(packed, scale, names[fmt.elem.name], 32, torch.float32)
+    found = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
+    assert torch.equal(found, wanted)

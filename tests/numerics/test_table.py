@@ -1,0 +1,88 @@
+"""The table of precisions: a row of one's own, from the policy's word to the compiled gradient."""
+
+import pytest
+import torch
+from reference import sqnr_db
+from torch import nn
+
+import mxcompile
+from mxcompile import Policy
+from mxcompile.errors import FormatError, PolicyError
+from mxcompile.formats import PRECISIONS, ElemType, Format, Precision, Tile, Tiles, precisions
+
+TOY = ElemType(name="e2m2", dtype=torch.uint8, max=7.0, emax=2, mantissa_bits=2, min_exponent=0, bits=5)
+
+
+@pytest.fixture
+def toy():
+    row = Precision(name="toy5", label="TOY5", elems=(TOY,), tiles={"8": Tiles(x=Tile(1, 8), w=Tile(8, 8))})
+    precisions.add(row)
+    yield row
+    del PRECISIONS["toy5"]
+
+
+def cast_by_hand(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """E2M2 with a power of two for `rows` × 8 elements, in FP64, from the list of its values."""
+    grid = sorted({s * m * 2.0**e for s in (1, -1) for m in (1, 1.25, 1.5, 1.75) for e in (0, 1, 2)})
+    grid = torch.tensor(sorted({*grid, *(s * q / 4 for s in (1, -1) for q in range(4))}), dtype=torch.float64)
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for top in range(0, x.shape[0], rows):
+        for left in range(0, x.shape[1], 8):
+            tile = x[top : top + rows, left : left + 8].double()
+            exponent = torch.frexp(tile.abs().max() / 7.0).exponent
+            scale = 2.0 ** (int(exponent) - (tile.abs().max() / 7.0 == 2.0 ** (int(exponent) - 1)).int())
+            nearest = (tile[..., None] / scale - grid).abs().argmin(-1)
+            out[top : top + rows, left : left + 8] = grid[nearest] * scale
+    return out
+
+
+def test_a_row_of_ones_own_trains(toy: Precision):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(40, 24, bias=False), torch.randn(16, 40, requires_grad=True)
+    policy = Policy.from_dict({"version": 1, "rules": [{"match": {"name": "*"}, "use": "toy5"}]})
+    mxcompile.clear_reports()
+    y = torch.compile(linear, backend="mxfp8", options={"policy": policy})(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    w = linear.weight.detach()
+    assert sqnr_db(cast_by_hand(x.detach(), 1) @ cast_by_hand(w, 8).t(), y) > 100
+    assert sqnr_db(cast_by_hand(dy, 1) @ cast_by_hand(w, 8), x.grad) > 100
+    along_tokens = cast_by_hand(dy.t(), 1), cast_by_hand(x.detach().t(), 1)
+    assert sqnr_db(along_tokens[0] @ along_tokens[1].t(), linear.weight.grad) > 100
+    report = mxcompile.reports()[-1]
+    assert {gemm.precision for gemm in report.gemms} == {"toy5"}
+    assert {str(fmt) for gemm in report.gemms for fmt in gemm.formats} == {
+        "x:e2m2 1x8 rceil",
+        "w:e2m2 8x8 rceil",
+        "dy:e2m2 1x8 rceil",
+    }
+    assert "TOY5" in str(report)
+
+
+def test_a_word_is_taken_once(toy: Precision):
+    with pytest.raises(FormatError, match="there is a precision 'toy5' already"):
+        precisions.add(toy)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        ({"precision": "fp8", "rounding": "floor"}, "'rounding' is no choice of fp8"),
+        ({"precision": "mxfp8", "scaling": "tensor"}, "'scaling' is no choice of mxfp8"),
+        ({"precision": "mxfp4", "elem_dtype": "e5m2"}, "'elem_dtype' is no choice of mxfp4"),
+        ({"precision": "mxfp8", "block": 48}, "unknown block 48"),
+        ({"precision": "mxfp8", "block": 64, "weight_block": "32x32"}, "blocks of 32 alone"),
+        ({"precision": "fp8", "scaling": "delayed"}, "unknown scaling 'delayed'"),
+    ],
+)
+def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], said: str):
+    with pytest.raises(PolicyError, match=said):
+        Policy.from_dict({"version": 1, "rules": [{"match": {"role": "qkv"}, "use": use}]})
+
+
+def test_words_of_formats_are_read_back():
+    for row in PRECISIONS.values():
+        for tiles in row.tiles:
+            operands = row.formats(precisions.Choices(tiles=(tiles,)))
+            for fmt in (operands.x, operands.w, operands.dy):
+                assert Format.of(str(fmt)) == fmt
