@@ -20,6 +20,7 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings of the casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
@@ -118,7 +119,9 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
         Native(target=target, device=device.type).apply(graph)
         Fuse(target=target).apply(graph)
         Pair().apply(graph)
-    Expand(reasons=_weight_only(graph, target, device)).apply(graph)
+    reasons = _weight_only(graph, target, device)
+    reasons |= VendorFP8(target=target, device=device.type).apply(graph)
+    Expand(reasons=reasons).apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)
         if tags and not tags[0].kernel:

@@ -19,18 +19,19 @@ from mxcompile.formats import ScaleLayout
 class Peak:
     """What the vendor's data sheet promises for dense products of one chip of a target.
 
-    chip: which. bf16_tflops, mxfp8_tflops: 10¹² operations a second; the latter only where it is native.
+    chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
+    they are native, of operands with a scale a block of 32 and with one a tensor or channel.
     bandwidth_gbs: of device memory, 10⁹ bytes a second.
     """
 
     chip: str
     bf16_tflops: float
     mxfp8_tflops: float
+    fp8_tflops: float
     bandwidth_gbs: float
 
-    def time_us(self, *, flops: float, in_bf16: bool, num_bytes: float) -> float:
+    def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
         """The least time for so many operations and bytes of memory traffic, overlapped perfectly."""
-        tflops = self.bf16_tflops if in_bf16 else self.mxfp8_tflops
         return max(flops / (tflops * 1e6), num_bytes / (self.bandwidth_gbs * 1e3))
 
 
@@ -44,7 +45,8 @@ class Target:
     tmem_columns: tensor memory of an SM, in columns of 128 words. max_registers: 32-bit registers a thread
     may have before it spills. encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the
     chip's own, rounding once; integers do it otherwise. stores_fp8: whether the device's code has tensors of
-    those types; bytes stand for them otherwise. scale_layout: what the chip's MX GEMM reads fastest. peak:
+    those types; bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's
+    FP8 GEMM takes. scale_layout: what the chip's MX GEMM reads fastest. peak:
     for estimates, if there is one.
     """
 
@@ -61,6 +63,7 @@ class Target:
     encodes_fp8: bool = False
     decodes_fp8: bool = False
     stores_fp8: bool = False
+    fp8_tiles: frozenset[str] = frozenset()
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     peak: Peak | None = None
 
@@ -68,6 +71,9 @@ class Target:
     def native(self) -> bool:
         """Whether the chip multiplies MX operands itself."""
         return bool(self.mma)
+
+
+_FP8_TILES = frozenset({"tensor", "channel"})
 
 
 def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
@@ -82,6 +88,7 @@ def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: 
         decodes_fp8=decodes,
         encodes_fp8=encodes,
         stores_fp8=decodes,
+        fp8_tiles=_FP8_TILES if decodes else frozenset(),
         **columns,
     )
 
@@ -108,11 +115,18 @@ _TCGEN05: dict[str, Any] = {
 }
 
 
-def _peak(chip: str, bf16_tflops: float, bandwidth_gbs: float, mxfp8_tflops: float = 0.0) -> Peak:
+def _peak(
+    chip: str,
+    bf16_tflops: float,
+    bandwidth_gbs: float,
+    mxfp8_tflops: float = 0.0,
+    fp8_tflops: float = 0.0,
+) -> Peak:
     return Peak(
         chip=chip,
         bf16_tflops=bf16_tflops,
         mxfp8_tflops=mxfp8_tflops or bf16_tflops,
+        fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
         bandwidth_gbs=bandwidth_gbs,
     )
 
@@ -122,8 +136,8 @@ TARGETS = {
     for target in (
         Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler", stores_fp8=True),
         _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039)),
-        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864)),
-        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800)),
+        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864, fp8_tflops=733)),
+        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800, fp8_tflops=1979)),
         _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 4500), **_TCGEN05),
         _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 4500), **_TCGEN05),
         _nvidia(120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 419)),
@@ -134,6 +148,7 @@ TARGETS = {
             256,
             160,
             mma="v_mfma_scale",
+            fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
             peak=_peak("MI355X", 2516, 8000, 5033),

@@ -19,6 +19,11 @@ def add_to(commands: Any) -> None:
     add_policy(command)
     command.add_argument("--target", default="auto", help="cpu, sm_90, sm_100, gfx950, … (default auto)")
     command.add_argument("--inference", action="store_true", help="forward only")
+    command.add_argument(
+        "--compare",
+        metavar="POLICIES",
+        help="policies, separated by commas, to set side by side: share, saved bytes, estimated time",
+    )
     add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
@@ -36,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import form_of
 
     check_output(options, form_of)
+    if options.compare is not None:
+        return _compare(options)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         report = explain(
@@ -55,4 +62,29 @@ def run(options: argparse.Namespace) -> int:
     else:
         report.save(options.output)
         print(f"{report.summary.flop_share:.1%} of matmul FLOPs in MXFP8; written to {options.output}")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Print one row for each policy."""
+    from mxcompile.cli.models import load_model
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.errors import OptionError
+    from mxcompile.explain.compare import compare
+    from mxcompile.policy import Policy
+
+    if options.output is not None:
+        raise OptionError("--compare prints a table: it writes no report, leave out --output")
+    policies = [Policy.resolve(word.strip()) for word in options.compare.split(",")]
+    with quiet():
+        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+        found = compare(
+            loaded.model,
+            *loaded.args,
+            policies=policies,
+            target=options.target,
+            training=not options.inference,
+            kwargs=loaded.kwargs,
+        )
+    print(found)
     return 0

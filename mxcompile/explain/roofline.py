@@ -1,13 +1,16 @@
-"""Roofline estimates: how long a GEMM takes at best, in MXFP8 with its casts and in BF16.
+"""Roofline estimates: how long a GEMM takes at best, quantized with its casts and in BF16.
 
     BF16            max(2mnk / bf16, 2(mk + kn + mn) / bandwidth)
-    MXFP8, native   max(2mnk / mxfp8, (33/32 (mk + kn) + 2mn) / bandwidth) + casts
-    MXFP8, emulated BF16's, + casts
+    native          max(2mnk / rate of the format, (b (mk + kn) + 2mn) / bandwidth) + casts
+    emulated        BF16's, + casts
 
-A cast writes 33/32 bytes an element (2 where the GEMM is emulated and reads BF16) and reads half of the BF16
-source: its two layouts share one read. The cast of an input that sibling layers share (q, k and v; gate and
-up) is divided between them. Not in it: norms, activations, the optimizer, communication and launches, which
-BF16 has too. A cast that fuses with its producer costs less. An estimate, never a measurement.
+b is the bytes of an element with its share of a scale, 33/32 for MXFP8.
+
+A cast writes b bytes an element (2 where the GEMM is emulated and reads BF16) and reads half of the BF16
+source: its two layouts share one read. One scale for the tensor takes a read more. The cast of an input that
+sibling layers share (q, k and v; gate and up) is divided between them. Not in it: norms, activations, the
+optimizer, communication and launches, which BF16 has too. A cast that fuses with its producer costs less. An
+estimate, never a measurement.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from mxcompile.formats import BLOCK, is_quantized
-from mxcompile.lowering.targets import TARGETS, Peak
+from mxcompile.formats import BLOCK, Format, ScaleType, Tile, is_quantized
+from mxcompile.lowering.targets import TARGETS, Peak, Target
 from mxcompile.report import GemmRecord, Report
 
 _QUANTIZED = 1 + 1 / BLOCK
@@ -34,7 +37,7 @@ def estimate(report: Report) -> Report:
         dataclasses.replace(
             gemm,
             estimate_bf16_us=_bf16_us(gemm, target.peak),
-            estimate_us=_us(gemm, target.peak, target.native, siblings[_siblings(gemm)]),
+            estimate_us=_us(gemm, target.peak, target, siblings[_siblings(gemm)]),
         )
         for gemm in report.gemms
     )
@@ -54,22 +57,36 @@ def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
 
 def _bf16_us(gemm: GemmRecord, peak: Peak) -> float:
     a, b, out = _elements(gemm)
-    return peak.time_us(flops=gemm.flops, in_bf16=True, num_bytes=_BF16 * (a + b + out))
+    return peak.time_us(flops=gemm.flops, tflops=peak.bf16_tflops, num_bytes=_BF16 * (a + b + out))
 
 
-def _us(gemm: GemmRecord, peak: Peak, native: bool, siblings: int) -> float:
+def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     if not is_quantized(gemm.precision):
         return _bf16_us(gemm, peak)
     a, b, out = _elements(gemm)
-    written = _QUANTIZED if native else _BF16
+    forms = [Format.of(f"{fmt.elem} {fmt.block} {fmt.rounding}") for fmt in gemm.formats]
+    tflops = _native_tflops(forms, peak, target)
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
-    cast_bytes = (_READ + written) * sum(n / share for n, share in zip((a, b), shares, strict=True))
+    cast_bytes = product_bytes = 0.0
+    for numel, form, share in zip((a, b), forms, shares, strict=True):
+        reads = 2 * _READ if form.tile == Tile.TENSOR else _READ
+        stored = _QUANTIZED if form.is_mx else form.bytes_per_element
+        cast_bytes += (reads + (stored if tflops else _BF16)) * numel / share
+        product_bytes += stored * numel
     product = (
-        peak.time_us(flops=gemm.flops, in_bf16=False, num_bytes=_QUANTIZED * (a + b) + _BF16 * out)
-        if native
+        peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + _BF16 * out)
+        if tflops
         else _bf16_us(gemm, peak)
     )
-    return product + peak.time_us(flops=0, in_bf16=True, num_bytes=cast_bytes)
+    return product + peak.time_us(flops=0, tflops=peak.bf16_tflops, num_bytes=cast_bytes)
+
+
+def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:
+    """The rate of products of these formats where the chip multiplies them itself, else 0."""
+    if all(form.is_mx for form in forms):
+        return peak.mxfp8_tflops if target.native else 0.0
+    tiles = {str(form.tile) for form in forms if form.scale is ScaleType.FP32}
+    return peak.fp8_tflops if len(tiles) == 1 and tiles <= target.fp8_tiles else 0.0
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:

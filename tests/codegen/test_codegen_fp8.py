@@ -1,0 +1,56 @@
+"""FP8 with FP32 scales on chips with an FP8 GEMM: the vendor's `_scaled_mm`, in the layouts that it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mxcompile
+
+SCALED = "extern_kernels._scaled_mm"
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 512, dtype=torch.bfloat16)
+        self.down = nn.Linear(512, width, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def generated(preset: str, target: str, width: int = 256, **options: bool):
+    policy = {"version": 1, "preset": preset}
+    x = torch.randn(128, width, dtype=torch.bfloat16)
+    return mxcompile.codegen(Mlp(width), x, target=target, policy=policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "preset"),
+    [
+        ("sm_90", "fp8_tensor"),
+        ("sm_90", "fp8_rowwise"),
+        ("sm_89", "fp8_tensor"),
+        pytest.param("sm_100", "fp8_rowwise", marks=pytest.mark.slow),
+        pytest.param("gfx950", "fp8_tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_every_product_is_the_vendors(target: str, preset: str):
+    result = generated(preset, target)
+    assert not result.problems
+    launched = [launch for launch in result.launches if launch.kernel == SCALED]
+    assert len(launched) == len(result.report.gemms) == 5  # the input needs no gradient
+    word = {"fp8_tensor": "tensor", "fp8_rowwise": "channel"}[preset]
+    assert {gemm.kernel for gemm in result.report.gemms} == {f"aten._scaled_mm ({word} scales)"}
+
+
+def test_sizes_it_does_not_take_are_emulated_with_the_reason():
+    result = generated("fp8_tensor", "sm_90", width=250, training=False)
+    assert not result.problems
+    kernels = {gemm.name: gemm.kernel for gemm in result.report.gemms}
+    assert kernels == {
+        "up": "aten.mm (bfloat16, scaled after); the FP8 GEMM takes multiples of 16 (k=250)",
+        "down": "aten.mm (bfloat16, scaled after); the FP8 GEMM takes multiples of 16 (n=250)",
+    }

@@ -1,0 +1,36 @@
+"""Policies side by side: each row is what `explain` says under that policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mxcompile
+from mxcompile.errors import PolicyError
+from mxcompile.explain.compare import compare
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(torch.bfloat16)
+
+
+def test_rows_are_those_of_explain():
+    x = torch.randn(1024, 512, dtype=torch.bfloat16)
+    names = ["nvidia", "fp8_rowwise", "bf16"]
+    found = compare(model(), x, policies=names, target="sm_90")
+    alone = [mxcompile.explain(model(), x, policy=name, target="sm_90").summary for name in names]
+    summaries = [report.summary for report in found.reports]
+    assert [s.estimate_us for s in summaries] == [s.estimate_us for s in alone]
+    mx, fp8, plain = (s.estimate_us or 0 for s in summaries)
+    assert fp8 < plain < mx  # an FP8 GEMM; the model's own; one that is emulated
+    lines = str(found).splitlines()
+    assert lines[0] == "target sm_90, estimated"
+    assert [line.split()[1:3] for line in lines[-3:]] == [
+        ["nvidia", "100.0%"], ["fp8_rowwise", "100.0%"], ["bf16", "0.0%"]
+    ]  # fmt: skip
+
+
+def test_a_policy_that_is_none_is_an_error():
+    with pytest.raises(PolicyError, match="fp8_row"):
+        compare(model(), torch.randn(4, 512), policies=["nvidia", "fp8_row"], target="sm_90")
