@@ -72,6 +72,6 @@ def _is_stored(tag: GemmTag, fmt: Format) -> bool:
     return (
         tag.gemm is Gemm.FPROP
         and fmt.elem.dtype is tag.stored
-        and fmt.tile is Tile.ROW
+        and fmt.tile == Tile.ROW
         and fmt.rounding is Rounding.RCEIL
     )
