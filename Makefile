@@ -62,7 +62,7 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet --editable '.[demo,test,lint,docs]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --editable '.[demo,test,trainers,lint,docs]' -c $(CONSTRAINTS)
 	touch $@ $(VENV)/.demo
 
 # timm and vit-pytorch without their torchvision: PyPI's loads beside one build of torch only, and where it does

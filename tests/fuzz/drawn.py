@@ -213,7 +213,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Stem, blocks, head; `wrapper` is how blocks are called."""
+    """Stem, blocks, head; `wrapper` is how blocks are called.
+
+    Graph breaks are outside the loop: inside, Dynamo gives up the frame and compiles the blocks' own, of which
+    equal ones share one code.
+    """
 
     def __init__(self, case: Drawn) -> None:
         super().__init__()
@@ -232,10 +236,12 @@ class Model(nn.Module):
             x = self.embed(x)
         if self.stem is not None:
             x = self.stem(x).transpose(1, 2)
+        if self.wrapper == "graph break":
+            torch._dynamo.graph_break()
         for block in self.blocks:
-            if self.wrapper == "graph break":
-                torch._dynamo.graph_break()
             x = checkpoint(block, x, use_reentrant=False) if self.wrapper == "checkpoint" else block(x)
+        if self.wrapper == "graph break":
+            torch._dynamo.graph_break()
         return self.head(self.norm(x))
 
 
