@@ -215,7 +215,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Stem, blocks, head; `wrapper` is how blocks are called.
 
-    Graph breaks are outside the loop: inside, Dynamo gives up the frame and compiles the blocks' own, of which
+    Graph breaks are outside the loop: inside, Dynamo gives up the frame and compiles those of the blocks, and
     equal ones share one code.
     """
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from eager_backend import EagerBackend
 from made_reports import kept, record, report, training
 from torch import nn
@@ -280,3 +281,29 @@ def test_the_plan_of_a_model_is_in_its_report():
 def test_gathering_without_ranks_is_what_this_process_has():
     step()
     assert mxcompile.gather_reports() == mxcompile.reports()
+
+
+def _stage(rank: int, folder: Path) -> None:
+    from mxcompile.report import REGISTRY
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mxcompile.clear_reports()
+    ledger = REGISTRY.open(object(), Ledger(target="cpu", policy="p", path=folder / "mx_{rank}.json"))
+    REGISTRY.put(ledger, None, Part(gemms=(*training(f"layers.{rank}.up"),)))
+    (found,) = mxcompile.gather_reports()
+    found.save(folder / f"merged_{rank}.json")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_gather_one_report(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_stage, args=(rank, tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    own = [Report.load(tmp_path / f"mx_{rank}.json") for rank in range(2)]
+    first, second = (Report.load(tmp_path / f"merged_{rank}.json") for rank in range(2))
+    assert first == second == Report.merged(own)
+    assert [g.name for g in first.gemms] == ["layers.0.up"] * 3 + ["layers.1.up"] * 3
