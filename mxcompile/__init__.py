@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mxcompile.checkpoint import load_quantized as load_quantized
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
+    from mxcompile.compiler.front import compile as compile  # noqa: A004
     from mxcompile.explain import explain as explain
     from mxcompile.offline import CodegenResult as CodegenResult
     from mxcompile.offline import codegen as codegen
@@ -49,6 +50,7 @@ _HOME = {
     "audit": "mxcompile.audit",
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",
+    "compile": "mxcompile.compiler.front",
     "explain": "mxcompile.explain",
     "StoredWeights": "mxcompile.serving",
     "gather_reports": "mxcompile.report",

@@ -27,11 +27,12 @@ _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decide:
-    """Options: `policy`; `strict`, raise instead of falling back."""
+    """Options: `policy`; `strict`, raise instead of falling back; `cut`, why this is not the whole model."""
 
     name: ClassVar[str] = "decide"
     policy: Policy
     strict: bool = False
+    cut: str = ""
 
     def apply(self, graph: fx.Graph) -> None:
         """Set choice and formats in every tag of `graph`. Raises `UnsupportedError` in strict mode."""
@@ -45,7 +46,7 @@ class Decide:
         for gemms in layers.values():
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
-                decided = _decided(node, tag, decision)
+                decided = self._explained(_decided(node, tag, decision))
                 set_tag(node, decided)
                 if decided.formats is None and _wanted(tag, decision):
                     assert decided.choice is not None
@@ -56,6 +57,13 @@ class Decide:
                 f"strict: the policy sends these to {labels(wanted)}, but they cannot go there:\n  "
                 + "\n  ".join(refused)
             )
+
+    def _explained(self, tag: GemmTag) -> GemmTag:
+        """`tag`, its reason with the cut that it was decided in the face of."""
+        if not self.cut or tag.whole is not None or tag.choice is None:
+            return tag
+        reason = f"{tag.choice.reason}; of the model in sight: {self.cut}"
+        return replace(tag, choice=replace(tag.choice, reason=reason))
 
 
 def _wanted(tag: GemmTag, decision: Decision) -> bool:
@@ -80,15 +88,15 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
 def _decided(node: fx.Node, tag: GemmTag, decision: Decision) -> GemmTag:
     choice = decision.choice(tag.gemm)
     if choice.formats is not None:
-        obstacle = _obstacle(node)
-        if obstacle is None:
+        found = obstacle(node)
+        if found is None:
             left, right = map(choice.formats.of, tag.tensors)
             return replace(tag, choice=choice, formats=(left, right), saved=decision.saved)
-        choice = Choice(precision=KEPT.name, reason=obstacle)
+        choice = Choice(precision=KEPT.name, reason=found)
     return replace(tag, choice=choice)
 
 
-def _obstacle(node: fx.Node) -> str | None:
+def obstacle(node: fx.Node) -> str | None:
     """What keeps the operands of the GEMM `node` from being quantized, or None."""
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return f"unsupported operator {packet(node)}"

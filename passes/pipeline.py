@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from torch import fx
@@ -14,12 +14,15 @@ from torch import fx
 from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.printer import Printed
+from mxcompile.graph.tags import GemmTag
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
+from mxcompile.passes.follow import Follow
 from mxcompile.passes.restore import Restore
 from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
+from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.passes.save import Save
 from mxcompile.passes.share import Share
 from mxcompile.passes.split import Split
@@ -46,13 +49,20 @@ def joint_passes(
     prefix: str = "",
     first_index: int = 0,
     blocks: Blocks | None = None,
+    cut: str = "",
+    known: Mapping[str, tuple[GemmTag, ...]] | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes over a joint or inference graph, in order."""
+    """The passes over a joint or inference graph, in order.
+
+    cut: why the graph is but a part of a model, "" if it is all. known: of a part, the GEMMs of the whole.
+    """
+    follow = (Follow(known=known or {}),) if cut else ()
     return (
         Split(),
         Find(inputs=inputs, prefix=prefix, first_index=first_index, blocks=blocks or Blocks()),
-        Classify(inputs=inputs),
-        Decide(policy=policy, strict=strict),
+        Classify(inputs=inputs, cuts=Cuts(inputs=None, outputs=None) if cut else Cuts()),
+        *follow,
+        Decide(policy=policy, strict=strict, cut=cut),
         Rewrite(),
         Reuse(),
         Restore(),

@@ -5,8 +5,7 @@
         partitioned      what is saved for backward is counted
         before lowering  mx GEMMs become what the target runs
 
-The report is made by the hooks. When AOTAutograd's cache answers, no hook runs; the report then comes from
-the store (see `store`), and if it is gone, from tracing the graph again without compiling it.
+Of a graph that is but a part of a model, the plan of the whole says what its layers are (see `plans`).
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from typing import Any, Never, cast
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
+from mxcompile.compiler import sharing
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.entry import check_plan, publish
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
@@ -40,6 +41,7 @@ class Backend:
     that layer names are relative to; by default the module ``torch.compile`` was applied to. block: the
     part of `root` this backend is for, when blocks are compiled one by one: Dynamo reuses a block's code
     for the next one if their backends are equal, and these are if the policy treats both blocks alike.
+    parts: paths of the modules of `root` that are compiled, where the others stay as they are.
     Raises `OptionError`, `PolicyError` or `TargetError`.
     """
 
@@ -54,11 +56,13 @@ class Backend:
         mode: str | None = None,
         root: nn.Module | None = None,
         block: nn.Module | None = None,
+        parts: tuple[str, ...] | None = None,
         **unknown: Never,
     ) -> None:
         given = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
         self.options = Options.parse(mode, {**given, **unknown})
         self.root = root
+        self.parts = parts
         self._identity = (self.options.fingerprint(), self.options.report, self._within(block))
 
     def _within(self, block: nn.Module | None) -> object:
@@ -74,7 +78,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
         """Compile `gm`. Called by Dynamo."""
-        return compile_graph(gm, example_inputs, self.options, self.root)
+        return compile_graph(gm, example_inputs, self.options, self.root, self.parts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Backend) and self._identity == other._identity
@@ -98,19 +102,25 @@ def mxfp8(
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, root: nn.Module | None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    root: nn.Module | None,
+    parts: tuple[str, ...] | None = None,
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     warn_once()
     found = capture(gm, example_inputs, root)
     compilation = Compilation(options, found, gm, resolve(options.target, found.device))
+    check_plan(compilation, parts)
+    sharing.guard(found, options.policy, unlimited=parts is not None)
     compiled = compile_fx(
         gm,
         example_inputs,
         config_patches=compilation.config_patches(),
         decompositions=table(),
     )
-    compilation.finish(gm, example_inputs)
+    publish(compilation, gm, example_inputs)
     return cast(Compiled, compiled)
 
 

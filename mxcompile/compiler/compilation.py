@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import CompileContext
 from torch._inductor import config, list_mode_options
 
-from mxcompile.compiler import store
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
@@ -28,10 +24,8 @@ from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.policy import Gemm
-from mxcompile.report import REGISTRY, Ledger, Part
-from mxcompile.rules import check_rules, layers_of, shared_code, with_complaints
-
-log = logging.getLogger(__name__)
+from mxcompile.report import Part
+from mxcompile.rules import layers_of, with_complaints
 
 
 def _once(_: str) -> int:
@@ -41,7 +35,9 @@ def _once(_: str) -> int:
 class Compilation:
     """State of one compile. The hooks may run late (backward is lowered after forward has returned).
 
-    count: how many layers the module at a path stands for, where only some of equal ones are traced.
+    count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
+    what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
+    kernels become known.
     """
 
     def __init__(
@@ -55,34 +51,15 @@ class Compilation:
         self.options = options
         self.found = found
         self.target = target
+        self.part = _empty(gm)
+        self.traced = False
+        self.lowered = False
+        self.changed: Callable[[], None] = _nobody
         self._count = count
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        self._broken = bool(getattr(reason, "graph_break", False))
-        self._part = Part(graph_breaks=int(self._broken), warnings=self._warnings())
-        self._traced = False
-        self._lowered = False
-        self._index: int | None = None
-        self._ledger = Ledger(
-            target=target.name,
-            policy=options.policy.label,
-            path=options.report,
-            group=options.fingerprint(),
-            model=found.root,
-        )
 
-    @property
-    def part(self) -> Part:
-        """What is known so far."""
-        return self._part
-
-    def _warnings(self) -> tuple[str, ...]:
-        if self.found.root is None or not self.found.prefix:
-            return ()
-        sentence = shared_code(self.options.policy, self.found.root, self.found.prefix, self.found.blocks)
-        if sentence is None:
-            return ()
-        log.warning("%s", sentence)
-        return (sentence,)
+    def again(self, gm: fx.GraphModule) -> Compilation:
+        """A fresh one for the same graph."""
+        return Compilation(self.options, self.found, gm, self.target, self._count)
 
     # -- configuration ---------------------------------------------------------------------------
 
@@ -112,17 +89,20 @@ class Compilation:
         """What the lowering decides on a graph that the passes are done with, on the target's device."""
         start = time.perf_counter()
         lowering.run_joint(graph, self.target, self.found.device)
-        self._update(pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
         """The passes over a joint or inference graph, or over a subgraph of one."""
+        plan = self.found.planned.plan
         steps = passes.joint_passes(
             inputs=self.found.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
             prefix=self.found.prefix,
-            first_index=len(self._part.gemms),
+            first_index=len(self.part.gemms),
             blocks=self.found.blocks,
+            cut=self.found.cut,
+            known=None if plan is None else plan.by_name,
         )
         start = time.perf_counter()
         try:
@@ -131,30 +111,30 @@ class Compilation:
             raise self._with_rules(error, graph) from None
         held, in_bf16 = weight_bytes(graph, self._count)
         drawn = outline(graph, self.found.inputs, self.found.prefix)
-        self._traced = True
+        self.traced = True
         self._update(
-            gemms=(*self._part.gemms, *records(graph)),
-            outline=self._part.outline + drawn,
-            pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6,
-            weight_bytes=self._part.weight_bytes + held,
-            weight_bytes_bf16=self._part.weight_bytes_bf16 + in_bf16,
+            gemms=(*self.part.gemms, *records(graph)),
+            outline=self.part.outline + drawn,
+            pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
+            weight_bytes=self.part.weight_bytes + held,
+            weight_bytes_bf16=self.part.weight_bytes_bf16 + in_bf16,
             cache=_cache_state(),
         )
 
     def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
-        """`error` and what strict mode has against the rules, if `graph` completes the model."""
-        if self._broken or self.found.prefix:
+        """`error` and what strict mode has against the rules, if `graph` is the whole model."""
+        if self.found.cut:
             return error
-        known = layers_of((*REGISTRY.layers(self._ledger.group), *self._part.gemms))
         tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
-        return with_complaints(error, self.options.policy, (*known, *(tag.as_layer() for tag in tags)))
+        known = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
+        return with_complaints(error, self.options.policy, known)
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Forward and backward, just partitioned."""
         saved, without = saved_bytes(graphs[0].graph, num_forward_outputs, self._count)
         self._update(
-            saved_bytes=(self._part.saved_bytes or 0) + saved,
-            saved_bytes_bf16=(self._part.saved_bytes_bf16 or 0) + without,
+            saved_bytes=(self.part.saved_bytes or 0) + saved,
+            saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
         )
         if Flatten(num_outputs=num_forward_outputs).apply(graphs[0].graph, graphs[1].graph):
             for module in graphs:
@@ -164,54 +144,28 @@ class Compilation:
         """A forward, backward or inference graph, before Inductor lowers it."""
         start = time.perf_counter()
         lowering.run(graph, self.target, self.found.device)
-        self._lowered = True
-        self._update(pass_time_us=self._part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        self.lowered = True
+        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """What runs GEMMs, by their index in the graph: when it is lowered, and when Inductor has chosen."""
-        gemms = enumerate(self._part.gemms)
+        gemms = enumerate(self.part.gemms)
         named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)
         self._update(gemms=tuple(named))
-        if self._index is not None:
-            self._publish()
-
-    # -- report ----------------------------------------------------------------------------------
+        self.changed()
 
     def _update(self, **changes: Any) -> None:
-        self._part = dataclasses.replace(self._part, **changes)
+        self.part = dataclasses.replace(self.part, **changes)
 
-    def finish(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Complete the report once the compiled code is at hand, and make it known to this process."""
-        self._ledger = REGISTRY.open(CompileContext.try_get() or object(), self._ledger)
-        if not self._lowered and (self._part.gemms or not self._traced):
-            self._recall(gm, example_inputs)
-        self._publish()
-        if not self._broken and not self.found.prefix:
-            check_rules(self.options, REGISTRY.layers(self._ledger.group))
 
-    def _recall(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """A cache answered, so some hook did not run: take the report from the store, or trace again."""
-        part = store.load(self._key())
-        if part is None:
-            log.info("no stored report for this graph: tracing it again")
-            self._part = Part(graph_breaks=int(self._broken), warnings=self._part.warnings)
-            trace(self, gm, example_inputs)
-            part = self._part
-        self._part = dataclasses.replace(part, cache="hit")
+def _nobody() -> None:
+    """The listener of a compilation that nobody listens to."""
 
-    def _key(self) -> str:
-        return store.key(
-            sources_hash(),
-            self.options.fingerprint(),
-            self.target.name,
-            self.found.with_sources,
-        )
 
-    def _publish(self) -> None:
-        self._index = REGISTRY.put(self._ledger, self._index, self._part)
-        if self._lowered:
-            store.save(self._key(), self._part)
+def _empty(gm: fx.GraphModule) -> Part:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return Part(graph_breaks=int(bool(getattr(reason, "graph_break", False))))
 
 
 def _cache_state() -> str:

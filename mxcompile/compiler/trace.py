@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 
+from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-
-if TYPE_CHECKING:
-    from mxcompile.compiler.compilation import Compilation
 
 
 def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

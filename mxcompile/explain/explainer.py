@@ -27,7 +27,8 @@ from mxcompile.errors import ModelError
 from mxcompile.explain.roofline import estimate
 from mxcompile.graph.blocks import Blocks
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
-from mxcompile.plan.fakes import call, fake_copy
+from mxcompile.plan.bare import fake_copy
+from mxcompile.plan.fakes import call
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.plan.repeats import Repeats, fold
 from mxcompile.policy import Policy

@@ -52,8 +52,9 @@ class GemmTag:
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
     operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where
     the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
-    evidence: from `classify`. choice, formats (of the operands; None unless the GEMM goes to MXFP8), saved:
-    from `decide`. kernel: from the lowering.
+    evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or a part, from
+    the model's plan; None where the graph shows all of it. choice, formats (of the operands; None unless the
+    GEMM goes to MXFP8), saved: from `decide`. kernel: from the lowering.
     """
 
     layer: str
@@ -72,6 +73,7 @@ class GemmTag:
     k: int = 0
     role: Role = Role.OTHER
     evidence: Evidence = Evidence()
+    whole: tuple[int, int] | None = None
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
@@ -79,13 +81,14 @@ class GemmTag:
 
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
+        n, k = self.whole or (self.n, self.k)
         return Layer(
             name=self.name,
             role=self.role,
             module=self.module,
             m=self.m,
-            n=self.n,
-            k=self.k,
+            n=n,
+            k=k,
             block=self.block,
         )
 

@@ -38,7 +38,8 @@ from mxcompile.graph.tags import GemmTag, hint, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in
-from mxcompile.plan.fakes import call, fake_copy
+from mxcompile.plan.bare import fake_copy
+from mxcompile.plan.fakes import call
 from mxcompile.report import Part
 
 _CONFIG: dict[str, Any] = {

@@ -6,7 +6,6 @@ or meta tensors falls apart into products and a softmax that no GPU would run, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
@@ -39,20 +38,6 @@ class Faker:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
-
-
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `model` on fake tensors; what it shares stays shared. Raises `ModelError`."""
-    fake = Faker(mode)
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the model holds
-        raise ModelError(f"cannot copy the model: {type(error).__name__}: {error}") from error
 
 
 def call(
@@ -82,6 +67,18 @@ def call(
                 raise inner from None
             what = str(inner).strip().partition("\n")[0]
             raise ModelError(f"cannot trace the model: {type(inner).__name__}: {what}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Run a model on fakes in here: apart from the compile around it, as if compiled itself."""
+    flag = torch.compiler._is_compiling_flag
+    with torch._guards.tracing(None), unset_fake_temporarily(), _without_function_modes():
+        torch.compiler._is_compiling_flag = True  # a model asks `torch.compiler.is_compiling()`
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = flag
 
 
 @contextmanager

@@ -9,20 +9,24 @@ stands for the rest: ends can differ in what surrounds them, the middle cannot.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.tags import GemmTag
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import name_signature
+
+Named = TypeVar("Named", GemmRecord, GemmTag)
 
 _INDEX = re.compile(r"(idx|index|layer_id|layer_num(ber)?|block_id|block_num(ber)?)$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -53,18 +57,26 @@ class Repeats:
 
     def expand(self, part: Part) -> Part:
         """`part`, of a graph with the kept layers, with a record for every layer."""
-        gemms: list[GemmRecord] = []
-        run: list[GemmRecord] = []
-        current: str | None = None
-        for gemm in part.gemms:
-            keeper = self._keeper(gemm.name)
-            if keeper != current:
-                gemms += self._copies(run, current)
-                run, current = [], keeper
-            gemms.append(gemm)
-            run.append(gemm)
-        gemms += self._copies(run, current)
-        return dataclasses.replace(part, gemms=tuple(gemms), outline=part.outline.widened(self.others))
+        gemms = tuple(self.expanded(part.gemms))
+        return dataclasses.replace(part, gemms=gemms, outline=part.outline.widened(self.others))
+
+    def expanded(self, found: Iterable[Named]) -> Iterator[Named]:
+        """`found`, records or tags of the kept layers in order, with one for every layer."""
+        for keeper, group in itertools.groupby(found, key=lambda one: self._keeper(one.name)):
+            run = list(group)
+            yield from run
+            for path in self.standing_for[keeper] if keeper is not None else ():
+                for one in run:
+                    yield self._moved(one, str(keeper), path)
+
+    def _moved(self, one: Named, keeper: str, path: str) -> Named:
+        """`one`, of the layer at `keeper`, as that of the layer at `path`."""
+        name = path + one.name.removeprefix(keeper)
+        moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
+        if isinstance(moved, GemmTag):
+            return moved
+        said = {key: getattr(moved, key).replace(f"{keeper}.", f"{path}.") for key in ("evidence", "nearest")}
+        return dataclasses.replace(moved, **said)
 
     def others(self, path: str) -> Iterator[str]:
         """The paths that what is at `path` stands for, without its own."""
@@ -72,20 +84,6 @@ class Repeats:
         if keeper is not None:
             for other in self.standing_for[keeper]:
                 yield other + path.removeprefix(keeper)
-
-    def _copies(self, run: list[GemmRecord], keeper: str | None) -> Iterator[GemmRecord]:
-        if keeper is None:
-            return
-        for path in self.standing_for[keeper]:
-            for gemm in run:
-                name = path + gemm.name.removeprefix(keeper)
-                yield dataclasses.replace(
-                    gemm,
-                    name=name,
-                    block=self.blocks.place(name),
-                    evidence=gemm.evidence.replace(f"{keeper}.", f"{path}."),
-                    nearest=gemm.nearest.replace(f"{keeper}.", f"{path}."),
-                )
 
 
 def fold(model: nn.Module, policy: Policy) -> Repeats:

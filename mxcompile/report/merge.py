@@ -8,7 +8,7 @@ a graph calls twice has the records of both calls. What is planned and not compi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mxcompile.errors import OptionError
 from mxcompile.report.outline import Outline
@@ -41,6 +41,21 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
                 kept.append(dataclasses.replace(part, gemms=stands))
         later.update(_key(gemm) for part in parts for gemm in part.gemms)
     return tuple(reversed(kept))
+
+
+def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
+    """The records of modules that run code compiled for another, those with records of their own left out."""
+    covered = {gemm.name for gemm in own}
+    for index, part in reversed([*enumerate(parts)]):
+        copies = [
+            dataclasses.replace(
+                gemm, name=path + gemm.name.removeprefix(part.prefix), block=block, graph=index
+            )
+            for path, block in part.twins
+            for gemm in part.gemms
+        ]
+        yield from (copy for copy in copies if copy.name not in covered)
+        covered |= {copy.name for copy in copies}
 
 
 def with_plan(

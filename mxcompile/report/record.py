@@ -105,7 +105,11 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What is known of one compiled graph: its records, its picture, its share of the summary's numbers."""
+    """What is known of one compiled graph: its records, its picture, its share of the summary's numbers.
+
+    prefix: path of the module that the graph was compiled for. twins: path and
+    block of the modules that run the same code.
+    """
 
     gemms: tuple[GemmRecord, ...] = ()
     saved_bytes: int | None = None
@@ -117,6 +121,8 @@ class Part:
     cache: str = "off"
     warnings: tuple[str, ...] = ()
     outline: Outline = field(default_factory=Outline)
+    prefix: str = ""
+    twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.report import schema
 from mxcompile.report.files import publish
-from mxcompile.report.merge import merge, together, total, with_plan
+from mxcompile.report.merge import merge, of_twins, together, total, with_plan
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
@@ -44,6 +44,7 @@ class Report:
         compiled = tuple(
             dataclasses.replace(gemm, graph=index) for index, part in enumerate(parts) for gemm in part.gemms
         )
+        compiled += tuple(of_twins(parts, compiled))
         gemms = with_plan(compiled, planned, graph=len(parts))
         pending = (Outline(),) if len(gemms) > len(compiled) else ()
         return cls(

@@ -1,8 +1,8 @@
 """A policy against the layers of a model: which rule decides for what, and what nearly happened."""
 
 from mxcompile.rules.check import (
+    check_layers,
     check_mistakes,
-    check_rules,
     complaints,
     mistakes,
     near_misses,
@@ -11,12 +11,12 @@ from mxcompile.rules.check import (
 )
 from mxcompile.rules.fit import RuleFit, fits
 from mxcompile.rules.layers import folded, layers_of
-from mxcompile.rules.shared import name_signature, shared_code
+from mxcompile.rules.shared import name_signature
 
 __all__ = [
     "RuleFit",
+    "check_layers",
     "check_mistakes",
-    "check_rules",
     "complaints",
     "fits",
     "folded",
@@ -24,7 +24,6 @@ __all__ = [
     "mistakes",
     "name_signature",
     "near_misses",
-    "shared_code",
     "unused_rules",
     "with_complaints",
 ]

@@ -59,9 +59,9 @@ def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
     return mistakes(policy, layers) + near_misses(policy, layers)
 
 
-def check_rules(options: Options, gemms: Iterable[GemmRecord]) -> None:
+def check_layers(options: Options, layers: Sequence[Layer]) -> None:
     """Warn about everything in `complaints`; in strict mode raise one `PolicyError` with all of it."""
-    _say(complaints(options.policy, layers_of(gemms)), options.strict)
+    _say(complaints(options.policy, layers), options.strict)
 
 
 def check_mistakes(options: Options, gemms: Iterable[GemmRecord]) -> None:

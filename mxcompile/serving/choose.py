@@ -26,7 +26,8 @@ from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import Target
 from mxcompile.passes.weights import WeightUse, weight_uses
-from mxcompile.plan.fakes import call, fake_copy
+from mxcompile.plan.bare import fake_copy
+from mxcompile.plan.fakes import call
 from mxcompile.plan.repeats import Repeats, fold
 from mxcompile.policy import Policy
 

@@ -14,9 +14,11 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from mxcompile.compiler import sharing
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.entry import check_plan, publish
 from mxcompile.compiler.options import Options
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
@@ -26,17 +28,29 @@ class EagerBackend:
     """Options as for the real backend.
 
     before: called with every joint or inference graph before the passes. ir: those graphs as text, after
-    them. graphs: the forward, backward and inference graphs that ran.
+    them. root: the model, for a part of it. graphs: the forward, backward and inference graphs that ran.
     """
 
-    def __init__(self, before: Callable[[fx.Graph], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        before: Callable[[fx.Graph], None] | None = None,
+        root: Any = None,
+        parts: Any = None,
+        mode: Any = None,
+        **options: Any,
+    ) -> None:
+        self.parts = parts
+        self.root = root
         self.options = Options.parse(None, options)
         self.before = before
         self.ir: list[str] = []
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        compilation = Compilation(self.options, capture(gm, example_inputs, None), gm, TARGETS["cpu"])
+        found = capture(gm, example_inputs, self.root)
+        compilation = Compilation(self.options, found, gm, TARGETS["cpu"])
+        check_plan(compilation, self.parts)
+        sharing.guard(found, self.options.policy, unlimited=self.parts is not None)
 
         def passes(graph: fx.GraphModule) -> None:
             if self.before is not None:
@@ -67,6 +81,6 @@ class EagerBackend:
             decompositions=table(),
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
-        compilation._lowered = True  # there is nothing to lower, and nothing to look up
-        compilation.finish(gm, example_inputs)
+        compilation.lowered = True  # there is nothing to lower, and nothing to look up
+        publish(compilation, gm, example_inputs)
         return compiled

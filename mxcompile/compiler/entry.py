@@ -1,0 +1,136 @@
+"""What a compile leaves in the report: made known with the code, and again as kernels are chosen.
+
+The hooks make it. When AOTAutograd's cache answers, no hook runs: the part then comes from the store beside
+the cache (see `store`), and if it is gone from there, from tracing the graph again without compiling it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import fx, nn
+from torch._guards import CompileContext
+
+from mxcompile.compiler import sharing, store
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.inductor import sources_hash
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import trace
+from mxcompile.errors import UnsupportedError
+from mxcompile.graph.tags import Kind
+from mxcompile.plan.plan import Plan
+from mxcompile.policy import Precision
+from mxcompile.report import REGISTRY, Ledger
+from mxcompile.rules import check_layers, complaints, layers_of
+
+log = logging.getLogger(__name__)
+
+_CHECKED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
+    """Hold the policy against the whole model, before any part of it is compiled, once for a policy.
+
+    parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
+    `UnsupportedError` for layers that cannot go or are in no part, `PolicyError` for rules.
+    """
+    plan, root = compilation.found.planned.plan, compilation.found.root
+    if plan is None or root is None:
+        return
+    options = compilation.options
+    checked = _CHECKED.setdefault(root, set())
+    if options.fingerprint() in checked:
+        return
+    outside = _outside(plan, options, parts) if parts is not None else []
+    refused = [*_refused(plan, options), *outside] if options.strict else []
+    for layer in outside if not options.strict else ():
+        log.warning("%s; name a module that holds it in blocks=…", layer)
+    if refused:
+        said = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(refused)
+        raise UnsupportedError("\n".join([said, *complaints(options.policy, plan.layers)]))
+    check_layers(options, plan.layers)
+    checked.add(options.fingerprint())
+
+
+def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
+    """The layers of `plan` that the policy sends to MXFP8 and no module in `parts` holds."""
+    return [
+        f"{tag.name}: not in a module that is compiled"
+        for tag in plan.tags
+        if tag.kind is Kind.LINEAR
+        and options.policy.decide(tag.as_layer()).fprop.precision is Precision.MXFP8
+        and not any(tag.name == part or tag.name.startswith(f"{part}.") for part in parts)
+    ]
+
+
+def _refused(plan: Plan, options: Options) -> list[str]:
+    """The layers of `plan` that the policy sends where they cannot go, with the reason."""
+    return [
+        f"{tag.name}: {plan.obstacles[tag.name]}"
+        for tag in plan.tags
+        if tag.kind is Kind.LINEAR
+        and tag.name in plan.obstacles
+        and options.policy.decide(tag.as_layer()).fprop.precision is Precision.MXFP8
+    ]
+
+
+def publish(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Complete the report of `compilation`, now that its code is at hand, and make it known."""
+    entry = _Entry(compilation)
+    if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
+        entry.recall(gm, example_inputs)
+    entry.put()
+    compilation.changed = entry.put
+    if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
+        check_layers(compilation.options, layers_of(REGISTRY.layers(entry.ledger.group)))
+
+
+class _Entry:
+    """The place of one part in the registry."""
+
+    def __init__(self, compilation: Compilation) -> None:
+        self._compilation = compilation
+        self._index: int | None = None
+        options, found = compilation.options, compilation.found
+        fresh = Ledger(
+            target=compilation.target.name,
+            policy=options.policy.label,
+            path=options.report,
+            group=options.fingerprint(),
+            model=found.root,
+        )
+        self.ledger = REGISTRY.open(CompileContext.try_get() or object(), fresh)
+        self.is_broken = bool(compilation.part.graph_breaks)
+        self._twins = sharing.twins(found, options.policy)
+
+    def recall(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Take the part from the store, or trace the graph again."""
+        part = store.load(self._key())
+        if part is None:
+            log.info("no stored report for this graph: tracing it again")
+            again = self._compilation.again(gm)
+            trace(again, gm, example_inputs)
+            part = again.part
+            self._compilation.lowered = True
+        self._compilation.part = dataclasses.replace(part, cache="hit")
+
+    def put(self) -> None:
+        """Make what is known so far known to the process."""
+        compilation = self._compilation
+        part = dataclasses.replace(compilation.part, prefix=compilation.found.prefix, twins=self._twins)
+        self._index = REGISTRY.put(self.ledger, self._index, part)
+        if compilation.lowered:
+            store.save(self._key(), part)
+
+    def _key(self) -> str:
+        compilation = self._compilation
+        return store.key(
+            sources_hash(),
+            compilation.options.fingerprint(),
+            compilation.target.name,
+            compilation.found.with_sources,
+        )

@@ -1,0 +1,165 @@
+"""Where a graph that Dynamo hands over sits in the user's program, by the frames that led there.
+
+    user's call ─▶ root(*args) ─▶ … ─▶ module(*args) ─▶ frame that Dynamo compiles ─▶ backend
+
+Only the callers know which model a frame belongs to and what that was called with: a graph break makes Dynamo
+start over from a submodule's frame, a block that is compiled alone never hears of its model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mxcompile.plan.bare import users_own
+
+_CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
+_RESUMED = "torch_dynamo_resume_in"
+_TORCH = f"{torch.__path__[0]}/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """A module that is being called: with what, and whether nothing but torch's own code runs below it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    directly: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """The frame being compiled.
+
+    locals, globals: what the names in its graph's sources refer to. running: the modules whose calls led
+    here, innermost first. parts: what makes this a part of a frame's or a model's code, in words.
+    """
+
+    locals: Mapping[str, Any] = field(default_factory=dict)
+    globals: Mapping[str, Any] = field(default_factory=dict)
+    running: tuple[Running, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> Frame:
+        """The frame whose graph is `gm`; called below Dynamo."""
+        running: list[Running] = []
+        parts = [*_broken(gm)]
+        scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+        directly = True
+        for frame in _frames():
+            compiled = _compiled(frame)
+            if compiled is not None and scope is None:
+                scope = compiled.f_locals, compiled.f_globals
+                if compiled.f_code.co_name.startswith(_RESUMED):
+                    parts.append("after a graph break")
+                running, directly = [], True
+            parts += _split(frame)
+            module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+            if isinstance(module, nn.Module):
+                _add(running, module, frame, directly)
+            elif not frame.f_code.co_filename.startswith(_TORCH):
+                directly = False
+        scope = scope or ({}, {})
+        return cls(
+            locals=scope[0], globals=scope[1], running=tuple(running), parts=tuple(dict.fromkeys(parts))
+        )
+
+    def evaluate(self, source: str) -> Any:
+        """What Dynamo's name of a source refers to; None if that cannot be told from here."""
+        try:
+            return eval(source, {"L": self.locals, "G": self.globals, "getattr": getattr})
+        except Exception:  # names of Dynamo's own, and whatever a property raises
+            return None
+
+    def root(self, known: nn.Module | None) -> nn.Module | None:
+        """The user's model: `known`, or what was compiled, or what a block compiled alone is part of."""
+        if known is not None:
+            return users_own(known)
+        compiled = next((own for one in self.running if (own := _own_if_compiled(one.module))), None)
+        outer = next((users_own(one.module) for one in reversed(self.running)), None)
+        if compiled is None or outer is None or outer is compiled:
+            return compiled or outer
+        return outer if _is_block(compiled, outer) else compiled
+
+    def call_of(self, root: nn.Module) -> Running | None:
+        """The call of `root` that is going on; of several, the outermost."""
+        return next((one for one in reversed(self.running) if users_own(one.module) is root), None)
+
+    def cut(self, root: nn.Module | None) -> str:
+        """Why the graph is but a part of `root`, or "" if it is all of it."""
+        if self.parts:
+            return self.parts[0]
+        if root is None or not self.running:
+            return ""
+        innermost = self.running[0]
+        if users_own(innermost.module) is root and innermost.directly:
+            return ""
+        return f"a frame inside {type(root).__name__}"
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _compiled(frame: FrameType) -> Any:
+    """The frame that Dynamo is compiling, if `frame` is where it does."""
+    if not frame.f_code.co_filename.endswith("convert_frame.py"):
+        return None
+    found = frame.f_locals.get("frame")
+    return found if hasattr(found, "f_code") and hasattr(found, "f_locals") else None
+
+
+def _broken(gm: fx.GraphModule) -> Iterator[str]:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if getattr(reason, "graph_break", False):
+        yield "before a graph break"
+
+
+def _split(frame: FrameType) -> Iterator[str]:
+    """What `frame` says of graphs that are split by something other than Dynamo."""
+    owner = frame.f_locals.get("self")
+    names = {kind.__name__ for kind in type(owner).__mro__}
+    if "SubmodCompiler" in names:
+        yield "a bucket of DistributedDataParallel"
+    if "_PipelineStageBase" in names and not (owner.is_first and owner.is_last):  # type: ignore[union-attr]
+        yield "a pipeline stage"
+
+
+def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:
+    """Note a call of `module`; its outermost frame has the arguments as they were given."""
+    args, kwargs = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        return
+    if running and running[-1].module is module:
+        directly = running.pop().directly
+    running.append(Running(module=module, args=args, kwargs=kwargs, directly=directly))
+
+
+def _own_if_compiled(module: nn.Module) -> nn.Module | None:
+    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+        return users_own(module)
+    return None
+
+
+def _is_block(part: nn.Module, whole: nn.Module) -> bool:
+    """Whether `part` is one of several compiled modules in `whole`, or a member of a list of modules."""
+    compiled = {id(own) for module in whole.modules() if (own := _own_if_compiled(module))}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    members = {
+        id(users_own(child))
+        for module in whole.modules()
+        if isinstance(module, lists)
+        for child in module.children()
+    }
+    return id(part) in members or (id(part) in compiled and len(compiled) > 1)

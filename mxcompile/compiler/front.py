@@ -1,0 +1,135 @@
+"""`mxcompile.compile`: a large or wrapped model, compiled block by block.
+
+    blocks: the members of the model's stacks        equal blocks with equal decisions share one code
+    the rest: the modules outside that hold matrices, each by itself
+
+What distributes a model acts on modules (FSDP2 gathers a block, DDP waits for its gradients), so a block is
+the unit in which compiling does not get in its way, and one block's code serves a hundred. Roles and
+decisions come from the plan of the whole model, which is made when its first block is called.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Never, TypeVar
+
+from torch import nn
+
+from mxcompile.compiler.backend import Backend
+from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.graph.names import user_path
+from mxcompile.lowering.targets import AUTO
+from mxcompile.plan.bare import plain_class, users_own
+from mxcompile.policy import Policy
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+def compile(  # noqa: A001 - the name of `torch.compile`
+    model: Model,
+    *,
+    policy: Policy | str | Path | Mapping[str, Any] | None = None,
+    blocks: str | Sequence[str] = "auto",
+    mode: str | None = None,
+    report: str | Path | None = None,
+    target: str = AUTO,
+    strict: bool = False,
+    inductor: Mapping[str, Any] | None = None,
+    **unknown: Never,
+) -> Model:
+    """Compile `model` block by block, in place, and return it.
+
+    model: bare, or in any of ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel``; they can
+    be applied before or after. policy, report, target, strict, inductor, mode: as for ``torch.compile``.
+    blocks: "auto", the members of the model's stacks (module lists, Sequentials); or paths of the modules
+    to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled by themselves.
+
+    The policy is held against the whole model when it is first called, before anything is compiled: there a
+    rule that fits no layer is reported, and `strict` raises. Raises `OptionError`, `PolicyError` or
+    `TargetError`.
+    """
+    root = users_own(model)
+    chosen = dict(_parts(root, blocks))
+    backend = Backend(
+        policy=policy,
+        report=report,
+        target=target,
+        strict=strict,
+        inductor=inductor,
+        mode=mode,
+        root=root,
+        parts=tuple(chosen),
+        **unknown,
+    )
+    for part in chosen.values():
+        part.compile(backend=backend)
+    return model
+
+
+def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `root` to compile, by the user's path."""
+    if blocks == "auto":
+        found = dict(_stacked("", root))
+    elif isinstance(blocks, str):
+        raise OptionError(not_allowed("blocks", blocks, ["auto"]) + ", or a list of paths")
+    else:
+        found = dict(_named(root, blocks))
+    yield from found.items()
+    yield from _rest("", root, set(found))
+
+
+def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    modules = {user_path(raw): module for raw, module in root.named_modules()}
+    for pattern in patterns:
+        matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
+        if not matching:
+            raise OptionError(f"blocks: no module of {type(root).__name__} is called {shown(pattern)}")
+        yield from ((path, modules[path]) for path in matching)
+
+
+def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The members of stacks, of nested ones the outermost's."""
+    if isinstance(module, _STACKS):
+        members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
+        kinds = Counter(plain_class(users_own(child)) for child in members.values())
+        for name, child in members.items():
+            if kinds[plain_class(users_own(child))] > 1:
+                yield f"{path}.{name}".removeprefix("."), child
+            else:
+                yield from _stacked(f"{path}.{name}".removeprefix("."), child)
+        return
+    for name, child in _children(module):
+        yield from _stacked(f"{path}.{name}".removeprefix("."), child)
+
+
+def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that hold matrices and no block."""
+    for name, child in _children(module):
+        inside = f"{path}.{name}".removeprefix(".")
+        if inside in blocks:
+            continue
+        if any(block.startswith(f"{inside}.") for block in blocks):
+            yield from _rest(inside, child, blocks)
+        elif any(_holds_matrix(part) for part in child.modules()):
+            yield inside, child
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    owned = (parameter for parameter in module._parameters.values() if parameter is not None)
+    return not isinstance(module, _TABLES) and any(parameter.ndim > 1 for parameter in owned)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of `module` under the user's names; what wraps one is the child."""
+    for name, child in module._modules.items():
+        if child is not None:
+            if user_path(name):
+                yield name, child
+            else:
+                yield from _children(child)

@@ -1,0 +1,119 @@
+"""The inputs of a captured graph, found in the user's model by what they are.
+
+A parameter is found by identity where it is the model's own; else by the module it is read from (weights
+that a wrapper puts there for the time of a call are tensors of its own), or by its path where that is the
+key of a dictionary (``torch.func.functional_call``).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from mxcompile.compiler.frames import Frame
+from mxcompile.graph.names import GraphInput, user_path
+
+_LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
+
+
+class Model:
+    """Parameters, buffers and modules of `root` by identity, under the user's paths."""
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.tensors: defaultdict[int, list[str]] = defaultdict(list)
+        self.modules: dict[int, str] = {}
+        self.paths: set[str] = set()
+        if root is None:
+            return
+        for owned in (root.named_parameters, root.named_buffers):
+            for raw, value in owned(remove_duplicate=False):
+                self.tensors[id(value)].append(user_path(raw))
+        for raw, module in root.named_modules():
+            self.modules.setdefault(id(module), user_path(raw))
+        self.paths = {path for paths in self.tensors.values() for path in paths}
+
+
+class Located:
+    """The inputs of a graph of `root`, called with `values`.
+
+    inputs: what each is, by its path below the frame's module. prefix: of that module in the model. owner:
+    the source, in Dynamo's terms, of that module; None if it is the model or not known.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, values: Sequence[Any], root: nn.Module | None, frame: Frame
+    ) -> None:
+        self._model = Model(root)
+        self._frame = frame
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        sources = [source_of_input(node) for node in placeholders]
+        paths = [self._path(source, value) for source, value in zip(sources, values, strict=False)]
+        prefixes: Counter[str] = Counter()
+        for source, path in zip(sources, paths, strict=False):
+            relative = user_path(name_of(source))
+            if path and relative and f".{path}".endswith(f".{relative}"):
+                prefixes[path.removesuffix(relative).removesuffix(".")] += 1
+        self.prefix = prefixes.most_common(1)[0][0] if prefixes else ""
+        self.inputs = tuple(
+            GraphInput(path=self._below(path) if path else "", static=path is not None) for path in paths
+        )
+        owners = (self._owner(source, outermost=True) for source in sources)
+        self.owner = next((s for s, path in owners if path == self.prefix != ""), None)
+
+    def _below(self, path: str) -> str:
+        return path.removeprefix(f"{self.prefix}.") if self.prefix else path
+
+    def _path(self, source: Any, value: Any) -> str | None:
+        """The path in the model of a parameter or buffer, "" if unknown; None for anything else."""
+        raw = name_of(source)
+        owner = self._owner(source)[1]
+        named = f"{owner}.{raw_attribute(raw)}".removeprefix(".") if owner is not None else user_path(raw)
+        known = self._model.tensors.get(id(value)) or self._model.tensors.get(id(self._frame.evaluate(raw)))
+        if known:
+            return named if named in known else known[0]
+        if isinstance(value, nn.Parameter) or "_parameters[" in raw or "_buffers[" in raw:
+            return named
+        if not isinstance(value, Tensor):
+            return None
+        if owner is not None and named in self._model.paths:
+            return named
+        key = _LAST_KEY.search(raw)
+        path = user_path(str(ast.literal_eval(key[1]))) if key else ""
+        return path if path in self._model.paths else None
+
+    def _owner(self, source: Any, outermost: bool = False) -> tuple[Any, str | None]:
+        """The innermost module of the model that `source` goes through, or the outermost, and its path."""
+        found: tuple[Any, str | None] = None, None
+        for base in _bases(source):
+            path = self._model.modules.get(id(self._frame.evaluate(name_of(base))))
+            if path is not None:
+                found = base, path
+                if not outermost:
+                    break
+        return found
+
+
+def source_of_input(node: fx.Node) -> Any:
+    """Where Dynamo has the input from; None for one that something else put there."""
+    return getattr(node, "_dynamo_source", None) or getattr(node.meta.get("grapharg"), "source", None)
+
+
+def name_of(source: Any) -> str:
+    """The name of a source, a Python expression; "" for None."""
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def raw_attribute(raw: str) -> str:
+    """The last step of a source's name."""
+    return user_path(raw).rpartition(".")[2]
+
+
+def _bases(source: Any) -> Iterator[Any]:
+    while source is not None and (source := getattr(source, "base", None)) is not None:
+        yield source

@@ -1,0 +1,65 @@
+"""The plans of this process: one for a model, made when its first part is compiled.
+
+A model that Dynamo hands over in one graph needs none: that graph shows all there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from mxcompile.compiler.decompositions import table
+from mxcompile.compiler.frames import Frame
+from mxcompile.errors import ModelError
+from mxcompile.plan.plan import Plan, make_plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The plan of a model, or why there is none ("" where none is needed)."""
+
+    plan: Plan | None = None
+    missing: str = ""
+
+    def below(self, prefix: str) -> tuple[Any, ...]:
+        """What the plan says of the module at `prefix`, for comparing."""
+        if self.plan is None:
+            return (self.missing,)
+        tags = self.plan.tags
+        inside = (t for t in tags if not prefix or t.name == prefix or t.name.startswith(f"{prefix}."))
+        return tuple((t.name, str(t.role), t.module, t.n, t.k) for t in inside)
+
+
+_PLANS: WeakKeyDictionary[nn.Module, Planned] = WeakKeyDictionary()
+
+
+def plan_of(root: nn.Module | None, frame: Frame) -> Planned:
+    """The plan of `root`, a call of which leads to `frame`; made if there is none yet."""
+    if root is None:
+        return Planned(missing="not part of a module")
+    known = _PLANS.get(root)
+    if known is not None:
+        return known
+    call = frame.call_of(root)
+    if call is None:
+        return Planned(missing=f"no call of {type(root).__name__} leads here")
+    return _PLANS.setdefault(root, _made(root, call.args, call.kwargs))
+
+
+def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:
+    start = time.perf_counter()
+    try:
+        plan = make_plan(root, args, kwargs, table())
+    except ModelError as error:
+        log.warning("%s has no plan, so its parts decide for themselves: %s", type(root).__name__, error)
+        return Planned(missing=str(error))
+    took_s = time.perf_counter() - start
+    log.info("planned %s: %d GEMMs in %.1f s", type(root).__name__, len(plan.tags), took_s)
+    return Planned(plan=plan)

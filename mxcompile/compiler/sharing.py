@@ -1,0 +1,126 @@
+"""One compiled code for several modules: which share it, and a guard where they must not.
+
+Dynamo compiles a frame once for all modules whose guards are equal. Equal blocks are to share; blocks that
+the policy treats differently look alike to Dynamo, so the frame gets one guard more: what is decided for
+the module it runs for. Where every module of that class is treated alike there is nothing to guard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import Guard, TracingContext
+
+from mxcompile.compiler.capture import Capture
+from mxcompile.errors import PolicyError
+from mxcompile.graph.names import user_path
+from mxcompile.graph.tags import Kind
+from mxcompile.plan.bare import plain_class
+from mxcompile.policy import Policy
+from mxcompile.rules import name_signature
+
+Signature = tuple[Any, ...]
+
+
+def twins(found: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] | None], ...]:
+    """Paths and blocks of the modules that run the code compiled for the module of `found`, its own left out.
+
+    They have its class and, by the plan, its layers and their decisions.
+    """
+    if found.root is None or not found.prefix or found.planned.plan is None:
+        return ()
+    known = dict(_alike(found, policy))
+    mine = known[found.prefix]
+    others = (path for path, other in known.items() if other == mine and path != found.prefix)
+    return tuple((path, found.blocks.place(path)) for path in others)
+
+
+def guard(found: Capture, policy: Policy, *, unlimited: bool = False) -> None:
+    """Keep the code being compiled for the module of `found` from modules that `policy` treats differently.
+
+    Raises `PolicyError` where Dynamo would give up on compiling so many kinds of one class; with
+    `unlimited` its limit is raised instead.
+    """
+    context = TracingContext.try_get()
+    if found.root is None or not found.prefix or context is None:
+        return
+    known = dict(_alike(found, policy))
+    kinds = set(known.values())
+    if len(kinds) < 2:
+        return
+    limit = torch._dynamo.config.recompile_limit
+    if unlimited:
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
+    elif len(kinds) > limit:
+        name = type(found.root.get_submodule(_raw(found.root, found.prefix))).__name__
+        raise PolicyError(
+            f"{policy.label} tells {len(kinds)} kinds of {name} apart, and Dynamo keeps no more than {limit}"
+            " codes of one function; compile the model with mxcompile.compile(model, policy=…)"
+        )
+    if found.owner is None:
+        raise PolicyError(
+            f"{policy.label} tells {found.prefix} from modules of its class, but the code compiled for it"
+            " cannot be kept to it; compile the model with mxcompile.compile(model, policy=…)"
+        )
+    paths = {id(module): path for path, module in _modules(found.root)}
+    expected = known[found.prefix]
+    alive = weakref.ref(found.root)
+
+    def holds(module: object) -> bool:
+        path = paths.get(id(module))
+        return alive() is not None and path is not None and known.get(path) == expected
+
+    context.guards_context.dynamo_guards.add(Guard(found.owner, _install(holds)))
+
+
+def _install(holds: Callable[[object], bool]) -> Callable[[Any, Guard], None]:
+    def decisions(builder: Any, guard: Guard) -> None:
+        manager = builder.get_guard_manager(guard)
+        said = [f"mxcompile: decisions of {guard.name}"]
+        manager.add_lambda_guard(holds, said, None)
+
+    return decisions
+
+
+def _alike(found: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
+    """The modules of the class that `found` is compiled for, and what is decided for each."""
+    assert found.root is not None
+    module = found.root.get_submodule(_raw(found.root, found.prefix))
+    below = _decided(found, policy)
+    for path, other in _modules(found.root):
+        if plain_class(other) is plain_class(module):
+            yield path, below(path)
+
+
+def _decided(found: Capture, policy: Policy) -> Callable[[str], Signature]:
+    """What is decided for the layers below a path: by the plan or, without one, how patterns fall."""
+    root, plan = found.root, found.planned.plan
+    assert root is not None
+    if plan is None:
+        return lambda path: name_signature(policy, root, _raw(root, path), found.blocks)
+    linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR]
+    decisions = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
+
+    def below(path: str) -> Signature:
+        inside = f"{path}."
+        return tuple(
+            (name.removeprefix(path), sizes, decision)
+            for name, sizes, decision in decisions
+            if name == path or name.startswith(inside)
+        )
+
+    return below
+
+
+def _modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((user_path(raw), module) for raw, module in root.named_modules())
+
+
+def _raw(root: nn.Module, path: str) -> str:
+    """The path in `root`, wrappers and all, of what its user calls `path`: of several, the innermost's."""
+    *_, raw = (raw for raw, _ in root.named_modules() if user_path(raw) == path)
+    return str(raw)

@@ -1,0 +1,150 @@
+"""A model as its author wrote it, on fake tensors: copied without what distributes or compiles it.
+
+What ``fully_shard``, ``parallelize_module`` and ``DistributedDataParallel`` add to a model are classes, hooks
+and sharded parameters; the copy has the class before, no hooks of ``torch.distributed`` and parameters of
+the whole size. Modules are copied attribute by attribute: wrapped ones refuse ``copy.deepcopy``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from mxcompile.errors import ModelError
+from mxcompile.graph.names import PARALLEL
+from mxcompile.plan.fakes import Faker
+
+log = logging.getLogger(__name__)
+
+_HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
+_COMPILED = "_compiled_call_impl"
+_WRAPPED = ("_orig_mod",)
+"""What the modules that compile a module call it."""
+
+
+def users_own(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hold it whole: compiled, or data parallel."""
+    while True:
+        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        elif type(model).__name__ in PARALLEL:
+            model = model.get_submodule("module")
+        else:
+            return model
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model`, unwrapped, on fake tensors; what it shares stays shared.
+
+    What cannot be copied (a process group, a lock) is the model's own.
+    """
+    model = users_own(model)
+    modules, fake = list(model.modules()), Faker(mode)
+    memo: dict[int, Any] = {
+        id(module): plain_class(module).__new__(plain_class(module)) for module in modules
+    }
+    for module in modules:
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value)
+    with _AsFakes(fake, memo):
+        for module in modules:
+            _fill(memo[id(module)], module, memo)
+    made: nn.Module = memo[id(model)]
+    return made
+
+
+def fake_values(value: Any, mode: FakeTensorMode) -> Any:
+    """A copy of `value`, a model's arguments, with its tensors as fakes, in whatever objects they are."""
+    memo: dict[int, Any] = {}
+    try:
+        with _AsFakes(Faker(mode), memo):
+            return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` before ``fully_shard`` changed it."""
+    for kind in type(module).__mro__:
+        if not any(base.__name__ == "FSDPModule" for base in kind.__mro__):
+            return kind
+    return type(module)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether any module of `model` is distributed by hooks or by its class."""
+    return any(
+        plain_class(module) is not type(module) or any(map(_is_distributed, _hooks_of(module)))
+        for module in model.modules()
+    )
+
+
+def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for key in _HOOKS for hook in (module.__dict__.get(key) or {}).values()]
+
+
+def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
+    """Give `made` the attributes of `module`."""
+    for key, value in module.__dict__.items():
+        if key == _COMPILED:
+            made.__dict__[key] = None
+        elif key in _HOOKS:
+            kept = {number: hook for number, hook in value.items() if not _is_distributed(hook)}
+            made.__dict__[key] = type(value)(_copied(kept, memo))
+        elif key == "_modules":
+            made.__dict__[key] = {name: _member(child, memo) for name, child in value.items()}
+        else:
+            made.__dict__[key] = _copied(value, memo)
+
+
+def _member(child: nn.Module | None, memo: dict[int, Any]) -> Any:
+    """The copy of what a module holds, out of what compiles or shards it."""
+    while (
+        child is not None
+        and (inner := next(filter(None, map(child._modules.get, _WRAPPED)), None)) is not None
+    ):
+        child = inner
+    return None if child is None else memo[id(child)]
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:  # of whatever class the user keeps there
+        log.info("not copied with its model: %s: %s", type(value).__name__, error)
+        return value
+
+
+def _is_distributed(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is one of torch.distributed's own, under whatever it is wrapped in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = inspect.unwrap(hook)
+    owner = getattr(hook, "__self__", None)
+    homes = (getattr(hook, "__module__", None), type(owner).__module__ if owner is not None else None)
+    return any(home is not None and home.startswith("torch.distributed") for home in homes)
+
+
+class _AsFakes(TorchFunctionMode):
+    """Copies of tensors are fakes."""
+
+    def __init__(self, fake: Faker, memo: dict[int, Any]) -> None:
+        super().__init__()
+        self._fake = fake
+        self._memo = memo
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
+            made = self._fake(args[0])
+            self._memo[id(args[0])] = made
+            return made
+        return func(*args, **(kwargs or {}))

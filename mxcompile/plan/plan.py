@@ -1,0 +1,133 @@
+"""The plan of a model: the role of every layer of the whole, however it is cut when it is compiled.
+
+    model ─▶ copy on fake tensors ─▶ equal layers left out ─▶ forward recorded ─▶ find, classify ─▶ Plan
+
+A plan knows nothing of a policy: decisions follow from its layers by `Policy.decide`. It is made from shapes
+alone; no value is read and no kernel runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
+
+from mxcompile.errors import ModelError
+from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.tags import GemmTag, Kind, tags_of
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.decide import obstacle
+from mxcompile.passes.find import Find
+from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
+from mxcompile.plan.fakes import quiet
+from mxcompile.plan.record import record
+from mxcompile.plan.repeats import Repeats, fold
+from mxcompile.policy import Layer, Policy
+
+log = logging.getLogger(__name__)
+
+Layers = Mapping[str, tuple[GemmTag, ...]]
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every layer and every product of a model.
+
+    tags: of the forward GEMMs in order, under their full names. obstacles: by layer, what keeps it from any
+    block-scaled format.
+    """
+
+    tags: tuple[GemmTag, ...]
+    obstacles: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> Layers:
+        """The GEMMs of every name, in the order they run."""
+        found: defaultdict[str, list[GemmTag]] = defaultdict(list)
+        for tag in self.tags:
+            found[tag.name].append(tag)
+        return {name: tuple(tags) for name, tags in found.items()}
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The linear layers and attention products, as a policy's rules see them."""
+        return tuple(tag.as_layer() for tag in self.tags)
+
+
+def make_plan(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
+) -> Plan:
+    """The plan of `model`, called with `args` and `kwargs`. Raises `ModelError` where none can be made.
+
+    decompositions: by overload, those that the graphs of a compile are traced with.
+
+    Nothing of the model, its arguments or the random number generators is changed.
+    """
+    model = users_own(model)
+    try:
+        return _planned(model, (tuple(args), dict(kwargs)), decompositions, _foldable)
+    except ModelError as error:
+        log.info("planning with every layer, since some do not stand for all: %s", error)
+        return _planned(model, (tuple(args), dict(kwargs)), decompositions, _unfolded)
+
+
+def _foldable(model: nn.Module) -> Repeats:
+    return fold(model, Policy())
+
+
+def _unfolded(model: nn.Module) -> Repeats:
+    return Repeats(blocks=Blocks.of(model))
+
+
+def _planned(
+    model: nn.Module, given: Any, decompositions: Decompositions, leave_out: Callable[[nn.Module], Repeats]
+) -> Plan:
+    with quiet(), _random_kept():
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        copied = fake_copy(model, mode)
+        repeats = leave_out(copied)
+        fakes = fake_values(given, mode)
+        if is_wrapped(model):
+            fakes = _in_dtype(fakes, copied)
+        try:
+            graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
+        except Exception as error:  # of the user's model
+            what = str(error).strip().partition("\n")[0]
+            raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
+        Find(blocks=repeats.blocks).apply(graph)
+        Classify().apply(graph)
+    found = {tag.layer: node for node in graph.nodes for tag in tags_of(node)}
+    tags = tuple(repeats.expanded(tag for node in graph.nodes for tag in tags_of(node)))
+    obstacles = {tag.name: obstacle(found[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
+    return Plan(tags=tags, obstacles={name: reason for name, reason in obstacles.items() if reason})
+
+
+def _in_dtype(given: Any, model: nn.Module) -> Any:
+    """Floating-point arguments in the dtype of the parameters, as mixed precision would cast both."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is None:
+        return given
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, given)
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    """Leave Python's and torch's generators as they are."""
+    state, torch_state = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        torch.set_rng_state(torch_state)
