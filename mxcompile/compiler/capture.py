@@ -23,7 +23,8 @@ class Capture:
 
     inputs: what each is, by its path below the frame's module. root: the user's model, if known. prefix:
     path in it of the module whose frame this is. blocks: of the model. owner: that module's source, in
-    Dynamo's terms. cut: why the graph is but a part of the model, "" if it is all. planned: for a part,
+    Dynamo's terms. cut: why the graph is but a part of the model, "" if it is all. backward: whether it is
+    that of graphs compiled before. planned: for a part,
     what is known of the whole. device: of the first tensor. identity: hash of what names and decides the
     graph's layers; with_sources: the same with the lines of the user's code, and the inputs' shapes.
     """
@@ -34,6 +35,7 @@ class Capture:
     blocks: Blocks
     owner: Any
     cut: str
+    backward: bool
     planned: Planned
     device: torch.device
     identity: str
@@ -56,6 +58,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
         blocks=blocks,
         owner=located.owner,
         cut=cut,
+        backward=frame.backward,
         planned=planned,
         device=_device(example_inputs),
         identity=_hash(_identity(gm, about)),

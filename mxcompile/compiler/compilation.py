@@ -93,6 +93,9 @@ class Compilation:
 
     def run_passes(self, graph: fx.Graph) -> None:
         """The passes over a joint or inference graph, or over a subgraph of one."""
+        if self.found.backward:  # the passes have seen it, as a part of a joint graph
+            self.traced = True
+            return
         plan = self.found.planned.plan
         steps = passes.joint_passes(
             inputs=self.found.inputs,

@@ -80,6 +80,8 @@ def _refused(plan: Plan, options: Options) -> list[str]:
 
 def publish(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Complete the report of `compilation`, now that its code is at hand, and make it known."""
+    if compilation.found.backward:
+        return
     entry = _Entry(compilation)
     if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
         entry.recall(gm, example_inputs)

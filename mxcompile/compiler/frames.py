@@ -21,6 +21,7 @@ from mxcompile.plan.bare import users_own
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _RESUMED = "torch_dynamo_resume_in"
+_COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
 _TORCH = f"{torch.__path__[0]}/"
 
 
@@ -39,13 +40,15 @@ class Frame:
     """The frame being compiled.
 
     locals, globals: what the names in its graph's sources refer to. running: the modules whose calls led
-    here, innermost first. parts: what makes this a part of a frame's or a model's code, in words.
+    here, innermost first. backward: whether compiled autograd hands over the backward of graphs that were
+    compiled before. parts: what makes this a part of a frame's or a model's code, in words.
     """
 
     locals: Mapping[str, Any] = field(default_factory=dict)
     globals: Mapping[str, Any] = field(default_factory=dict)
     running: tuple[Running, ...] = ()
     parts: tuple[str, ...] = ()
+    backward: bool = False
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> Frame:
@@ -53,7 +56,7 @@ class Frame:
         running: list[Running] = []
         parts = [*_broken(gm)]
         scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        directly = True
+        directly, backward = True, False
         for frame in _frames():
             compiled = _compiled(frame)
             if compiled is not None and scope is None:
@@ -62,6 +65,7 @@ class Frame:
                     parts.append("after a graph break")
                 running, directly = [], True
             parts += _split(frame)
+            backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)
             module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
             if isinstance(module, nn.Module):
                 _add(running, module, frame, directly)
@@ -69,7 +73,11 @@ class Frame:
                 directly = False
         scope = scope or ({}, {})
         return cls(
-            locals=scope[0], globals=scope[1], running=tuple(running), parts=tuple(dict.fromkeys(parts))
+            locals=scope[0],
+            globals=scope[1],
+            running=tuple(running),
+            parts=tuple(dict.fromkeys(parts)),
+            backward=backward,
         )
 
     def evaluate(self, source: str) -> Any:
