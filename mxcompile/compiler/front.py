@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
+import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
@@ -68,8 +69,20 @@ def compile(  # noqa: A001 - the name of `torch.compile`
         **unknown,
     )
     for part in chosen.values():
-        part.compile(backend=backend)
+        _compile(part, backend)
     return model
+
+
+def _compile(part: nn.Module, backend: Backend) -> None:
+    """``part.compile(backend=backend)``, also for torch's own classes, where Dynamo does not start."""
+    if not plain_class(part).__module__.startswith("torch."):
+        part.compile(backend=backend)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return part._call_impl(*args, **kwargs)
+
+    part._compiled_call_impl = torch.compile(call, backend=backend)
 
 
 def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
