@@ -53,5 +53,6 @@ def _matched(here: Sequence[GemmTag], there: Sequence[GemmTag]) -> list[GemmTag 
 def _following(tag: GemmTag, known: GemmTag | None) -> GemmTag:
     if known is not None:
         return replace(
-            tag, role=known.role, evidence=known.evidence, module=known.module, whole=(known.n, known.k))
+            tag, role=known.role, evidence=known.evidence, module=known.module, whole=(known.n, known.k)
+        )
     return tag
