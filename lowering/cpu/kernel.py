@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # first: Inductor's lowerings and its C++ templates import each other
 from torch._inductor import config, ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
