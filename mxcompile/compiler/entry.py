@@ -23,7 +23,6 @@ from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import Kind
 from mxcompile.plan.plan import Plan
-from mxcompile.policy import Precision
 from mxcompile.report import REGISTRY, Ledger
 from mxcompile.rules import check_layers, complaints, layers_of
 
@@ -57,12 +56,12 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
 
 
 def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
-    """The layers of `plan` that the policy sends to MXFP8 and no module in `parts` holds."""
+    """The layers of `plan` that the policy quantizes and no module in `parts` holds."""
     return [
         f"{tag.name}: not in a module that is compiled"
         for tag in plan.tags
         if tag.kind is Kind.LINEAR
-        and options.policy.decide(tag.as_layer()).fprop.precision is Precision.MXFP8
+        and options.policy.decide(tag.as_layer()).fprop.formats is not None
         and not any(tag.name == part or tag.name.startswith(f"{part}.") for part in parts)
     ]
 
@@ -74,7 +73,7 @@ def _refused(plan: Plan, options: Options) -> list[str]:
         for tag in plan.tags
         if tag.kind is Kind.LINEAR
         and tag.name in plan.obstacles
-        and options.policy.decide(tag.as_layer()).fprop.precision is Precision.MXFP8
+        and options.policy.decide(tag.as_layer()).fprop.formats is not None
     ]
 
 
