@@ -24,6 +24,8 @@ MXCOMPILE_VECTORIZED
 namespace mxcompile {
 
 constexpr int64_t ROWS = 4;       // of x that share one decoding of the weight
+constexpr int64_t WEIGHTS = 4;    // rows of the weight that share one reading of x, where it outgrows the cache
+constexpr int64_t NEAR = 1 << 13;  // elements of x that stay in the first-level cache beside the weight
 constexpr int64_t STEP = 64;      // codes that the dot form decodes together
 constexpr int64_t AHEAD = 2048;   // bytes between what is decoded and what is fetched from memory
 constexpr int64_t LITTLE = 1 << 15;  // codes that are not worth waking threads for
@@ -36,8 +38,8 @@ struct Shape {
 
 // The weight's values, one block at a time; `count` rows of x, FP32, padded with zeros to whole steps.
 template <class Elem>
-inline void sums_by_loops(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
-                          float* sums) {
+inline void sums_of_row(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
+                        float* sums) {
   float lanes[ROWS][BLOCK] = {};
   for (int64_t block = 0; block < shape.blocks(); block++) {
     float weight[BLOCK], scale = scale_value(scales[block]);
@@ -59,6 +61,13 @@ inline void sums_by_loops(const float* x, const uint8_t* codes, const uint8_t* s
     for (int64_t i = 0; i < BLOCK; i++) sum += lanes[m][i];
     sums[m] = sum;
   }
+}
+
+template <class Elem>
+inline void sums_by_loops(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
+                          int64_t weights, float* sums) {
+  for (int64_t w = 0; w < weights; w++)
+    sums_of_row<Elem>(x, codes + w * shape.k, scales + w * shape.blocks(), shape, count, sums + w * ROWS);
 }
 
 #ifdef MXCOMPILE_BF16_DOT
@@ -100,61 +109,77 @@ inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
   }
 }
 
-template <int rows>
+template <int rows, int weights>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
                         float* sums) {
   const __m512i h0 = _mm512_load_si512(t.high), h1 = _mm512_load_si512(t.high + 64);
   const __m512i l0 = _mm512_load_si512(t.low), l1 = _mm512_load_si512(t.low + 64);
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-  __m512 total[rows];
-  for (int m = 0; m < rows; m++) total[m] = _mm512_setzero_ps();
+  __m512 total[weights][rows];
+  for (int w = 0; w < weights; w++)
+    for (int m = 0; m < rows; m++) total[w][m] = _mm512_setzero_ps();
   for (int64_t k = 0; k < shape.k; k += STEP) {
-    _mm_prefetch(reinterpret_cast<const char*>(codes + k + AHEAD), _MM_HINT_T0);
-    bool whole = k + STEP <= shape.k;
-    __m512i code = whole ? _mm512_loadu_si512(codes + k)
-                         : _mm512_maskz_loadu_epi8(~0ull >> (STEP - (shape.k - k)), codes + k);
-    __m512i high = _mm512_permutex2var_epi8(h0, code, h1);  // by the low 7 bits of each byte
-    __m512i low = _mm512_permutex2var_epi8(l0, code, l1);
-    high = _mm512_or_si512(high, _mm512_and_si512(code, sign));
-    __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
-    __m512 scale = _mm512_set1_ps(t.scale[scales[k / BLOCK]]);
-    if (k + BLOCK < shape.k) scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(t.scale[scales[k / BLOCK + 1]]));
-    for (int m = 0; m < rows; m++) {
-      const Bfloat16* row = x + m * shape.padded() + k;
-      __m512 dot = _mm512_dpbf16_ps(_mm512_setzero_ps(), first, (__m512bh)_mm512_loadu_si512(row));
-      dot = _mm512_dpbf16_ps(dot, second, (__m512bh)_mm512_loadu_si512(row + 32));
-      total[m] = _mm512_fmadd_ps(dot, scale, total[m]);
+    bool whole = k + STEP <= shape.k, second_block = k + BLOCK < shape.k;
+    __mmask64 inside = whole ? ~0ull : ~0ull >> (STEP - (shape.k - k));
+    for (int w = 0; w < weights; w++) {
+      const uint8_t *here = codes + w * shape.k + k, *bytes = scales + w * shape.blocks() + k / BLOCK;
+      _mm_prefetch(reinterpret_cast<const char*>(here + AHEAD), _MM_HINT_T0);
+      __m512i code = whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(inside, here);
+      __m512i high = _mm512_permutex2var_epi8(h0, code, h1);  // by the low 7 bits of each byte
+      __m512i low = _mm512_permutex2var_epi8(l0, code, l1);
+      high = _mm512_or_si512(high, _mm512_and_si512(code, sign));
+      __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
+      __m512 scale = _mm512_set1_ps(t.scale[bytes[0]]);
+      if (second_block) scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(t.scale[bytes[1]]));
+      for (int m = 0; m < rows; m++) {
+        const Bfloat16* row = x + m * shape.padded() + k;
+        __m512 dot = _mm512_dpbf16_ps(_mm512_setzero_ps(), first, (__m512bh)_mm512_loadu_si512(row));
+        dot = _mm512_dpbf16_ps(dot, second, (__m512bh)_mm512_loadu_si512(row + 32));
+        total[w][m] = _mm512_fmadd_ps(dot, scale, total[w][m]);
+      }
     }
   }
-  for (int m = 0; m < rows; m++) sums[m] = _mm512_reduce_add_ps(total[m]);
+  for (int w = 0; w < weights; w++)
+    for (int m = 0; m < rows; m++) sums[w * ROWS + m] = _mm512_reduce_add_ps(total[w][m]);
+}
+
+template <int rows>
+inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
+                        int64_t weights, float* sums) {
+  if (weights == WEIGHTS && rows * shape.k > NEAR) return sums_by_dot<rows, WEIGHTS>(x, codes, scales, shape, t, sums);
+  for (int64_t w = 0; w < weights; w++)
+    sums_by_dot<rows, 1>(x, codes + w * shape.k, scales + w * shape.blocks(), shape, t, sums + w * ROWS);
 }
 
 template <class Elem>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
-                        float* sums) {
+                        int64_t weights, float* sums) {
   static_assert(ROWS == 4, "one case for each number of rows");
   const Tables& t = tables<Elem>();
   switch (count) {
-    case 1: return sums_by_dot<1>(x, codes, scales, shape, t, sums);
-    case 2: return sums_by_dot<2>(x, codes, scales, shape, t, sums);
-    case 3: return sums_by_dot<3>(x, codes, scales, shape, t, sums);
-    default: return sums_by_dot<4>(x, codes, scales, shape, t, sums);
+    case 1: return sums_by_dot<1>(x, codes, scales, shape, t, weights, sums);
+    case 2: return sums_by_dot<2>(x, codes, scales, shape, t, weights, sums);
+    case 3: return sums_by_dot<3>(x, codes, scales, shape, t, weights, sums);
+    default: return sums_by_dot<4>(x, codes, scales, shape, t, weights, sums);
   }
 }
 #endif
 
-// `sums` of up to ROWS rows for each row of the weight and group of rows of x
+// `sums` of up to ROWS rows of x and WEIGHTS rows of the weight at a time, those of a row of the weight ROWS apart
 template <class Bias, class Out, class X, class Sums>
 inline void for_outputs(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
                         int threads, Out* out, Sums sums) {
 #pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(static)
-  for (int64_t n = 0; n < shape.n; n++)
+  for (int64_t n = 0; n < shape.n; n += WEIGHTS)
     for (int64_t m = 0; m < shape.m; m += ROWS) {
-      float found[ROWS];
-      int64_t count = shape.m - m < ROWS ? shape.m - m : ROWS;
-      sums(x + m * shape.padded(), codes + n * shape.k, scales + n * shape.blocks(), shape, count, found);
-      for (int64_t i = 0; i < count; i++)
-        narrow(bias ? found[i] + widen(bias[n]) : found[i], out[(m + i) * shape.n + n]);
+      float found[WEIGHTS * ROWS];
+      int64_t count = shape.m - m < ROWS ? shape.m - m : ROWS, weights = shape.n - n < WEIGHTS ? shape.n - n : WEIGHTS;
+      sums(x + m * shape.padded(), codes + n * shape.k, scales + n * shape.blocks(), shape, count, weights, found);
+      for (int64_t w = 0; w < weights; w++)
+        for (int64_t i = 0; i < count; i++) {
+          float sum = found[w * ROWS + i];
+          narrow(bias ? sum + widen(bias[n + w]) : sum, out[(m + i) * shape.n + n + w]);
+        }
     }
 }
 
@@ -180,7 +205,7 @@ inline void weight_only_mm(const Bfloat16* x, const uint8_t* codes, const uint8_
   if (ordinary(x, shape.m * shape.k)) {
     std::unique_ptr<Bfloat16[]> permuted(new Bfloat16[shape.m * shape.padded()]);
     for (int64_t m = 0; m < shape.m; m++) permute(x + m * shape.k, shape.k, permuted.get() + m * shape.padded());
-    using Sums = void (*)(const Bfloat16*, const uint8_t*, const uint8_t*, Shape, int64_t, float*);
+    using Sums = void (*)(const Bfloat16*, const uint8_t*, const uint8_t*, Shape, int64_t, int64_t, float*);
     return for_outputs(permuted.get(), codes, scales, bias, shape, threads, out, static_cast<Sums>(sums_by_dot<Elem>));
   }
 #endif

@@ -92,7 +92,17 @@ def test_every_code_under_every_scale(product: Product, elem: str):
 @pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 7, 4096), (3, 5, 100), (4, 1, 31), (5, 9, 65), (16, 33, 1000), (0, 3, 64)]
+    ("m", "n", "k"),
+    [
+        (1, 7, 4096),
+        (3, 5, 100),
+        (4, 1, 31),
+        (5, 9, 65),
+        (1, 6, 8300),
+        (3, 4, 2800),
+        (16, 33, 1000),
+        (0, 3, 64),
+    ],
 )
 def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem: str):
     """Within what FP32 accumulation may lose, whatever the exponents; a bias before the one rounding."""
