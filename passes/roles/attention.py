@@ -12,12 +12,13 @@ from __future__ import annotations
 from mxcompile.passes.roles.feeds import GATED, Source
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.statement import Found, Missing, Statement
-from mxcompile.passes.roles.uses import QKV
+from mxcompile.passes.roles.uses import BRANCH, QKV
 from mxcompile.policy import Role
 
 
 def _reaches_attention(site: Site) -> Found | Missing:
-    if site.used(QKV):
+    ends_branch = site.used(BRANCH) and (site.activated_layers or from_attention(site))
+    if site.used(QKV) and not ends_branch:
         return Found("its result is q, k or v of an attention")
     gated = [f.layer for f in site.followers if f.marks & GATED and gates(site, f.layer, Source.ATTENTION)]
     if gated and not from_attention(site):
@@ -45,8 +46,8 @@ def _behind_attention(site: Site) -> Found | Missing:
 
 def _is_first(site: Site) -> Found | Missing:
     straight = site.model.feeds.sources(site.made, Source.ATTENTION)
-    if not straight and any(follower.activated for follower in site.followers):
-        return Missing("it stands behind another layer, in front of an activation")
+    if not straight and not site.used(BRANCH):
+        return Missing("another layer stands in between, and its result joins no residual stream")
     return Found("")
 
 

@@ -66,8 +66,9 @@ class _Sweeper:
     def visit(self, node: fx.Node, here: int) -> None:
         if node in self._feeds.products.read:
             here |= QKV
-        if node in self._streams.skips and self._starts(node):
-            here |= STARTS
+        if node in self._streams.skips:  # what becomes of the stream is not what becomes of its first value
+            here &= _PAST_SUMS | LAYER | CUT
+            here |= STARTS if self._starts(node) else 0
         if node in self._feeds.products.biases:
             here |= SCORES
         for user in node.users:

@@ -1,0 +1,155 @@
+"""Every statement about a role fires on its structure and not on its neighbour, and says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from probes import (
+    ATTENTION,
+    LENGTH,
+    PRODUCTS,
+    WIDTH,
+    Attention,
+    Biased,
+    Body,
+    Headed,
+    Mixer,
+    Modulated,
+    Pooled,
+    Routed,
+    Squeezed,
+    Talking,
+    below,
+    linear,
+    roles,
+    tags,
+    tokens,
+)
+from torch import nn
+
+from mxcompile.passes.roles.cuts import Cuts
+from mxcompile.policy import Precision
+
+EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_attention_however_it_is_spelled(heads: int, eager: bool):
+    assert roles(Attention(heads, eager), tokens()) == ATTENTION
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_bias_that_all_layers_share_is_no_residual_stream(eager: bool):
+    found = roles(Biased(eager), tokens(), torch.arange(LENGTH))
+    assert found == {k: v for i in range(3) for k, v in below(f"blocks.{i}", ATTENTION).items()}
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_classes_straight_behind_an_attention_are_a_head(projected: bool):
+    found = roles(Pooled(projected), tokens())
+    keys = {"kv.0": "qkv", "kv.1": "qkv"} if projected else {}
+    assert found == {**below("body"), **keys, "query": "attn_scores", "classes": "head"}
+
+
+@pytest.mark.parametrize(("model", "names"), [(Pooled(True), ["query"]), (Talking(), ["before", "after"])])
+def test_no_rule_reaches_queries_and_mixes_of_scores(model: nn.Module, names: list[str]):
+    found = tags(model, tokens(), policy=EVERYTHING)
+    for name, tag in found.items():
+        assert tag.choice is not None
+        quantized = tag.choice.precision is Precision.MXFP8
+        assert quantized == (name not in names and name not in PRODUCTS), name
+    assert all("no linear layer but" in found[name].evidence.holds for name in names)
+
+
+def test_talking_heads_leave_the_attention_what_it_is():
+    assert roles(Talking(), tokens()) == {**ATTENTION, "before": "attn_scores", "after": "attn_scores"}
+
+
+def test_a_network_on_the_stream_that_makes_the_result_is_a_head():
+    assert roles(Headed(False), tokens()) == {
+        **below("body"),
+        **dict.fromkeys(("mlp.0", "mlp.1", "mlp.2"), "head"),
+    }
+
+
+def test_the_same_network_that_joins_the_stream_is_none():
+    assert roles(Headed(True), tokens()) == {
+        **below("body"),
+        "mlp.0": "ffn_in",
+        "mlp.1": "ffn_in",
+        "mlp.2": "ffn_out",
+    }
+
+
+def test_a_head_is_never_inferred_from_a_cut():
+    found = tags(Headed(False), tokens(), cuts=Cuts(outputs=None))
+    assert {str(found[f"mlp.{i}"].role) for i in range(3)} == {"other"}
+    assert "the graph was cut" in found["mlp.2"].evidence.holds
+    assert {name: str(found[name].role) for name in below("body")} == below("body")
+
+
+def test_an_embedding_is_never_inferred_from_a_cut():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Body())
+    assert roles(model, tokens()) == {"0": "embedding", **below("1")}
+    found = tags(model, tokens(), cuts=Cuts(inputs=None))
+    assert (str(found["0"].role), str(found["1.a"].role)) == ("other", "ffn_in")
+    assert "the graph was cut" in found["0"].evidence.holds
+
+
+def test_layers_between_a_table_and_the_stream_are_embeddings():
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 24), nn.GELU(), nn.Linear(24, WIDTH), Body())
+    assert roles(model, torch.arange(LENGTH)[None]) == {"1": "embedding", "3": "embedding", **below("4")}
+
+
+def test_what_scales_and_gates_from_outside_is_conditioning():
+    made = dict.fromkeys(("time.0", "time.1", "own"), "conditioning")
+    found = roles(Modulated(), tokens(), tokens(2, WIDTH))
+    assert found == {**below("body"), **made, "a": "ffn_in", "b": "ffn_out"}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_gate_is_conditioning_where_it_is_broadcast(pooled: bool):
+    found = roles(Squeezed(pooled), tokens())
+    assert (found["gate.1"] == "conditioning") is pooled
+
+
+@pytest.mark.parametrize("kind", ["product", "cumsum", "recurrence"])
+def test_what_mixes_tokens_without_a_softmax(kind: str):
+    found = roles(Mixer(kind), tokens())
+    assert found == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_in", "a.3": "mixer_out"}
+
+
+def test_a_top_k_makes_a_router_where_its_choice_is_used():
+    assert roles(Routed(True), tokens())["scores"] == "router"
+    assert roles(Routed(True), tokens())["a"] == "expert_in"
+    found = tags(Routed(False), tokens())["scores"]
+    assert str(found.role) == "head"
+    assert (
+        found.evidence.nearest == "router: its result enters a top-k; but no later layer uses what that chose"
+    )
+
+
+def test_evidence_names_the_layers_it_rests_on():
+    found = tags(Body(), tokens())
+    assert found["b"].evidence.holds == (
+        "it reads a through an activation or a gate; its result joins the residual stream"
+    )
+    assert found["a"].evidence.holds == "b reads its result through an activation or a gate"
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_sizes_do_not_matter(size: int):
+    assert roles(Attention(1), tokens(size, size, WIDTH)) == ATTENTION
+
+
+def test_parallel_layers_onto_nothing_are_other():
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear(1)[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x)
+
+    assert roles(Alone(), tokens()) == {"a": "other"}
