@@ -173,9 +173,11 @@ class _Sweeper:
         """Make `node`, a sum of a stream or the value it starts with, a source of its own."""
         self.feeds.before[node] = made
         self.feeds.chosen.discard(node)
-        earlier = [
-            self.feeds.number[source] for source in made if source in self.feeds.number and source is not node
-        ]
+        branch = self._streams.joins.get(node)
+        kept = [arg for arg in node.all_input_nodes if arg in self.feeds.made and arg is not branch]
+        sources = made if branch is None else self._merged(kept)
+        numbers = self.feeds.number
+        earlier = [numbers[source] for source in sources if source in numbers and source is not node]
         if not earlier:
             self._num_streams += 1
             earlier = [self._num_streams]

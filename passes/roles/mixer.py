@@ -22,6 +22,9 @@ def _is_mixed(site: Site) -> Found | Missing:
         return Found(
             "its result is mixed over tokens by products, sums or a recurrence before the next layer"
         )
+    filtered = [f.layer for f in site.followers if is_filter(f.marks) and site.role_of(f) is Role.MIXER_OUT]
+    if filtered:
+        return Found(f"a gated filter over tokens, without an activation, leads to {named(filtered)}")
     outs = [f.layer for f in site.followers if site.role_of(f) is Role.MIXER_OUT]
     gated = [layer for layer in outs if gates(site, layer, Source.PRODUCT) or gates(site, layer, Source.SCAN)]
     if gated and any(f.marks & (ACTIVATED | GATED) for f in site.followers):

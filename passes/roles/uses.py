@@ -134,7 +134,8 @@ class _Sweeper:
             if beyond and there & ONWARD and not beyond <= self._feeds.streams[node]:
                 found |= SHIFTS
             if packet(user) is aten.mul:
-                if beyond and _numel(other) > _numel(node):
+                apart = self._feeds.made[other].keys().isdisjoint(self._feeds.made[node])
+                if beyond and apart and _numel(other) > _numel(node):  # a norm's factor is not apart
                     found |= SCALES
                 if other in self._feeds.chosen:
                     found |= WEIGHED
