@@ -10,6 +10,7 @@ Tracing happens on fake CPU tensors whatever the target (see `fakes`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,16 +18,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import remove_from_cache
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
+from mxcompile.explain.parts import eager_records, moved
 from mxcompile.explain.roofline import estimate
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.names import user_path
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
+from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy
 from mxcompile.plan.fakes import call
 from mxcompile.plan.inputs import ModelInput, keywords
@@ -112,15 +115,21 @@ class _Explainer:
     ) -> None:
         self._options = dataclasses.replace(options, strict=False)
         self._training = training
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = Assuming()
         self._model = fake_copy(model, self._mode)
         self._repeats = leave_out(self._model, options.policy)
         self._model.train(training)
+        self._mode.names(self._model)
+        self._paths = {id(p): user_path(path) for path, p in self._model.named_parameters()}
         self._parts: list[Part] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Part]:
         """Trace the model called with `args` and `kwargs`."""
         call(self._model, args, kwargs, mode=self._mode, backend=self._trace, training=self._training)
+        notes = tuple(f"assumed: {note}" for note in self._mode.notes)
+        gemms = eager_records(self._mode.products, training=self._training)
+        if notes or gemms:
+            self._parts.append(self._repeats.expand(Part(gemms=gemms, warnings=notes)))
         return self._parts
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -128,8 +137,22 @@ class _Explainer:
         found = dataclasses.replace(capture(gm, example_inputs, self._model), blocks=self._repeats.blocks)
         target = TARGETS.get(self._options.target, Target(name=self._options.target, device="cpu"))
         compilation = Compilation(self._options, found, gm, target, self._repeats.count)
-        trace(compilation, gm, example_inputs)
-        part = self._repeats.expand(compilation.part)
-        gemms = tuple(_kernel_for(target, gemm) for gemm in part.gemms)
-        self._parts.append(dataclasses.replace(part, gemms=gemms))
-        return gm.forward
+        with self._mode.plain():
+            trace(compilation, gm, example_inputs)
+        gemms = tuple(_kernel_for(target, gemm) for gemm in compilation.part.gemms)
+        self._parts.append(self._repeats.expand(dataclasses.replace(compilation.part, gemms=gemms)))
+        first = self._owners(example_inputs)
+        calls = itertools.count()
+
+        def run(*inputs: Any) -> Any:
+            if next(calls) > 0:  # code that serves several layers, or one layer several times
+                again = Part(gemms=moved(gemms, first, self._owners(inputs)))
+                self._parts.append(self._repeats.expand(again))
+            with self._mode.inside_graph():
+                return gm.forward(*inputs)
+
+        return run
+
+    def _owners(self, inputs: Sequence[Any]) -> list[str]:
+        """Paths of the parameters among `inputs`, "" for what is none."""
+        return [self._paths.get(id(value), "") for value in inputs]

@@ -9,9 +9,10 @@ What none of this covers has FLOPs that are unknown; sizes of 0 stand for that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -30,7 +31,7 @@ def opaque_sizes(node: fx.Node) -> list[Sizes]:
     if what is aten._trilinear:
         return [_trilinear_sizes(node)]
     if what in OPAQUE:
-        return _weights_sizes(node) or [UNKNOWN]
+        return weights_sizes(node.target, tree_map(_value, node.args)) or [UNKNOWN]
     formula = flop_registry.get(what)
     if formula is None:
         return [UNKNOWN]
@@ -65,20 +66,18 @@ def _trilinear_sizes(node: fx.Node) -> Sizes:
     return 1, m, 1, k
 
 
-def _weights_sizes(node: fx.Node) -> list[Sizes]:
-    """One product for every weight matrix among the arguments, of all rows of the first; twice in backward.
+def weights_sizes(target: Any, args: Sequence[Any]) -> list[Sizes]:
+    """Products inside the call of an operator: every weight matrix among `args` times all rows of the first.
 
-    A fused attention layer has its two products of activations besides.
+    Twice as many in backward. A fused attention layer has its two products of activations besides.
     """
-    schema = getattr(node.target, "_schema", None)
-    x = tensor(node.args[0])
-    if schema is None or x is None or x.ndim < 2:
+    schema = getattr(target, "_schema", None)
+    x = args[0]
+    if schema is None or not isinstance(x, Tensor) or x.ndim < 2:
         return []
-    named = zip(schema.arguments, node.args, strict=False)
+    named = zip(schema.arguments, args, strict=False)
     given = [value for argument, value in named if "weight" in argument.name or argument.name == "params"]
-    matrices = [
-        value for leaf in tree_leaves(given) if (value := tensor(leaf)) is not None and value.ndim == 2
-    ]
+    matrices = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim == 2]
     rows: Any = 1
     for length in x.shape[:-1]:
         rows = rows * length

@@ -18,20 +18,32 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
+from mxcompile.plan.assumed import Assuming, where_failed
 from mxcompile.storage import MXTensor
 
 
 class Faker:
-    """Tensors to fake CPU tensors of `mode`, of the same shape, strides and dtype."""
+    """Tensors to fake CPU tensors of `mode`, of the same shape, strides and dtype.
+
+    One that answers for values is told those of inputs and buffers, and of parameters that are one number.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """`tensor` without its values."""
+        """A fake in the place of `tensor`."""
+        if not isinstance(self._mode, Assuming):
+            return self._empty(tensor)
+        with self._mode.plain():
+            made = self._empty(tensor)
+        few = tensor.numel() == 1 or not isinstance(tensor, nn.Parameter)
+        return self._mode.know(made, tensor) if few else made
+
+    def _empty(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MXTensor):
             with self._mode:
-                stored = tensor.with_parts(self)
+                stored = tensor.with_parts(self._empty)
             return nn.Parameter(stored, requires_grad=False) if isinstance(tensor, nn.Parameter) else stored
         with self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -51,7 +63,7 @@ def call(
 ) -> None:
     """Compile `model`, a copy on fake tensors of `mode`, with `backend` by calling it on `args` and `kwargs`.
 
-    The values of tensors are not looked at. Raises `ModelError` with what Dynamo or the backend met.
+    Raises `ModelError` with what Dynamo or the backend met, and where.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
     compiled = torch.compile(model, backend=backend)
@@ -66,7 +78,12 @@ def call(
             if isinstance(inner, MXCompileError):
                 raise inner from None
             what = str(inner).strip().partition("\n")[0]
-            raise ModelError(f"cannot trace the model: {type(inner).__name__}: {what}") from error
+            place = where_failed(error, model)
+            raise ModelError(
+                f"cannot trace the model{place}: {type(inner).__name__}: {what}\n"
+                "  if the model runs as it is called here, its code makes something else of values than was"
+                " assumed: give inputs that have values, or explain the modules around that line"
+            ) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from mxcompile.report.html_graph import graphs
 from mxcompile.report.html_layers import layers
 from mxcompile.report.html_numerics import numerics_section
 from mxcompile.report.html_parts import tile
+from mxcompile.report.kept import kept_sentences
 from mxcompile.report.numerics import Numerics
 from mxcompile.report.record import Summary
 from mxcompile.report.report import Report
@@ -30,6 +31,7 @@ def to_html(report: Report, numerics: Numerics | None = None) -> str:
     rows = fold(report.gemms)
     parts: list[Callable[[], str]] = [
         lambda: _tiles(report, rows),
+        lambda: _kept(report),
         lambda: _warnings(report.summary.warnings),
         lambda: _estimate(report.summary, rows),
         lambda: graphs(report),
@@ -65,6 +67,11 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         f" target <b>{escape(s.target)}</b></p></header>"
         f'<section class="tiles" aria-label="summary">{"".join(tiles)}</section>'
     )
+
+
+def _kept(report: Report) -> str:
+    sentences = kept_sentences(report.gemms, report.summary)
+    return "".join(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences)
 
 
 def _warnings(warnings: Iterable[str]) -> str:

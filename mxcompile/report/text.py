@@ -12,6 +12,7 @@ from tabulate import MIN_PADDING, tabulate
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
+from mxcompile.report.kept import kept_sentences, unknown_words
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.report import Report
 from mxcompile.report.words import byte_count, count, duration, formats, size, speedup, stored_saving
@@ -25,7 +26,7 @@ _NAMED = 3
 def to_text(report: Report) -> str:
     """`report` for a terminal."""
     rows = fold(report.gemms)
-    lines = wrapped([headline(report.summary, report.gemms), *facts(report.summary, rows)])
+    lines = wrapped([headline(report), *_said(report, rows)])
     if rows:
         layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
         kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
@@ -36,7 +37,7 @@ def to_text(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """`report` for a pull request."""
     rows = fold(report.gemms)
-    parts = [f"### {headline(report.summary, report.gemms)}", bullets(facts(report.summary, rows))]
+    parts = [f"### {headline(report)}", bullets(_said(report, rows))]
     if rows:
         parts += [
             drawn(escaped(table), "github") for table in (_layer_table(rows), _kernel_table(report.gemms))
@@ -44,11 +45,16 @@ def to_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def headline(summary: Summary, gemms: Iterable[GemmRecord] = ()) -> str:
+def _said(report: Report, rows: Sequence[Row]) -> list[str]:
+    return [*kept_sentences(report.gemms, report.summary), *facts(report.summary, rows)]
+
+
+def headline(report: Report) -> str:
     """The report in one line."""
-    words = labels(gemm.precision for gemm in gemms)
+    summary = report.summary
+    words = labels(gemm.precision for gemm in report.gemms)
     return (
-        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in {words}"
+        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in {words}{unknown_words(report.gemms)}"
         f" ({count(summary.num_gemms, 'GEMM')}, target {summary.target},"
         f" policy {summary.policy})"
     )

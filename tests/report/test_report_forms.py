@@ -151,6 +151,7 @@ def test_the_root_module_and_kernels_to_come_have_words():
 def test_an_empty_report():
     assert str(Report.of([], target="cpu", policy="preset nvidia")) == (
         "MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (0 GEMMs, target cpu, policy preset nvidia)\n"
+        "no matrix product was seen; what was compiled is nothing: no graph was captured\n"
         "0 graphs, 0 graph breaks, passes 0 ms, Inductor cache off"
     )
 
@@ -199,8 +200,9 @@ def test_markdown_opens_with_a_heading_and_facts():
     lines = markdown(report(kept(), warnings=("one\ntwo",))).splitlines()
     assert lines[0].startswith("### MXFP8 report: 0.0% of matmul FLOPs in MXFP8 (1 GEMM, ")
     assert lines[1] == ""
-    assert lines[2].startswith("- 1 graph, 0 graph breaks")
-    assert lines[3:5] == ["- warning: one two", ""]
+    assert lines[2] == "- 100.0% of the FLOPs stay in BF16: 100.0% role head"
+    assert lines[3].startswith("- 1 graph, 0 graph breaks")
+    assert lines[4:6] == ["- warning: one two", ""]
 
 
 def test_markdown_of_an_empty_report_has_no_table():

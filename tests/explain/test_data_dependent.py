@@ -1,0 +1,143 @@
+"""`explain` goes where compiling goes: past code that asks for the values of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile.errors import ModelError
+
+WIDTH = 64
+
+
+class Expert(nn.Module):
+    """Experts in a loop over those that were chosen, as Hugging Face's are in eager mode."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.up = nn.Parameter(torch.randn(num_experts, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(num_experts, WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        mask = F.one_hot(chosen, self.up.shape[0]).permute(2, 1, 0)
+        result = torch.zeros_like(x)
+        for expert in (mask.sum((1, 2)) > 0).nonzero():
+            place, token = torch.where(mask[expert[0]])
+            hidden = F.silu(F.linear(x[token], self.up[expert[0]]))
+            hidden = F.linear(hidden, self.down[expert[0]])
+            result.index_add_(0, token, hidden * weights[token, place, None])
+        return x + result
+
+
+def test_a_loop_over_experts_is_counted_as_balanced_and_said():
+    model, tokens = nn.Sequential(Expert(), Expert()), 32
+    report = mxcompile.explain(model, torch.randn(tokens, WIDTH), training=False)
+    experts = [gemm for gemm in report.gemms if gemm.role != "router"]
+    routed = 2 * tokens  # two experts a token
+    assert sum(gemm.flops for gemm in experts) == 2 * 2 * (2 * routed * WIDTH * 2 * WIDTH)
+    assert {gemm.name for gemm in experts} == {"0", "1"}
+    assert {gemm.reason for gemm in experts} == {"outside the compiled graphs"}  # Dynamo leaves the loop out
+    assert any("topk of computed values" in warning for warning in report.summary.warnings)
+    assert any("test_data_dependent.py" in warning for warning in report.summary.warnings)
+
+
+class Cropped(nn.Module):
+    """Layers of equal code with a break in each, behind a size that an input decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Broken() for _ in range(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = x[:, : int(lengths.max().item())]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        torch._dynamo.graph_break()
+        return x + self.down(F.gelu(hidden))
+
+
+def test_values_of_inputs_decide_sizes_and_shared_code_counts_for_every_layer():
+    lengths = torch.tensor([7, 12])
+    report = mxcompile.explain(Cropped(), torch.randn(2, 20, WIDTH), lengths)
+    sizes = {(gemm.name, gemm.m) for gemm in report.gemms if gemm.gemm == "fprop"}
+    assert sizes == {(f"layers.{i}.{name}", 2 * 12) for i in range(3) for name in ("up", "down")}
+    assert report.summary.warnings == ()
+    assert lengths.tolist() == [7, 12]
+
+
+class Thresholded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[self.score(x)[:, 0] > 0]
+        return self.head(kept)
+
+
+def test_computed_masks_are_assumed_to_hold_and_said():
+    report = mxcompile.explain(Thresholded(), torch.randn(48, WIDTH), training=False)
+    (head,) = [gemm for gemm in report.gemms if gemm.name == "head"]
+    assert head.m == 48
+    assert any(warning.startswith("assumed: ") for warning in report.summary.warnings)
+
+
+class Uncompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.lstm(x)[0]
+        return result
+
+
+def test_products_outside_of_graphs_are_counted():
+    report = mxcompile.explain(Uncompiled(), torch.randn(5, 2, WIDTH), training=False)
+    assert {gemm.reason for gemm in report.gemms} == {"outside the compiled graphs"}
+    assert sum(gemm.flops for gemm in report.gemms) == 2 * (5 * 2) * (4 * WIDTH) * WIDTH * 2
+    assert {gemm.name for gemm in report.gemms} == {"lstm"}
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Raises()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.fc(x.reshape(-1, 7))
+
+
+def test_a_failure_names_layer_and_line():
+    with pytest.raises(ModelError, match=r"test_data_dependent\.py:\d+\)") as caught:
+        mxcompile.explain(Failing(), torch.randn(4, WIDTH))
+    assert "in inner" in str(caught.value)
+    assert "give inputs that have values" in str(caught.value)

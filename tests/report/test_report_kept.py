@@ -1,0 +1,40 @@
+"""A report says why little is in MXFP8, and what its share leaves out."""
+
+from made_reports import kept, record, report
+
+from mxcompile.report.html import to_html
+
+OPAQUE = {"m": 0, "n": 0, "k": 0, "role": "other"}
+
+
+def test_little_in_mxfp8_is_explained_by_flops():
+    text = str(
+        report(
+            record("up", m=10, n=10, k=10),
+            kept("stem", m=30, n=10, k=10, reason="convolution 3×3"),
+            kept("head", m=60, n=10, k=10, reason="role head"),
+        )
+    )
+    assert "10.0% of matmul FLOPs in MXFP8" in text
+    assert "90.0% of the FLOPs stay in BF16: 60.0% role head, 30.0% convolution 3×3" in text
+
+
+def test_much_in_mxfp8_needs_no_reasons():
+    text = str(report(record("up", m=60, n=10, k=10), kept(m=40, n=10, k=10)))
+    assert "stay in BF16" not in text
+    assert "unknown" not in text
+
+
+def test_headline_says_what_is_not_in_the_share():
+    unknown = kept("attn", reason="opaque operator lib.attention, FLOPs unknown", **OPAQUE)
+    made = report(record(), unknown, unknown)
+    first = str(made).splitlines()[0]
+    assert "100.0% of matmul FLOPs in MXFP8, 2 operators of unknown FLOPs not in it" in first
+    made_html = to_html(made)
+    sentence = "not in the share, since their FLOPs are unknown: opaque operator lib.attention (×2)"
+    assert sentence in made_html
+    assert sentence in " ".join(str(made).split())
+
+
+def test_nothing_seen_is_said():
+    assert "no matrix product was seen" in str(report())
