@@ -28,7 +28,6 @@ from probes import (
 from torch import nn
 
 from mxcompile.passes.roles.cuts import Cuts
-from mxcompile.policy import Precision
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
@@ -57,7 +56,7 @@ def test_no_rule_reaches_queries_and_mixes_of_scores(model: nn.Module, names: li
     found = tags(model, tokens(), policy=EVERYTHING)
     for name, tag in found.items():
         assert tag.choice is not None
-        quantized = tag.choice.precision is Precision.MXFP8
+        quantized = str(tag.choice.precision) == "mxfp8"
         assert quantized == (name not in names and name not in PRODUCTS), name
     assert all("no linear layer but" in found[name].evidence.holds for name in names)
 
