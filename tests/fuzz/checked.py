@@ -51,6 +51,8 @@ def check(case: Drawn) -> None:
     assert in_mxfp8 <= replaced.used, f"not in the model: {in_mxfp8 - replaced.used}"
     largest = max(value.float().norm().item() for value in expected.values())
     for name, value in expected.items():
+        if name.endswith(".k.bias"):  # softmax does not feel it: its gradient is nothing but rounding
+            continue
         got = _db(value.float(), found[name].float(), largest)
         assert got > LEAST_DB[case.dtype], f"{name}: {got:.1f} dB from the reference"
     if case.whole:
