@@ -135,7 +135,12 @@ def _broken(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _split(frame: FrameType) -> Iterator[str]:
-    """What `frame` says of graphs that are split by something other than Dynamo."""
+    """What `frame`, if it is torch's own, says of graphs that are split by something other than Dynamo.
+
+    The locals of others are left alone: reading them keeps what they hold alive for as long as the frame.
+    """
+    if not frame.f_code.co_filename.startswith(_TORCH):
+        return
     owner = frame.f_locals.get("self")
     names = {kind.__name__ for kind in type(owner).__mro__}
     if "SubmodCompiler" in names:

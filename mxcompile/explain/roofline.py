@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from mxcompile.formats import BLOCK, Format, ScaleType, Tile, is_quantized
+from mxcompile.formats import BLOCK, Format, Rounding, ScaleType, Tile, is_quantized
 from mxcompile.lowering.targets import TARGETS, Peak, Target
-from mxcompile.report import GemmRecord, Report
+from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 
 _QUANTIZED = 1 + 1 / BLOCK
 _BF16 = 2.0
@@ -64,21 +64,30 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     if not is_quantized(gemm.precision):
         return _bf16_us(gemm, peak)
     a, b, out = _elements(gemm)
-    forms = [Format.of(f"{fmt.elem} {fmt.block} {fmt.rounding}") for fmt in gemm.formats]
+    forms = [_format(fmt) for fmt in gemm.formats]
     tflops = _native_tflops(forms, peak, target)
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
     cast_bytes = product_bytes = 0.0
-    for numel, form, share in zip((a, b), forms, shares, strict=True):
+    for numel, form, share, said in zip((a, b), forms, shares, gemm.formats, strict=True):
         reads = 2 * _READ if form.tile == Tile.TENSOR else _READ
-        stored = _QUANTIZED if form.is_mx else form.bytes_per_element
-        cast_bytes += (reads + (stored if tflops else _BF16)) * numel / share
-        product_bytes += stored * numel
+        held = _QUANTIZED if form.is_mx else form.bytes_per_element
+        if said.rounding != STORED:
+            cast_bytes += (reads + (held if tflops else _BF16)) * numel / share
+        elif not tflops:
+            cast_bytes += (held + _BF16) * numel  # dequantized
+        product_bytes += held * numel
     product = (
         peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + _BF16 * out)
         if tflops
         else _bf16_us(gemm, peak)
     )
     return product + peak.time_us(flops=0, tflops=peak.bf16_tflops, num_bytes=cast_bytes)
+
+
+def _format(operand: OperandFormat) -> Format:
+    """The format of a record's operand; of a stored weight how its scales came about does not matter here."""
+    derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
+    return Format.of(f"{operand.elem} {operand.block} {derivation}")
 
 
 def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:

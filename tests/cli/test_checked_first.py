@@ -163,7 +163,15 @@ def test_ctrl_c_is_one_line(tmp_path: Path):
     (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")
     command = [sys.executable, "-m", "mxcompile", "explain", "sleeper:made"]
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored in the background of a shell
     )
     assert running.stdout is not None
     assert running.stdout.readline() == "making\n"

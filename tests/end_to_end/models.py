@@ -151,7 +151,7 @@ def bert(layers: int = 2) -> Case:
         kwargs=_text(),
         roles={
             **_per_layer("bert.encoder.layer.{i}", layers, layer),
-            "cls.predictions.transform.dense": "other",
+            "cls.predictions.transform.dense": "head",
             "cls.predictions.decoder": "head",
         },
     )

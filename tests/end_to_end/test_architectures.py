@@ -78,15 +78,16 @@ def test_the_passes_change_nothing_but_the_casts(name: str):
     assert worst[0] > (100 if in_fp32 else 25), worst
 
 
-def test_experts_that_no_pass_can_reach_are_recorded():
-    """In FP32 transformers runs the experts in an operator of its own; the rest is as exact as ever."""
+def test_experts_with_fp32_weights_are_layers_too():
+    """In FP32 transformers runs them in an operator of its own: two layers, two products, three GEMMs."""
     case = CASES["mixtral"]()
     eager = copy.deepcopy(case.model.float())
     step = run(torch.compile(case.model, backend=EagerBackend(), fullgraph=True), case)
     (report,) = mxcompile.reports()
-    kept = [gemm for gemm in report.gemms if gemm.reason == "opaque operator"]
-    assert len(kept) == 2 * 2 * 2  # two layers, two products, forward and backward
-    assert {gemm.precision for gemm in kept} == {"bf16"}
+    experts = [gemm for gemm in report.gemms if gemm.role in ("expert_in", "expert_out")]
+    assert len(experts) == 2 * 2 * 3
+    assert {gemm.precision for gemm in experts} == {"mxfp8"}
+    assert all(gemm.flops for gemm in experts)
     with reference_linears(eager, report):
         reference = run(eager, case)
     assert sqnr_db(reference[1], step[1]) > 100
