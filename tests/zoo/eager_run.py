@@ -76,12 +76,11 @@ def eager_run(model: nn.Module, args: Any, kwargs: Any) -> EagerRun:
     """Run `model`. Autograd is on: without it PyTorch's own encoder is one operator."""
     called: Counter[str] = Counter()
 
-    def note(name: str, module: Any, out: torch.Tensor) -> None:
-        weight = module.weight
-        called[name] += 2 * out.numel() * (weight.numel() // out.shape[_features(module)])
+    def note(name: str, module: Any, x: torch.Tensor) -> None:
+        called[name] += 2 * x.numel() * (module.weight.numel() // x.shape[_features(module)])
 
     hooks = [
-        module.register_forward_hook(lambda module, _, out, name=name: note(name, module, out))
+        module.register_forward_hook(lambda module, args, _, name=name: note(name, module, args[0]))
         for name, module in model.named_modules()
         if is_linear_layer(module)
     ]
@@ -96,5 +95,5 @@ def eager_run(model: nn.Module, args: Any, kwargs: Any) -> EagerRun:
 
 
 def _features(module: nn.Module) -> int:
-    """The dimension of the result that has the layer's output features."""
+    """The dimension of the input that has the layer's features."""
     return 1 if isinstance(module, _CONVOLUTIONS) else -1

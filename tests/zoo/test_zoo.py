@@ -69,7 +69,9 @@ def look(animal: Animal, disguise: Disguise, *, run: bool) -> set[Misfit]:
                     model, *args, training=disguise.training and animal.training, **kwargs
                 )
         except MXCompileError as error:
-            return {Misfit(layer="explain", what=f"{type(error).__name__}: {str(error)[:90]}")}
+            return {
+                Misfit(layer="explain", what=f"{type(error).__name__}: {str(error).partition(' (')[0][:90]}")
+            }
     return misfits(animal, model, report, names, seen)
 
 

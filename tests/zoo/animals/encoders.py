@@ -67,7 +67,7 @@ ENCODERS = (
     encoder("roformer", "RoFormerForMaskedLM", {**BERT_LAYER, **MASKED}, **SIZES, embedding_size=96, attentions=("eager",)),
     encoder("convbert", "ConvBertForMaskedLM", {r"attention\.self": "bf16", "conv_kernel_layer|conv_out_layer": "qkv|bf16", r"key_conv_attn_layer\.pointwise": "qkv|bf16", **BERT_LAYER, r"generator_predictions\.dense": "bf16", "generator_lm_head": "head"}, **SIZES, embedding_size=96, attentions=("eager",)),
     encoder("fnet", "FNetForMaskedLM", {r"intermediate\.dense": "ffn_in", r"output\.dense": "ffn_out", r"embeddings\.projection": "embedding|other", **MASKED}, hidden_size=96, intermediate_size=208, num_hidden_layers=2, vocab_size=517, attentions=("eager",), bf16=False, dead=r"pooler\.dense"),
-    encoder("longformer", "LongformerForMaskedLM", {"query_global|key_global|value_global": "qkv", **BERT_LAYER, **MASKED}, **SIZES, attention_window=8, attentions=("eager",)),
+    encoder("longformer", "LongformerForMaskedLM", {"?query_global|key_global|value_global": "qkv", **BERT_LAYER, **MASKED}, **SIZES, attention_window=8, attentions=("eager",)),
     encoder("esm", "EsmForMaskedLM", {**BERT_LAYER, **MASKED}, **{**SIZES, "vocab_size": 33}, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary", inputs=lambda: {"input_ids": ids(vocab=30)}),
     encoder("layoutlm", "LayoutLMForMaskedLM", {**BERT_LAYER, **MASKED}, **SIZES, attentions=("eager",), dead=r"pooler\.dense"),
     encoder("wav2vec2", "Wav2Vec2ForCTC", WAV2VEC, inputs=speech, **SPEECH),

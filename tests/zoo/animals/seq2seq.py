@@ -57,7 +57,7 @@ SEQ2SEQ = (
     seq2seq("longt5", "LongT5ForConditionalGeneration", T5, **T5_SIZES, local_radius=7, attentions=("eager",)),
     seq2seq("switch", "SwitchTransformersForConditionalGeneration", {"router.classifier": "router", **EXPERTS, r"?experts\.expert_\d+\.wi": "expert_in", r"?experts\.expert_\d+\.wo": "expert_out", **T5}, **T5_SIZES, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, attentions=("eager",)),
     seq2seq("bart", "BartForConditionalGeneration", BART, **BART_SIZES),
-    seq2seq("bart_classifier", "BartForSequenceClassification", {**QKV, r"attn\.out_proj": "attn_out", **FC, r"classification_head\.dense": "bf16", r"classification_head\.out_proj": "head"}, lambda: {"input_ids": _with_eos()}, **BART_SIZES, num_labels=7),
+    seq2seq("bart_classifier", "BartForSequenceClassification", {**QKV, r"\w*attn\.out_proj": "attn_out", **FC, r"classification_head\.dense": "bf16", r"classification_head\.out_proj": "head"}, lambda: {"input_ids": _with_eos()}, **BART_SIZES, num_labels=7),
     seq2seq("mbart", "MBartForConditionalGeneration", BART, **BART_SIZES),
     seq2seq("pegasus", "PegasusForConditionalGeneration", BART, **BART_SIZES),
     seq2seq("marian", "MarianMTModel", BART, **BART_SIZES, pad_token_id=0, decoder_start_token_id=0),
