@@ -55,7 +55,7 @@ SEQ2SEQ = (
     seq2seq("t5_gated", "T5ForConditionalGeneration", T5, **T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False, attentions=("eager",)),
     seq2seq("umt5", "UMT5ForConditionalGeneration", T5, **T5_SIZES, attentions=("eager",)),
     seq2seq("longt5", "LongT5ForConditionalGeneration", T5, **T5_SIZES, local_radius=7, attentions=("eager",)),
-    seq2seq("switch", "SwitchTransformersForConditionalGeneration", {"router.classifier": "router", **EXPERTS, r"?experts\.expert_\d+\.wi": "expert_in", r"?experts\.expert_\d+\.wo": "expert_out", **T5}, **T5_SIZES, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, attentions=("eager",)),
+    seq2seq("switch", "SwitchTransformersForConditionalGeneration", {"router.classifier": "router", **EXPERTS, r"?experts\.expert_\d+\.wi": "expert_in", r"?experts\.expert_\d+\.wo": "expert_out", **T5}, **T5_SIZES, num_decoder_layers=2, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, attentions=("eager",)),
     seq2seq("bart", "BartForConditionalGeneration", BART, **BART_SIZES),
     seq2seq("bart_classifier", "BartForSequenceClassification", {**QKV, r"\w*attn\.out_proj": "attn_out", **FC, r"classification_head\.dense": "bf16", r"classification_head\.out_proj": "head"}, lambda: {"input_ids": _with_eos()}, **BART_SIZES, num_labels=7),
     seq2seq("mbart", "MBartForConditionalGeneration", BART, **BART_SIZES),
