@@ -86,7 +86,7 @@ def test_names_are_the_users_across_a_graph_break():
     assert sum(report.summary.graph_breaks for report in mxcompile.reports()) == 1
 
 
-def test_one_graph_for_layers_a_policy_tells_apart_is_warned_about():
+def test_blocks_that_a_policy_tells_apart_have_code_of_their_own():
     """A break in a loop makes Dynamo compile the blocks' frames, one for all that guard equal."""
 
     class Looped(nn.Module):
@@ -101,12 +101,14 @@ def test_one_graph_for_layers_a_policy_tells_apart_is_warned_about():
             return x
 
     first = {"version": 1, "rules": [{"match": {"name": "stack.0.*"}, "use": "bf16"}]}
-    for policy, warned in ((first, True), ("nvidia", False)):
+    for policy, expected in ((first, "bf16"), ("nvidia", "mxfp8")):
         torch._dynamo.reset()
         mxcompile.clear_reports()
         torch.compile(Looped(), backend=EagerBackend(policy=policy))(features(2, WIDTH))
-        warnings = [w for report in mxcompile.reports() for w in report.summary.warnings]
-        assert any("tells stack.0 from stack.1 by name" in w for w in warnings) == warned
+        (report,) = mxcompile.reports()
+        found = {(gemm.name.split(".")[1], gemm.precision) for gemm in report.gemms}
+        assert found == {("0", expected), ("1", "mxfp8")}
+        assert report.summary.warnings == ()
 
 
 def test_graph_break_inside_a_submodule_keeps_its_path():
