@@ -1,4 +1,4 @@
-"""The same model in other clothes: its modules, parameters and classes renamed, its weights in BF16.
+"""The same model in other clothes: names of modules and parameters, the spelling of attention, BF16 weights.
 
 Renaming is real: every module gets a class of its own in which each old name is a property that reads the new
 one, so forwards written for the old names run unchanged, while the module tree, its parameters, and all that
@@ -84,10 +84,12 @@ def _rename(module: nn.Module) -> None:
 @cache
 def _renamed_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of `kind` in which each of `names` is read under its new name."""
-    body = {name: property(_reader(_new(name))) for name in names}
-    made = type(f"C{_new(kind.__qualname__)}", (kind,), body)
-    made.__module__ = kind.__module__
-    return made
+    body: dict[str, Any] = {name: property(_reader(_new(name))) for name in names}
+    same = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }  # transformers looks classes up by these
+    return type(kind.__name__, (kind,), {**body, **same})
 
 
 def _reader(name: str) -> Any:
@@ -103,18 +105,27 @@ def spelled_attention() -> Iterator[None]:
         yield
 
 
-def _spelled(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _spelled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        future = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+        future = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(F.softmax(scores, -1), dropout_p) @ v
+    return F.dropout(F.softmax(scores, -1), dropout_p) @ value
 
 
 def to_bf16(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
