@@ -86,7 +86,8 @@ def layer_name(module_path: str, parameter_path: str) -> str:
     if not parameter_path or not inside:
         return module_path
     owner, _, attribute = parameter_path.rpartition(".")
-    attribute = attribute.removesuffix("weight").removesuffix("_")
+    for suffix in ("qdata", "_", "weight", "_"):  # codes stand for the weight that they are of
+        attribute = attribute.removesuffix(suffix)
     return ".".join(part for part in (owner, attribute) if part)
 
 
