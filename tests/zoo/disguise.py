@@ -52,20 +52,27 @@ DISGUISES = {
 
 def scramble(model: nn.Module) -> dict[str, str]:
     """Rename everything in `model`, in place; new path → old path of its modules and parameters."""
-    old: dict[int, str] = {}
-    for name, thing in (*model.named_modules(), *model.named_parameters()):
-        old[id(thing)] = name
-    for module in list(model.modules()):
-        if not isinstance(module, _CONTAINERS):
-            _rename(module)
-    return {name: old[id(thing)] for name, thing in (*model.named_modules(), *model.named_parameters())}
+    paths = {id(module): path for path, module in model.named_modules()}
+    attributes = {
+        id(module): _rename(module) if not isinstance(module, _CONTAINERS) else {}
+        for module in list(model.modules())
+    }
+    names = {}
+    for path, module in model.named_modules():
+        old = paths[id(module)]
+        names[path] = old
+        for name in module._parameters:
+            own = attributes[id(module)].get(name, name)
+            names[f"{path}.{name}".strip(".")] = f"{old}.{own}".strip(".")
+    return names
 
 
 def _new(name: str) -> str:
     return "z" + hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
 
 
-def _rename(module: nn.Module) -> None:
+def _rename(module: nn.Module) -> dict[str, str]:
+    """Rename what `module` holds; new name → old name."""
     names = tuple(
         name
         for table in (module._modules, module._parameters)
@@ -79,6 +86,7 @@ def _rename(module: nn.Module) -> None:
         }
         table.clear()
         table.update(renamed)
+    return {_new(name): name for name in names}
 
 
 @cache

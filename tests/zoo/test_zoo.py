@@ -8,6 +8,7 @@ was found. Misfits must be exactly those that `docs/zoo.md` lists.
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -69,10 +70,13 @@ def look(animal: Animal, disguise: Disguise, *, run: bool) -> set[Misfit]:
                     model, *args, training=disguise.training and animal.training, **kwargs
                 )
         except MXCompileError as error:
-            return {
-                Misfit(layer="explain", what=f"{type(error).__name__}: {str(error).partition(' (')[0][:90]}")
-            }
+            return {Misfit(layer="explain", what=f"{type(error).__name__}: {_first_words(error)}")}
     return misfits(animal, model, report, names, seen)
+
+
+def _first_words(error: MXCompileError) -> str:
+    """What `error` says before it names a place or a cause."""
+    return re.split(r" in |:| \(", str(error))[0]
 
 
 def test_roles(name, disguise, request):
