@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from mxcompile import ops
+from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.targets import TARGETS
 
@@ -22,6 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compiles for the CPU with the elements of another chip: results and generated code."""
     monkeypatch.setattr(casts, "of_device", lambda device: TARGETS[request.param])
+    monkeypatch.setattr(kernel, "usable", lambda: False)  # GPUs run the loops
 
     def compiled(function: Callable[..., Any], *arguments: Tensor) -> tuple[Any, str]:
         torch._dynamo.reset()
