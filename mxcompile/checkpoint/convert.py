@@ -142,7 +142,10 @@ class _Work:
         )
 
     def finish(self) -> None:
-        """Write what goes with the weights, and publish."""
+        """Write what goes with the weights, and publish that alone: a killed writer leaves its temporary files."""
+        for file in self._partial.iterdir():
+            if file.name not in self._done:
+                file.unlink()
         made = Checkpoint.open(self._partial)
         _write_index(self._partial, made)
         source = self._plan.checkpoint.path

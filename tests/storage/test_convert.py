@@ -149,16 +149,18 @@ def chosen_once(monkeypatch, source: Path) -> None:
     monkeypatch.setattr(plan, "chosen_weights", lambda *_: found)
 
 
-def test_another_job_begins_anew(source, tmp_path, monkeypatch):
-    """What a broken off conversion of something else left is not mixed in."""
+@pytest.mark.parametrize("layout", ["torchao", "compressed-tensors"])
+def test_of_a_conversion_broken_off_nothing_stray_is_published(source, tmp_path, monkeypatch, layout):
+    """Neither what another job left is mixed in, nor the temporary files of a writer that was killed."""
     chosen_once(monkeypatch, source)
 
-    def broken_off(_: object) -> None:
+    def broken_off(work: _Work) -> None:
+        (work._partial / ".tmpIsSqKo").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_Work, "finish", broken_off)
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", layout="torchao", progress=False)
+        convert(source, tmp_path / "out", layout=layout, progress=False)
     monkeypatch.undo()
     chosen_once(monkeypatch, source)
     convert(source, tmp_path / "out", progress=False)
