@@ -1,8 +1,10 @@
 """One report for one model: of many graphs, of many ranks, every layer once.
 
 A graph that is compiled again (another shape, another process) says the same of the same layers; the records
-of the latest compile stand, and a compile of which nothing stands does not count in the summary. A layer that
-a graph calls twice has the records of both calls. What is planned and not compiled yet comes as planned.
+of the latest compile stand, and a compile of which nothing stands does not count in the summary. Where it does
+not say the same, both stand: another precision for another shape, and one row beside many (decode beside
+prefill: Dynamo never covers both by one graph). A layer that a graph calls twice has the records of both
+calls. What is planned and not compiled yet comes as planned.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from mxcompile.report.record import GemmRecord, Part, Summary, flop_share
 NOT_COMPILED = "not compiled yet"
 """The kernel of a GEMM that is planned, and in no graph that was compiled."""
 
-_Key = tuple[str, str, str, str]
+_Key = tuple[str, str, str, str, str, bool]
 
 
 def _key(gemm: GemmRecord) -> _Key:
-    """Equal for records of one layer's GEMM in graphs of equal code; products are told apart by line."""
-    return gemm.name, gemm.role, gemm.gemm, gemm.source
+    """Equal for records that say the same of one layer's GEMM; products are told apart by line."""
+    return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 
 def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:

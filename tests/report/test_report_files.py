@@ -260,6 +260,20 @@ def test_a_graph_compiled_again_is_counted_once():
     assert found.summary.graphs == 2
 
 
+def test_one_row_stands_beside_many_and_another_precision_beside_the_first():
+    """Decode and prefill are graphs of their own, and both run."""
+    model = Broken()
+    few, all_ = {"max_m": 4}, {"name": "*"}
+    rules = [{"match": few, "use": "bf16"}, {"match": all_, "use": "mxfp8"}]
+    policy = {"version": 1, "preset": "bf16", "rules": rules}
+    compiled = torch.compile(model, backend=EagerBackend(policy=policy), dynamic=False)
+    with torch.no_grad():
+        for rows in (8, 9, 3, 1):
+            compiled(torch.randn(rows, 64))
+    (found,) = mxcompile.reports()
+    assert [(g.m, g.precision) for g in found.gemms if g.name == "a"] == [(9, "mxfp8"), (3, "bf16"), (1, "bf16")]
+
+
 def test_models_and_policies_have_reports_of_their_own():
     models = [nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))]
     for model in models:
