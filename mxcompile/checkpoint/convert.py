@@ -142,7 +142,7 @@ class _Work:
         )
 
     def finish(self) -> None:
-        """Write what goes with the weights, and publish that alone: a killed writer leaves its temporary files."""
+        """Write what goes with the weights, and publish; a killed writer's temporary files are removed."""
         for file in self._partial.iterdir():
             if file.name not in self._done:
                 file.unlink()

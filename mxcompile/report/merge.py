@@ -1,8 +1,8 @@
 """One report for one model: of many graphs, of many ranks, every layer once.
 
 A graph that is compiled again (another shape, another process) says the same of the same layers; the records
-of the latest compile stand, and a compile of which nothing stands does not count in the summary. Where it does
-not say the same, both stand: another precision for another shape, and one row beside many (decode beside
+of the latest compile stand, and a compile of which nothing stands does not count in the summary. Where it
+does not say the same, both stand: another precision for another shape, and one row beside many (decode beside
 prefill: Dynamo never covers both by one graph). A layer that a graph calls twice has the records of both
 calls. What is planned and not compiled yet comes as planned.
 """

@@ -271,7 +271,11 @@ def test_one_row_stands_beside_many_and_another_precision_beside_the_first():
         for rows in (8, 9, 3, 1):
             compiled(torch.randn(rows, 64))
     (found,) = mxcompile.reports()
-    assert [(g.m, g.precision) for g in found.gemms if g.name == "a"] == [(9, "mxfp8"), (3, "bf16"), (1, "bf16")]
+    assert [(g.m, g.precision) for g in found.gemms if g.name == "a"] == [
+        (9, "mxfp8"),
+        (3, "bf16"),
+        (1, "bf16"),
+    ]
 
 
 def test_models_and_policies_have_reports_of_their_own():
