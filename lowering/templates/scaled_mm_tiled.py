@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor.kernel.mm_common import persistent_mm_grid
-from torch._inductor.select_algorithm import TritonTemplate
+from torch._inductor.select_algorithm import TritonTemplate, TritonTemplateKernel
 from torch._inductor.utils import get_num_sms
 from torch._inductor.virtualized import V
 
+from mxcompile.lowering.kernels import scratch
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.templates import configs
 
@@ -83,7 +84,23 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_mm_tiled
                            val_shape=("BLOCK_M", "WIDTH"))}}
 """
 
-TEMPLATE = TritonTemplate(name="mx_scaled_mm_tiled", grid=persistent_mm_grid, source=_SOURCE)
+
+class _Kernel(TritonTemplateKernel):
+    """A kernel that makes descriptors, whose launch needs an allocator in the context it runs in."""
+
+    def call_kernel(self, *args: Any, **keywords: Any) -> None:
+        """Write the launch, with the allocator provided in front; the C++ wrapper brings its own."""
+        if not V.graph.cpp_wrapper:
+            V.graph.wrapper_code.add_import_once(f"from {scratch.__name__} import provide as provide_scratch")
+            V.graph.wrapper_code.writeline("provide_scratch()")
+        super().call_kernel(*args, **keywords)
+
+
+class _Template(TritonTemplate):
+    kernel_type = _Kernel
+
+
+TEMPLATE = _Template(name="mx_scaled_mm_tiled", grid=persistent_mm_grid, source=_SOURCE)
 
 
 def fits(operands: Sequence[Any]) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
+from triton.runtime import _allocation
 
 import mxcompile
+from mxcompile.lowering.kernels import scratch
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
 BOTH = "mx.quantize_both.default"
@@ -30,6 +35,42 @@ def test_scales_reach_tensor_memory_without_registers(generated):
         assert not re.search(r"ld\.global\S*\.b8|ld\.global\S*\.u8", ptx)
     forms = {gemm.kernel.split()[0] for gemm in result.report.gemms if gemm.precision == "mxfp8"}
     assert forms == {"mx_scaled_mm_tiled"}
+
+
+def test_scratch_memory_is_provided_where_the_code_runs(generated):
+    """In front of every launch that asks for some, whatever thread or context it is called from."""
+    result = generated("sm_100", True)
+    for phase, count in (("forward", 7), ("backward", 14)):
+        kernels = [kernel for kernel in result.kernels if kernel.phase == phase]
+        asking = {kernel.name for kernel in kernels if "make_tensor_descriptor" in kernel.source}
+        lines = [line.strip() for line in result.wrappers[phase].splitlines()]
+        launches = [at for at, line in enumerate(lines) if line.partition(".run(")[0] in asking]
+        assert len(launches) == count
+        assert all("provide_scratch()" in lines[at - 2 : at] for at in launches)
+
+
+def test_scratch_memory_in_any_thread_and_context(monkeypatch):
+    """As Triton's driver asks for it; an allocator of the user's stays."""
+    monkeypatch.setattr(scratch, "_allocate", lambda size, *_: torch.empty(size, dtype=torch.int8))
+
+    def ask():
+        return _allocation._allocator.get()(640, 128, None).numel()
+
+    def provided():
+        scratch.provide()
+        return ask()
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match="no allocator was set"):
+            pool.submit(ask).result()
+        assert pool.submit(provided).result() == 640
+    assert contextvars.Context().run(provided) == 640
+
+    def users():
+        triton.set_allocator(lambda *_: torch.empty(7))
+        return provided()
+
+    assert contextvars.Context().run(users) == 7
 
 
 def test_casts_write_whole_tiles(generated):
