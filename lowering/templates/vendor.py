@@ -1,9 +1,10 @@
 """The vendor's product of MX operands, as a choice among those that are timed: ``torch._scaled_mm``.
 
-Offered where its static conditions hold (`fits`): both scales tiled, both operands K-major, sizes that are
-multiples of 16, results in BF16, not both operands E5M2. Never a default: that takes a measurement.
+Offered where its static conditions hold (`fits`): both scales tiled, sizes and strides that are multiples of
+16, results in BF16, not both operands E5M2. Any of the four layouts: the chips whose scales are tiled take all,
+so dgrad and wgrad have this choice as fprop has. Never a default: that takes a measurement.
 
-Source: ``_scaled_mm_out_cuda`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
+Source: ``_scaled_mm_out_cuda`` and ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MULTIPLE = 16
 def mx_vendor_scaled_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None = None, *, out: Tensor
 ) -> Tensor:
-    """The product a [M, K] · b [K, N] (+ bias [N]) into `out`. a, b: FP8, K-major; scales: tiled bytes."""
+    """The product a [M, K] · b [K, N] (+ bias [N]) into `out`. a, b: FP8; scales: tiled bytes."""
     e8m0 = torch.float8_e8m0fnu
     torch._scaled_mm(a, b, scale_a.view(e8m0), scale_b.view(e8m0), bias, out_dtype=out.dtype, out=out)
     return out
@@ -43,7 +44,7 @@ def fits(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
         use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
         and all(len(scale.get_size()) == 1 for scale in (scale_a, scale_b))
-        and (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride())) == (1, 0)
+        and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
         and all(known(size, _MULTIPLE) for size in b.get_size())
         and out_dtype is torch.bfloat16
         and all(added.get_dtype() is torch.bfloat16 for added in bias)

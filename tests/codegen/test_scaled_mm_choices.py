@@ -87,11 +87,15 @@ def test_what_is_offered(choose, tokens, k, n, target, expected):
     assert ("vendor" in expected) == (_forms(choices)[-1] == "vendor")  # never the default
 
 
-def test_the_vendors_is_for_bf16_and_k_major(choose):
+def test_the_vendors_is_for_bf16_in_every_layout(choose):
     """Backward reads operands along their other dimension; FP32 results are not the vendor's."""
     offered = choose(0)
     _generate(torch.nn.Sequential(_linear(512, 512), _linear(512, 512)), 256, training=True)
-    assert sorted("vendor" in _forms(choices) for choices in offered) == [False] * 3 + [True] * 2
+    assert ["vendor" in _forms(choices) for choices in offered] == [True] * 5
+    offered.clear()
+    _generate(torch.nn.Sequential(_linear(512, 512), _linear(512, 512)), 250, training=True)
+    aligned = ["vendor" in _forms(choices) for choices in offered]
+    assert aligned == [True] * 3 + [False] * 2, "of wgrad the rows are K, no multiple of 16"
     offered.clear()
     _generate(_linear(512, 512).float(), 256)
     assert ["vendor" in _forms(choices) for choices in offered] == [False]
@@ -143,15 +147,16 @@ def test_the_vendors_call(choose, bias):
 
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)])
-@pytest.mark.parametrize("shape", [(300, 272, 96), (1, 16, 32), (128, 128, 512)])
-def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes):
+@pytest.mark.parametrize("shape", [(300, 272, 96), (2, 16, 32), (128, 128, 512)])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes, gemm):
     """A stand-in that reads them as documented gives what the operator means."""
     m, n, k = shape
     bias = torch.randn(n).to(BF16)
 
     def documented(a, b, scale_a, scale_b, bias, *, out_dtype, out):
         assert scale_a.dtype is scale_b.dtype is torch.float8_e8m0fnu
-        assert (a.stride(1), b.stride(0)) == (1, 1)
+        assert (a.stride(1) == 1, b.stride(0) == 1) == (gemm != "wgrad", gemm == "fprop")
         sides = []
         for codes, scale in ((a, scale_a), (b.t(), scale_b)):
             blocks = untile_scale(scale.view(torch.uint8), codes.shape[0], -(-k // 32))
@@ -162,7 +167,10 @@ def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes):
     a = ops.quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
     weight = torch.randn(n, k).mul_(torch.exp2(torch.randint(-9, 9, (n, k))))
     b = ops.quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
-    operands = (*a, b[0].t(), b[1], bias)
+    if gemm == "wgrad":
+        a = a[0].t().contiguous().t(), a[1]
+    right = b[0].t() if gemm == "fprop" else b[0].t().contiguous()
+    operands = (*a, right, b[1], bias)
     monkeypatch.setattr(torch, "_scaled_mm", documented)
     out = vendor.mx_vendor_scaled_mm(*operands, out=torch.empty(m, n, dtype=BF16))
     torch.testing.assert_close(out, ops.scaled_mm(*operands, BF16), rtol=2**-7, atol=1e-3)
