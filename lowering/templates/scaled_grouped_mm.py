@@ -20,7 +20,7 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, rea
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
-from mxcompile.lowering.templates import scaled_bmm
+from mxcompile.lowering.templates import examples, scaled_bmm
 from mxcompile.lowering.templates.tile import STORE, TILE, select
 
 _ROWS_SOURCE = (
@@ -157,6 +157,7 @@ def _groups_of_rows(
         operands,
         layout,
         CeilDiv(m, groups),
+        examples.grouped(operands, m),
         COLUMNS=columns,
         NUM_GROUPS=int(groups),
         POWER=1 << int(groups).bit_length(),
@@ -168,4 +169,5 @@ def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, n = operands[0].get_size()[0], operands[2].get_size()[1]
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [*offs.get_size(), m, n])
-    return select(K_TEMPLATE, operands, layout, m, WHOLE_K=False)
+    made = examples.grouped(operands, operands[0].get_size()[1])
+    return select(K_TEMPLATE, operands, layout, m, made, WHOLE_K=False)

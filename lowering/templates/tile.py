@@ -7,7 +7,7 @@ SWAP computes the transposed tile, for few rows on a chip whose MMA is wide in M
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch._inductor import ir
@@ -18,6 +18,7 @@ from mxcompile.formats import elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
+from mxcompile.lowering.templates.examples import Make
 
 TILE = r"""
     in_m = rm < end_m
@@ -58,11 +59,13 @@ def select(
     operands: Sequence[Any],
     layout: ir.Layout,
     rows: Any,
+    examples: Mapping[int, Make] | None = None,
     **keywords: Any,
 ) -> ir.TensorBox:
     """The result, of `layout`, of `template` with the tile that suits products of so many rows.
 
-    operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. keywords: the template's own.
+    operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: what makes those that
+    autotuning times the tiles on, if not Inductor. keywords: the template's own.
     """
     choices: list[Any] = []
     for tile in _tiles(operands, layout, rows):
@@ -70,7 +73,7 @@ def select(
         error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
         if error is not None:
             raise error
-    return choose(template.name, choices, operands, layout)
+    return choose(template.name, choices, operands, layout, input_gen_fns=examples)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:

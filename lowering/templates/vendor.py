@@ -1,10 +1,10 @@
 """The vendor's product of MX operands, as a choice among those that are timed: ``torch._scaled_mm``.
 
 Offered where its static conditions hold (`fits`): both scales tiled, sizes and strides that are multiples of
-16, results in BF16, not both operands E5M2. Any of the four layouts: the chips whose scales are tiled take all,
-so dgrad and wgrad have this choice as fprop has. Never a default: that takes a measurement.
+16, results in BF16, not both operands E5M2. Chips whose scales are tiled take all four layouts, so dgrad and
+wgrad have this choice as fprop has. Never a default: that takes a measurement.
 
-Source: ``_scaled_mm_out_cuda`` and ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
+Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
 """
 
 from __future__ import annotations

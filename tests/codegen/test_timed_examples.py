@@ -1,0 +1,84 @@
+"""What autotuning times products of groups on: groups that have rows, and numbers that are not all zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_timing import fastest
+from torch import fx, nn
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+
+import mxcompile
+from mxcompile.lowering.inductor import winners
+from mxcompile.lowering.templates import examples
+
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+class Experts(nn.Module):
+    """Four experts, each an up- and a down-projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(4, 128, 256))
+        self.down = nn.Parameter(torch.empty(4, 256, 128))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(nn.functional.grouped_mm(x, self.up, offs=ends))
+        return nn.functional.grouped_mm(y, self.down, offs=ends)
+
+
+def _buffer(dtype: torch.dtype, size: list[int], stride: list[int]) -> ir.Buffer:
+    return ir.Buffer(name="x", layout=ir.FixedLayout(torch.device("cpu"), dtype, size, stride))
+
+
+@pytest.mark.parametrize("groups", [1, 8, 37])
+def test_examples_are_as_real_ones(groups):
+    codes, scale = torch.float8_e4m3fn, torch.uint8
+    shapes = [
+        (codes, [1000, 96], [96, 1]),
+        (scale, [1000, 3], [3, 1]),
+        (torch.float8_e5m2, [groups, 96, 64], [96 * 64, 1, 96]),
+        (scale, [groups, 3, 64], [3 * 64, 64, 1]),
+        (torch.int32, [groups], [1]),
+    ]
+    before = torch.get_rng_state()
+    with V.set_graph_handler(GraphLowering(fx.symbolic_trace(nn.Identity()))):
+        operands = [_buffer(*each) for each in shapes]
+        make = examples.grouped(operands, 1000)
+        a, scale_a, b, _, ends = (make[at](node) for at, node in enumerate(operands))
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
+    assert ends.dtype == torch.int32
+    assert (sizes > 0).all()
+    assert sizes.sum() == 1000
+    assert groups == 1 or sizes.unique().numel() > 1
+    assert b.stride() == (96 * 64, 1, 96)
+    for side in (a, b):
+        assert side.float().isfinite().all()
+        assert side.float().abs().max() > torch.finfo(side.dtype).max / 2
+    assert scale_a.min() >= 115
+    assert scale_a.max() <= 127
+
+
+def test_autotuning_times_experts_on_them(monkeypatch):
+    """Every product of experts, forward and backward."""
+    given: dict[str, list[set[int]]] = {}
+    plain = winners.autotune_select_algorithm
+
+    def select(name, choices, operands, layout, **keywords):
+        given.setdefault(name, []).append({*(keywords["input_gen_fns"] or {})})
+        return plain(name, choices, operands, layout, **keywords)
+
+    monkeypatch.setattr(winners, "autotune_select_algorithm", select)
+    model, x = (
+        Experts().to("meta", torch.bfloat16),
+        torch.empty(256, 128, device="meta", dtype=torch.bfloat16),
+    )
+    ends = torch.zeros(4, dtype=torch.int32, device="meta")
+    with fastest(lambda *_: True):
+        mxcompile.codegen(model, x, ends, target="sm_100", training=True, policy=POLICY)
+    for name in ("mx_scaled_grouped_mm", "mx_scaled_grouped_mm_k"):
+        assert given[name] == [{0, 1, 2, 3, 4}] * len(given[name])
