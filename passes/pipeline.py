@@ -24,6 +24,7 @@ from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
 from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.passes.save import Save
+from mxcompile.passes.seed import Seed
 from mxcompile.passes.share import Share
 from mxcompile.passes.split import Split
 from mxcompile.passes.verify import verify
@@ -67,6 +68,7 @@ def joint_passes(
         Reuse(),
         Restore(),
         Share(),
+        Seed(),
         Save(),
     )
 

@@ -57,6 +57,7 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
             elem=fmt.elem.name,
             block=str(fmt.tile),
             rounding=STORED if operand == "w" and _is_stored(tag, fmt) else fmt.derivation,
+            elements=str(fmt.elements),
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )

@@ -5,7 +5,8 @@
 
 Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
-they read equal nodes. Numerics change in this pass and in no other.
+they read equal nodes. Casts to stochastic elements are `encode` whatever their product; `seed` gives them
+their random numbers. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class _Writer:
 
     def _emit(self, source: fx.Node, dim: int, how: _Cast, like: fx.Node) -> Quantized:
         fmt = how.fmt
-        if how.mx:
+        if how.mx and not fmt.stochastic:
             arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
             pair = self._build.call(ops.quantize, source, dim, *arguments, like=like)
         else:

@@ -50,7 +50,7 @@ def _split_casts(graph: fx.Graph, build: Builder) -> None:
     for node in graph.find_nodes(op="call_function", target=ops.encode):
         results = {user.args[1]: user for user in node.users}
         with graph.inserting_before(node):
-            scale = build.call(ops.scale_of, *node.args, like=node)
+            scale = build.call(ops.scale_of, *node.args[:3], like=node)
             parts = [None, scale]
             if 0 in results and results[0].users:
                 source, *how = node.args

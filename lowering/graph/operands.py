@@ -43,7 +43,7 @@ class Operands:
             dim = -3 - dim if swapped else dim
             self._values[key] = (
                 self._decoded(qdata, scale, dim, word, True, dtype, like)
-                if word
+                if word or _encoded(qdata, scale) is not None
                 else self._emit(qdata, scale, dim, dtype, like)
             )
         value = self._values[key]
@@ -73,10 +73,11 @@ class Operands:
         dtype: torch.dtype,
         like: fx.Node,
     ) -> fx.Node:
-        made = argument(qdata) if qdata.target is operator.getitem else None
-        if made is not None and made.target is ops.encode and scale.args[:1] == (made,):
-            source, cast_dim, _ = made.args
-            return self._build.call(ops.round_with, source, scale, cast_dim, word, scaled, dtype, like=like)
+        made = _encoded(qdata, scale)
+        if made is not None:
+            source, cast_dim, its, *seed = made.args
+            arguments = (source, scale, cast_dim, its, scaled, dtype, *seed)
+            return self._build.call(ops.round_with, *arguments, like=like)
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
@@ -88,6 +89,12 @@ class Operands:
                 arguments: tuple[Any, ...] = (*made.args[:4], square)
                 return self._build.call(ops.quantize_dequantize, *arguments, dtype, like=like)
         return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
+
+
+def _encoded(qdata: fx.Node, scale: fx.Node) -> fx.Node | None:
+    """The ``encode`` that made both."""
+    made = argument(qdata) if qdata.target is operator.getitem else None
+    return made if made is not None and made.target is ops.encode and scale.args[:1] == (made,) else None
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

@@ -50,11 +50,11 @@ def rounded(y: Any, elem: ElemType, target: Target) -> Any:
     normal = _split(y, elem) if on_cpu else _round_bits(y, elem)
     magic = f32(1.5 * 2.0**23 * _step(elem))
     subnormal = inductor.sub(inductor.add(y, magic), magic)
-    subnormal = inductor.copysign(subnormal, y) if on_cpu else _with_sign(subnormal, y)
+    subnormal = inductor.copysign(subnormal, y) if on_cpu else with_sign(subnormal, y)
     return inductor.where(inductor.lt(inductor.abs(y), f32(2.0**elem.min_exponent)), subnormal, normal)
 
 
-def _with_sign(value: Any, y: Any) -> Any:
+def with_sign(value: Any, y: Any) -> Any:
     """`value`, of the sign of `y` or 0, with that sign."""
     bits = inductor.bitwise_and(inductor.to_dtype_bitcast(y, _I32, _F32), i32(-(1 << 31)))
     bits = inductor.bitwise_or(inductor.to_dtype_bitcast(value, _I32, _F32), bits)

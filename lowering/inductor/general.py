@@ -19,7 +19,7 @@ from torch._inductor.virtualized import ops as inductor
 from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.formats.encoding import extents
-from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.inductor import elements, stochastic
 from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
@@ -65,15 +65,26 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 class _Scaled:
-    """Elements of `x` over its scales."""
+    """Elements of `x` over its scales. seed, stream: of stochastic ones."""
 
-    def __init__(self, x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, form: Format) -> None:
+    def __init__(
+        self,
+        x: ir.TensorBox,
+        scale: ir.TensorBox,
+        block_dim: int,
+        form: Format,
+        seed: ir.TensorBox | None = None,
+        stream: int = 0,
+    ) -> None:
         x.realize()
         self.blocks = _blocks(x, block_dim, form)
         self.form = form
         self.target = of_device(x.get_device_or_error())
         self._load = as_float(x)
         self._scale = scale
+        self._word = None
+        if form.stochastic and seed is not None:
+            self._word = stochastic.words(self.blocks.shape, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
         """What multiplies an E8M0 block's elements, or divides others': FP32, of each block."""
@@ -92,13 +103,22 @@ class _Scaled:
         y = _quotient(value, factor) if self.form.rounding is None else inductor.mul(value, factor)
         largest = self.form.elem.max
         y = inductor.minimum(inductor.maximum(y, f32(-largest)), f32(largest))
+        if self._word is not None:
+            return stochastic.rounded(y, self.form.elem, self._word(index))
         return elements.rounded(y, self.form.elem, self.target)
 
 
 @register_lowering(ops.encode_with, type_promotion_kind=None)
-def lower_encode_with(x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
+def lower_encode_with(
+    x: ir.TensorBox,
+    scale: ir.TensorBox,
+    block_dim: int,
+    fmt: str,
+    seed: ir.TensorBox | None = None,
+    stream: int = 0,
+) -> ir.TensorBox:
     """Stored elements."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt))
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream)
     factor, elem = cast.factor(inverse=True), cast.form.elem
     stored = cast.blocks.pointwise(
         elements.stored_dtype(elem, cast.target),
@@ -108,18 +128,27 @@ def lower_encode_with(x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, fmt:
 
 
 @register_lowering(ops.encode, type_promotion_kind=None)
-def lower_encode(x: ir.TensorBox, block_dim: int, fmt: str) -> tuple[ir.TensorBox, ir.TensorBox]:
+def lower_encode(
+    x: ir.TensorBox, block_dim: int, fmt: str, seed: ir.TensorBox | None = None, stream: int = 0
+) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Stored elements and scales."""
     scale = lower_scale_of(x, block_dim, fmt)
-    return lower_encode_with(x, scale, block_dim, fmt), scale
+    return lower_encode_with(x, scale, block_dim, fmt, seed, stream), scale
 
 
 @register_lowering(ops.round_with, type_promotion_kind=None)
 def lower_round_with(
-    x: ir.TensorBox, scale: ir.TensorBox, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+    x: ir.TensorBox,
+    scale: ir.TensorBox,
+    block_dim: int,
+    fmt: str,
+    scaled: bool,
+    dtype: torch.dtype,
+    seed: ir.TensorBox | None = None,
+    stream: int = 0,
 ) -> ir.TensorBox:
     """Elements as numbers, times their scales if `scaled`."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt))
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream)
     over, times = cast.factor(inverse=True), cast.factor(inverse=False) if scaled else None
 
     def value(index: Index, block: Index) -> Any:

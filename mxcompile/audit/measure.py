@@ -195,6 +195,7 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
         elem=site.fmt.elem.name,
         rounding=site.fmt.derivation,
         block=str(site.fmt.tile),
+        elements=str(site.fmt.elements),
         calls=stats.calls,
         numel=stats.sums.numel,
         amax=stats.amax,

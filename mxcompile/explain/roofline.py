@@ -87,7 +87,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
 def _format(operand: OperandFormat) -> Format:
     """The format of a record's operand; of a stored weight how its scales came about does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
-    return Format.of(f"{operand.elem} {operand.block} {derivation}")
+    return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements}")
 
 
 def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:

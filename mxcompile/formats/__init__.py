@@ -16,6 +16,7 @@ from mxcompile.formats.types import ELEM_TYPES as ELEM_TYPES
 from mxcompile.formats.types import NEAREST as NEAREST
 from mxcompile.formats.types import SCALE_NAN as SCALE_NAN
 from mxcompile.formats.types import WHOLE as WHOLE
+from mxcompile.formats.types import ElemRounding as ElemRounding
 from mxcompile.formats.types import ElemType as ElemType
 from mxcompile.formats.types import Format as Format
 from mxcompile.formats.types import Rounding as Rounding

@@ -1,7 +1,8 @@
 """The casts of any format in plain torch operations: the definition every kernel is held to.
 
     scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite
-    element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Both saturated to ±max
+    element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Both saturated to ±max. Of formats with
+             stochastic elements rounded so instead (see `stochastic`), by the cast's seed and stream
     value    element · scale, in FP32
 
 One scale for every tile of the format; dimensions before the last two are not tiled together, but for tiles
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mxcompile.errors import FormatError
+from mxcompile.formats import stochastic
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
 from mxcompile.formats.types import WHOLE, ElemType, Format, Tile
 
@@ -77,25 +80,45 @@ def fp32_scale(amax: Tensor, elem: ElemType) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def encode_tensors(x: Tensor, block_dim: int, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Qdata, of the shape of `x`, and scales, of `scale_shape`, of `x` contracted along `block_dim`."""
+def encode_tensors(
+    x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Qdata, of the shape of `x`, and scales, of `scale_shape`, of `x` contracted along `block_dim`.
+
+    seed, stream: see `encode_with`.
+    """
+    scale = scales_of(x, block_dim, fmt)
+    return encode_with(x, scale, block_dim, fmt, seed, stream), scale
+
+
+def scales_of(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """Scales of `x` contracted along `block_dim`."""
     tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
     amax = tiles.abs().amax(list(range(1, tiles.ndim, 2)))
     if fmt.rounding is not None:
-        scale = scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
-    else:
-        scale = fp32_scale(amax, fmt.elem)
-    return encode_with(x, scale, block_dim, fmt), scale
+        return scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
+    return fp32_scale(amax, fmt.elem)
 
 
-def encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> Tensor:
-    """Qdata of `x` over `scale`, whatever that was made from."""
+def encode_with(
+    x: Tensor, scale: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+) -> Tensor:
+    """Qdata of `x` over `scale`, whatever that was made from.
+
+    seed: for formats with stochastic elements, int64 [1], 0 to 2^32 − 1; `FormatError` without it. stream:
+    tells casts of one seed apart.
+    """
     tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
     if fmt.rounding is not None:
         over = tiles * _spread(inverse_scale_value(scale.to(torch.int32)))
     else:
         over = tiles / _spread(scale)
-    return to_elements(_whole(over.clamp(-fmt.elem.max, fmt.elem.max), x.shape), fmt.elem)
+    y = _whole(over.clamp(-fmt.elem.max, fmt.elem.max), x.shape)
+    if fmt.stochastic:
+        if seed is None:
+            raise FormatError(f"a cast to {fmt} needs a seed")
+        y = stochastic.rounded(y, fmt.elem, stochastic.words(y.shape, stream, seed))
+    return to_elements(y, fmt.elem)
 
 
 def decode_tensors(qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from mxcompile.formats.types import (
     E4M3,
     E5M2,
     NEAREST,
+    ElemRounding,
     ElemType,
     Format,
     Rounding,
@@ -40,7 +41,8 @@ class Choices:
     """What a rule or preset may leave open about formats; None is the row's default.
 
     elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
-    rows' `tiles`. weight_block: extent of the weight's scales.
+    rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of
+    the output gradient's elements.
     """
 
     elem: ElemType | None = None
@@ -48,6 +50,7 @@ class Choices:
     rounding: Rounding | None = None
     tiles: tuple[str, ...] = ()
     weight_block: Tile | None = None
+    grad_rounding: ElemRounding | None = None
 
     def over(self, other: Choices) -> Choices:
         """These choices, and `other`'s where there are none."""
@@ -57,6 +60,7 @@ class Choices:
             rounding=self.rounding or other.rounding,
             tiles=self.tiles + other.tiles,
             weight_block=self.weight_block or other.weight_block,
+            grad_rounding=self.grad_rounding or other.grad_rounding,
         )
 
 
@@ -107,6 +111,7 @@ class Precision:
             "grad_dtype": len(self.elems) > 1,
             "rounding": self.quantizes and self.scale is ScaleType.E8M0,
             "weight_block": bool(self.weight_blocks),
+            "grad_rounding": self.quantizes,
             self.tiles_key: len(self.tiles) > 1,
         }
         return frozenset(key for key, means in has.items() if means)
@@ -123,13 +128,13 @@ class Precision:
         fp32 = self.scale is ScaleType.FP32
         rounding = None if fp32 else choices.rounding or Rounding.RCEIL
 
-        def made(elem: ElemType, tile: Tile) -> Format:
-            return Format(elem=elem, rounding=rounding, tile=tile, scale=self.scale)
+        def made(elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST) -> Format:
+            return Format(elem=elem, rounding=rounding, tile=tile, scale=self.scale, elements=elements)
 
         return Operands(
             x=made(elem or default, tiles.x),
             w=made(elem or default, block or tiles.w),
-            dy=made(grad_elem or default, tiles.x),
+            dy=made(grad_elem or default, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
         )
 
 

@@ -4,6 +4,7 @@
     tile      the extent of one scale, across and along the contraction dimension
     scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN) or FP32
     rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element
+    elements  how elements round: to nearest even, or stochastically
 
 Which of these a precision of the policy puts together is in `precisions`; the cast itself is in `numerics`.
 Source: OCP Microscaling Formats v1.0, §5.
@@ -28,12 +29,19 @@ SCALE_NAN = 255
 
 
 class Rounding(StrEnum):
-    """How a block's E8M0 scale is derived from its amax; the elements always round to nearest even."""
+    """How a block's E8M0 scale is derived from its amax."""
 
     RCEIL = "rceil"
     FLOOR = "floor"
     CEIL = "ceil"
     EVEN = "even"
+
+
+class ElemRounding(StrEnum):
+    """How elements round: to nearest even, or up or down at random so that the expectation is the value."""
+
+    NEAREST = "nearest"
+    STOCHASTIC = "stochastic"
 
 
 class ScaleType(StrEnum):
@@ -147,20 +155,32 @@ NEAREST = "nearest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How one operand of a GEMM is quantized. rounding: None for FP32 scales."""
+    """How one operand of a GEMM is quantized. rounding: of scales, None for FP32 ones. elements: theirs."""
 
     elem: ElemType = E4M3
     rounding: Rounding | None = Rounding.RCEIL
     tile: Tile = Tile.ROW
     scale: ScaleType = ScaleType.E8M0
+    elements: ElemRounding = ElemRounding.NEAREST
 
     def __str__(self) -> str:
-        return f"{self.elem.name} {self.tile} {self.derivation}"
+        words = [self.elem.name, str(self.tile), self.derivation]
+        if self.stochastic:
+            words.append(str(self.elements))
+        return " ".join(words)
 
     @classmethod
     def of(cls, word: str) -> Format:
-        """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none."""
+        """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none.
+
+        A fourth word says that elements do not round to nearest.
+        """
         return _format_of(word)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether elements round at random, so that casts need a seed."""
+        return self.elements is ElemRounding.STOCHASTIC
 
     @property
     def derivation(self) -> str:
@@ -183,12 +203,19 @@ class Format:
 
 @functools.cache
 def _format_of(word: str) -> Format:
-    elem, tile, derivation = (*word.split(), "", "", "")[:3]
+    elem, tile, derivation, elements = (*word.split(), "", "", "", "")[:4]
     if elem not in _ELEMENTS:
         raise FormatError(not_allowed("element type", elem, _ELEMENTS))
-    if derivation == NEAREST:
-        return Format(elem=_ELEMENTS[elem], rounding=None, tile=Tile.of(tile), scale=ScaleType.FP32)
-    return Format(elem=_ELEMENTS[elem], rounding=rounding(derivation), tile=Tile.of(tile))
+    if elements not in ("", *ElemRounding):
+        raise FormatError(not_allowed("rounding of elements", elements, list(ElemRounding)))
+    fp32 = derivation == NEAREST
+    return Format(
+        elem=_ELEMENTS[elem],
+        rounding=None if fp32 else rounding(derivation),
+        tile=Tile.of(tile),
+        scale=ScaleType.FP32 if fp32 else ScaleType.E8M0,
+        elements=ElemRounding(elements or ElemRounding.NEAREST),
+    )
 
 
 class ScaleLayout(StrEnum):

@@ -7,6 +7,7 @@ MXFP8 has operators of its own (`mx`), because it has kernels of its own; all ot
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import decode as decode
+from mxcompile.ops.general import draw_seed as draw_seed
 from mxcompile.ops.general import encode as encode
 from mxcompile.ops.general import encode_with as encode_with
 from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm

@@ -17,8 +17,10 @@ SPECS: dict[Any, Callable[..., list[Spec]]] = {}
 """For every operator, what its results look like, from its arguments: the one place that says so."""
 
 
-def define(schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]]) -> Any:
-    """The operator of `schema`, run by `reference`, with results as `spec` says."""
+def define(
+    schema: str, reference: Callable[..., Any], spec: Callable[..., list[Spec]], *tags: torch.Tag
+) -> Any:
+    """The operator of `schema`, run by `reference`, with results as `spec` says. tags: further ones."""
 
     def fake(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
         results = tuple(
@@ -28,7 +30,7 @@ def define(schema: str, reference: Callable[..., Any], spec: Callable[..., list[
         return results[0] if len(results) == 1 else results
 
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mx::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.mx, name).default

@@ -1,5 +1,6 @@
 """Operators of any format, given by its word (`Format.of`). The implementations are the reference.
 
+    draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
     encode              x → qdata, scale
     decode              qdata, scale → x, or the elements alone
     scale_of            x → scale
@@ -10,6 +11,7 @@
 
 Scales are E8M0 bytes or FP32, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that a tile
 spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a byte.
+Casts to stochastic elements read a seed; `stream` tells apart those that share it.
 """
 
 from __future__ import annotations
@@ -23,19 +25,33 @@ from mxcompile.formats.encoding import (
     element_values,
     encode_tensors,
     scale_shape,
+    scales_of,
 )
 from mxcompile.formats.encoding import (
     encode_with as encode_elements,
 )
+from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import grouped_product, spec_scaled_grouped_mm, spec_scaled_mm
 
-
-def _encode(x: Tensor, block_dim: int, fmt: str) -> tuple[Tensor, Tensor]:
-    return encode_tensors(x, block_dim, Format.of(fmt))
+_Seed = Tensor | None
 
 
-def _spec_encode(x: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+def _draw_seed(like: Tensor) -> Tensor:
+    return torch.randint(SEEDS, (1,), dtype=torch.int64, device=like.device)
+
+
+def _spec_draw_seed(like: Tensor) -> list[Spec]:
+    return [((1,), torch.int64)]
+
+
+def _encode(
+    x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
+) -> tuple[Tensor, Tensor]:
+    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream)
+
+
+def _spec_encode(x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0) -> list[Spec]:
     form = Format.of(fmt)
     return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
@@ -53,30 +69,48 @@ def _spec_decode(
 
 
 def _scale_of(x: Tensor, block_dim: int, fmt: str) -> Tensor:
-    return encode_tensors(x, block_dim, Format.of(fmt))[1]
+    return scales_of(x, block_dim, Format.of(fmt))
 
 
 def _spec_scale_of(x: Tensor, block_dim: int, fmt: str) -> list[Spec]:
     return _spec_encode(x, block_dim, fmt)[1:]
 
 
-def _encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str) -> Tensor:
-    return encode_elements(x, scale, block_dim, Format.of(fmt))
+def _encode_with(
+    x: Tensor, scale: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
+) -> Tensor:
+    return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream)
 
 
-def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+def _spec_encode_with(
+    x: Tensor, scale: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
+) -> list[Spec]:
     return _spec_encode(x, block_dim, fmt)[:1]
 
 
 def _round_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+    x: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    fmt: str,
+    scaled: bool,
+    dtype: torch.dtype,
+    seed: _Seed = None,
+    stream: int = 0,
 ) -> Tensor:
-    qdata = _encode_with(x, scale, block_dim, fmt)
+    qdata = _encode_with(x, scale, block_dim, fmt, seed, stream)
     return _decode(qdata, scale if scaled else None, block_dim, fmt, dtype)
 
 
 def _spec_round_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype
+    x: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    fmt: str,
+    scaled: bool,
+    dtype: torch.dtype,
+    seed: _Seed = None,
+    stream: int = 0,
 ) -> list[Spec]:
     return [(x.shape, dtype)]
 
@@ -138,8 +172,14 @@ def _spec_encoded_grouped_mm(
     return spec_scaled_grouped_mm(a, scale_a, b, scale_b, offs, out_dtype)
 
 
+draw_seed = define(
+    "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
+)
 encode = define(
-    "encode(Tensor x, int block_dim, str fmt) -> (Tensor qdata, Tensor scale)", _encode, _spec_encode
+    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0)"
+    " -> (Tensor qdata, Tensor scale)",
+    _encode,
+    _spec_encode,
 )
 decode = define(
     "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype) -> Tensor",
@@ -148,10 +188,13 @@ decode = define(
 )
 scale_of = define("scale_of(Tensor x, int block_dim, str fmt) -> Tensor", _scale_of, _spec_scale_of)
 encode_with = define(
-    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt) -> Tensor", _encode_with, _spec_encode_with
+    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt, Tensor? seed=None, int stream=0) -> Tensor",
+    _encode_with,
+    _spec_encode_with,
 )
 round_with = define(
-    "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype) -> Tensor",
+    "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype,"
+    " Tensor? seed=None, int stream=0) -> Tensor",
     _round_with,
     _spec_round_with,
 )

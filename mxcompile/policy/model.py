@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, Choices, ElemType, Operands, Precision, Rounding, Tile
+from mxcompile.formats import BLOCK, Choices, ElemRounding, ElemType, Operands, Precision, Rounding, Tile
 
 
 class Role(StrEnum):
@@ -186,6 +186,7 @@ class Use:
     elem_dtype: ElemType | None = None
     grad_dtype: ElemType | None = None
     rounding: Rounding | None = None
+    grad_rounding: ElemRounding | None = None
     weight_block: Tile | None = None
     block: str | None = None
     scaling: str | None = None
@@ -198,6 +199,7 @@ class Use:
             elem=self.elem_dtype,
             grad_elem=self.grad_dtype,
             rounding=self.rounding,
+            grad_rounding=self.grad_rounding,
             weight_block=self.weight_block,
             tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.formats import ELEM_TYPES, PRECISIONS, Rounding
+from mxcompile.formats import ELEM_TYPES, PRECISIONS, ElemRounding, Rounding
 from mxcompile.policy.model import Ends, Role, Saved
 from mxcompile.policy.presets import PRESETS
 
@@ -182,6 +182,9 @@ USE: dict[str, Value] = {
     "grad_dtype": word("element type", ELEM_TYPES).says("Of the output gradient."),
     "rounding": word("rounding", _table(Rounding)).says(
         "How a block's scale follows from its largest value."
+    ),
+    "grad_rounding": word("rounding of elements", _table(ElemRounding)).says(
+        "Of the output gradient's elements; stochastic is unbiased, and reproducible under a seed."
     ),
     "weight_block": word("weight block", _table(_WEIGHT_BLOCKS)).says(
         "32x32: one copy of the weight serves fprop and dgrad."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mxcompile.formats import is_quantized
+from mxcompile.formats import ElemRounding, is_quantized
 from mxcompile.report.outline import Outline
 
 SCHEMA = 1
@@ -20,16 +20,24 @@ class OperandFormat:
     """How one operand of a GEMM was quantized.
 
     operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
-    along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`.
+    along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`. elements: how they
+    round.
     """
 
     operand: str
     elem: str
     block: str
     rounding: str
+    elements: str = str(ElemRounding.NEAREST)
 
     def __str__(self) -> str:
-        return f"{self.operand}:{self.elem} {self.block} {self.rounding}"
+        return f"{self.operand}:{self.format}"
+
+    @property
+    def format(self) -> str:
+        """The words of the format."""
+        unusual = (self.elements,) if self.elements != ElemRounding.NEAREST else ()
+        return " ".join((self.elem, self.block, self.rounding, *unusual))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mxcompile.errors import OptionError, nearest, shown
-from mxcompile.formats import PRECISIONS, precisions
+from mxcompile.formats import PRECISIONS, ElemRounding, precisions
 from mxcompile.report.outline import KINDS, PHASES
 from mxcompile.report.record import STORED
 
@@ -30,6 +30,7 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("OperandFormat", "elem"): precisions.elem_words(),
     ("OperandFormat", "block"): precisions.tile_words(),
     ("OperandFormat", "rounding"): (*precisions.derivation_words(), STORED),
+    ("OperandFormat", "elements"): tuple(map(str, ElemRounding)),
     ("GemmRecord", "gemm"): ("fprop", "dgrad", "wgrad"),
     ("GemmRecord", "precision"): tuple(PRECISIONS),
     ("OutlineNode", "kind"): KINDS,

@@ -41,7 +41,7 @@ def formats(operands: Sequence[OperandFormat]) -> str:
     """``x, w: e4m3 1x32 rceil``: operands of one format are named together."""
     by_format: dict[str, list[str]] = {}
     for form in operands:
-        by_format.setdefault(f"{form.elem} {form.block} {form.rounding}", []).append(form.operand)
+        by_format.setdefault(form.format, []).append(form.operand)
     return "; ".join(f"{', '.join(names)}: {form}" for form, names in by_format.items())
 
 

@@ -41,7 +41,7 @@ def test_json_carries_its_schema():
     assert data["schema"] == 1
     assert set(data) == {"schema", "gemms", "summary", "graph"}
     assert data["gemms"][0]["formats"][0] == {
-        "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
+        "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil", "elements": "nearest",
     }  # fmt: skip
 
 

@@ -1,0 +1,60 @@
+"""seed: casts to stochastic elements get a seed, and a stream of random numbers each.
+
+    encode(x, dim, fmt)  →  encode(x, dim, fmt, draw_seed(), number)
+
+One seed is drawn from torch's generator in every run of the graph, so `torch.manual_seed` makes runs
+reproducible. Streams are numbered in the order of the graph, after `share` has merged equal casts: what two
+casts of one seed lose to rounding is independent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument
+from mxcompile.graph.tags import tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seed:
+    """No options: formats say which casts are random."""
+
+    name: ClassVar[str] = "seed"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Give the random casts of `graph` their arguments."""
+        casts = [
+            node
+            for node in graph.find_nodes(op="call_function", target=ops.encode)
+            if Format.of(str(node.args[2])).stochastic
+        ]
+        if not casts:
+            return
+        seed = _drawn(graph, casts[0])
+        for stream, cast in enumerate(casts):
+            cast.args = (*cast.args[:3], seed, stream)
+
+
+def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
+    """A seed on the device of `cast`, drawn before anything is computed: forward or backward can hold it."""
+    source = tensor(argument(cast))
+    assert source is not None
+    inputs = graph.find_nodes(op="placeholder")
+    like = next((node for node in inputs if _is_on(node, source.device)), argument(cast))
+    after = inputs[-1] if like.op == "placeholder" else like
+    with graph.inserting_after(after):
+        drawn = Builder(graph, Seed.name).call(ops.draw_seed, like, like=cast)
+    for key in ("recompute", "ac_graph_id"):  # checkpointing draws nothing again
+        drawn.meta.pop(key, None)
+    return drawn
+
+
+def _is_on(node: fx.Node, device: object) -> bool:
+    value = tensor(node)
+    return value is not None and value.device == device and "tangents" not in str(node.target)

@@ -1,0 +1,30 @@
+"""Casts to stochastic elements as Inductor compiles them: bit for bit the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_casts import assert_same_bits, wild
+from torch import Tensor
+
+from mxcompile import ops
+
+
+@pytest.mark.parametrize(
+    ("word", "shape", "dim", "dtype"),
+    [
+        ("e5m2 tensor nearest stochastic", (33, 70), -1, torch.bfloat16),
+        ("e4m3 1x32 rceil stochastic", (64, 128), -2, torch.float32),
+        pytest.param("e4m3 1x32 rceil stochastic", (33, 70), -1, torch.float32, marks=pytest.mark.slow),
+        pytest.param("e2m1 1x32 floor stochastic", (33, 70), -2, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_casts(word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype):
+    def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        qdata, scale = ops.encode(x, dim, word, seed, 3)
+        return qdata, scale, ops.round_with(x, scale, dim, word, True, torch.float32, seed, 4)
+
+    seed = torch.tensor([4294967295])
+    x = wild(*shape, dtype=dtype)
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(function, fullgraph=True)(x, seed), function(x, seed))

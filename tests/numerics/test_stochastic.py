@@ -1,0 +1,150 @@
+"""Stochastic rounding: its random numbers, that it rounds to neighbours, what to expect of it."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from mxcompile import ops
+from mxcompile.errors import FormatError
+from mxcompile.formats import ElemType, Format
+from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors
+from mxcompile.formats.stochastic import philox, rounded, words
+from mxcompile.formats.types import E2M1, E2M3, E3M2, E4M3, E5M2
+
+ELEMS = [E4M3, E5M2, E3M2, E2M3, E2M1]
+FORMATS = ["e5m2 tensor nearest stochastic", "e4m3 1x32 rceil stochastic", "e2m1 1x32 rceil stochastic"]
+SEED = torch.tensor([20260101])
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "word"),
+    [
+        ((0, 0), 0, 0x257A3673),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 0xAB302C4D),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 0xBEDBBE6B),
+    ],
+)
+def test_known_answers_of_random123(counter: tuple[int, int], key: int, word: int):
+    """Lines "philox2x32 7" of the library's kat_vectors."""
+    assert philox(torch.tensor([counter[0]]), counter[1], torch.tensor([key])).tolist() == [word]
+
+
+def neighbours(y: np.ndarray, elem: ElemType) -> tuple[np.ndarray, np.ndarray]:
+    """The values of `elem` below and above, equal where `y` is one."""
+    grid = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
+    grid = np.unique(grid[grid.isfinite()].numpy().astype(np.float64))
+    above = np.searchsorted(grid, y)
+    below = np.where(grid[np.minimum(above, len(grid) - 1)] == y, above, above - 1)
+    return grid[below], grid[above]
+
+
+@pytest.mark.parametrize("elem", ELEMS, ids=str)
+def test_every_value_goes_to_a_neighbour(elem: ElemType):
+    y = torch.linspace(-elem.max, elem.max, 4096)
+    y = torch.cat([y, y * 2.0**-6, y * 2.0**-16, torch.tensor([0.0, -0.0, elem.max, -elem.max])])
+    found = rounded(y, elem, words(y.shape, 0, SEED))
+    below, above = neighbours(y.double().numpy(), elem)
+    values = found.double().numpy()
+    assert ((values == below) | (values == above)).all()
+    assert ((values == below) & (values < y.double().numpy())).any()
+    assert ((values == above) & (values > y.double().numpy())).any()
+    assert torch.equal(found.signbit(), y.signbit())
+
+
+@pytest.mark.parametrize("elem", ELEMS, ids=str)
+@pytest.mark.parametrize("share", [0.03, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("place", ["normal", "subnormal"])
+def test_the_expectation_is_the_value(elem: ElemType, share: float, place: str):
+    """Up as often as `share` says, to five standard deviations; rounding to nearest is far outside."""
+    low = 2.0 ** (elem.min_exponent - elem.mantissa_bits)  # the smallest subnormal, then 1.0 and what follows
+    below, above = (low, 2 * low) if place == "subnormal" else (1.0, 1.0 + 2.0**-elem.mantissa_bits)
+    count = 1 << 18
+    y = torch.full((count,), below + share * (above - below))
+    exact = (float(y[0]) - below) / (above - below)
+    ups = int((rounded(y, elem, words(y.shape, 5, SEED)) == above).sum())
+    deviation = (exact * (1 - exact) * count) ** 0.5
+    assert abs(ups - exact * count) < 5 * deviation
+    nearest = float(round(exact)) * count
+    assert abs(nearest - exact * count) > 50 * deviation
+
+
+def test_neighbouring_elements_streams_and_seeds_are_independent():
+    count = 1 << 16
+    first = words(torch.Size([count]), 0, SEED).double()
+    others = {
+        "next": first.roll(1),
+        "stream": words(torch.Size([count]), 1, SEED).double(),
+        "seed": words(torch.Size([count]), 0, SEED + 1).double(),
+    }
+    for name, other in others.items():
+        together = torch.corrcoef(torch.stack([first, other]))[0, 1]
+        assert abs(float(together)) < 5 / count**0.5, name
+    assert int(first.unique().numel()) > count - 50
+
+
+@pytest.mark.parametrize("word", FORMATS)
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_tensor_in_expectation(word: str, dim: int):
+    """The mean of many casts comes closer to the tensor as independent errors do; nearest does not."""
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 96, generator=gen) * torch.exp2(torch.randint(-9, 9, (64, 1), generator=gen).float())
+    x /= x.abs().amax() / 6.0
+    fmt = Format.of(word)
+    draws = [
+        decode_tensors(*encode_tensors(x, dim, fmt, SEED, stream), dim, fmt, torch.float32).double()
+        for stream in range(256)
+    ]
+    plain = Format.of(word.removesuffix(" stochastic"))
+    nearest = decode_tensors(*encode_tensors(x, dim, plain), dim, plain, torch.float32).double()
+
+    def error(value: torch.Tensor) -> float:
+        return float((value - x.double()).norm())
+
+    assert error(sum(draws) / 256) < 1.15 * error(draws[0]) / 16
+    assert error(nearest) > 4 * error(draws[0]) / 16
+
+
+@pytest.mark.parametrize("word", FORMATS)
+def test_nan_and_inf_surface(word: str):
+    fmt = Format.of(word)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = torch.ones(4, 64)
+        x[1, 40] = bad
+        value = decode_tensors(*encode_tensors(x, -1, fmt, SEED), -1, fmt, torch.float32)
+        whole = fmt.rounding is None
+        assert value[1, 32:].isnan().all()
+        assert bool(value[0].isnan().all()) == whole
+        assert bool(value[1, :32].isnan().all()) == whole
+
+
+@pytest.mark.parametrize("word", FORMATS)
+def test_operators_pass_opcheck(word: str):
+    fmt = Format.of(word)
+    checked = {} if fmt.elem.is_coded else {
+        "test_utils": ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    }  # fmt: skip
+    for shape in ((40, 70), (0, 5), (2, 33, 65)):
+        x = torch.randn(shape)
+        scale = ops.scale_of(x, -1, word)
+        opcheck(ops.encode, (x, -1, word, SEED, 3), **checked)
+        opcheck(ops.encode_with, (x, scale, -1, word, SEED, 3), **checked)
+        opcheck(ops.round_with, (x, scale, -1, word, True, torch.bfloat16, SEED, 3))
+    seed = ops.draw_seed(torch.ones(2))
+    assert seed.shape == (1,)
+    assert seed.dtype is torch.int64
+    assert 0 <= int(seed) < 1 << 32
+
+
+def test_a_cast_without_its_seed_is_an_error():
+    with pytest.raises(FormatError, match="e5m2 tensor nearest stochastic needs a seed"):
+        ops.encode(torch.ones(2, 2), -1, "e5m2 tensor nearest stochastic")
+
+
+def test_elements_that_exist_stay():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2)
+    values = codes.float()[codes.float().isfinite()]
+    found = rounded(values, E5M2, words(values.shape, 0, SEED))
+    expected = values.numpy().astype(ml_dtypes.float8_e5m2).astype(np.float32)
+    np.testing.assert_array_equal(found.numpy(), expected)
