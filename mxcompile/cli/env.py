@@ -20,12 +20,15 @@ def run(options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
     from mxcompile.lowering.targets import TARGETS, of_device
+    from mxcompile.private_names import USED, missing
     from mxcompile.versions import TESTED
 
+    lacking, used = missing(), sum(map(len, USED.values()))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows = [
         ["python", platform.python_version()],
         *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
+        ["private names", f"missing: {', '.join(lacking)}" if lacking else f"all {used} there"],
         ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
     ]
     print(tabulate(rows, tablefmt="plain"))
