@@ -12,6 +12,7 @@ their random numbers. Numerics change in this pass and in no other.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,10 +56,11 @@ class Rewrite:
     def apply(self, graph: fx.Graph) -> None:
         """Rewrite the GEMMs of `graph` whose tags carry formats."""
         writer = _Writer(graph)
-        for node in list(graph.nodes):
-            tag = tag_of(node)
-            if tag is not None and tag.formats is not None:
-                writer.rewrite(node, tag, tag.formats)
+        tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
+        writer.note_ends(tagged)
+        for node, tag in tagged:
+            assert tag.formats is not None
+            writer.rewrite(node, tag, tag.formats)
         graph.eliminate_dead_code()
 
 
@@ -70,6 +72,15 @@ class _Writer:
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
         self._casts: dict[tuple[fx.Node, int, _Cast], Quantized] = {}
+        self._ends: set[tuple[fx.Node, fx.Node]] = set()
+        self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
+
+    def note_ends(self, tagged: Sequence[tuple[fx.Node, GemmTag]]) -> None:
+        """Remember what grouped wgrads read: tensors with rows past their last group, and its end."""
+        for node, tag in tagged:
+            offs = offsets(node) if is_grouped(node) and tag.gemm is Gemm.WGRAD else None
+            if isinstance(offs, fx.Node):
+                self._ends |= {(untransposed(side)[0], offs) for side in matrices(node, self._build)}
 
     def rewrite(self, node: fx.Node, tag: GemmTag, formats: tuple[Format, Format]) -> None:
         """Replace `node`, a GEMM, by mx operators."""
@@ -135,6 +146,13 @@ class _Writer:
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
+        else:  # whose results there are 0 anyway: what wgrad casts, so that one read serves both casts
+            left, right = (
+                self._zero_past_end(side, rows, offs, node)
+                if (untransposed(side)[0], offs) in self._ends
+                else side
+                for side, rows in ((left, -2), (right, -1))
+            )
         a = self._quantize(left, -1, casts[0], tag, node)
         b = self._quantize(right, -2, casts[1], tag, node)
         op = ops.scaled_grouped_mm if casts[0].mx else ops.encoded_grouped_mm
@@ -146,6 +164,12 @@ class _Writer:
         """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""
         base, swapped = untransposed(side)
         dim = -3 - dim if swapped else dim
+        if (base, dim, offs) not in self._kept:
+            self._kept[base, dim, offs] = self._kept_rows(base, dim, offs, node)
+        kept = self._kept[base, dim, offs]
+        return transpose(kept, self._build) if swapped else kept
+
+    def _kept_rows(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         value = tensor(base)
         assert value is not None
         call = self._build.call
@@ -156,8 +180,7 @@ class _Writer:
         if dim == -2:
             mask = call(aten.unsqueeze.default, mask, 1, like=node)
         zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
-        kept = call(aten.where.self, mask, base, zero, like=node)
-        return transpose(kept, self._build) if swapped else kept
+        return call(aten.where.self, mask, base, zero, like=node)
 
     def _quantize(self, operand: fx.Node, dim: int, how: _Cast, tag: GemmTag, node: fx.Node) -> Quantized:
         """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""

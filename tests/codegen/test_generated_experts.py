@@ -113,6 +113,11 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
     _native(result, "sm_100", 6)
     assert all(gemm.kernel.startswith("mx_scaled_grouped_mm") for gemm in result.report.gemms)
     _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+    read = [launch.operators for launch in result.launches if not launch.gemms]
+    casts = [operators for operators in read if any("mx.quantize" in name for name in operators)]
+    both = [operators for operators in casts if "mx.quantize_both.default" in operators]
+    assert len(both) == 4, "tokens of both layers and their gradients: one read each"
+    assert len(casts) == len(both) + 4, "of the weights forward and backward"
 
 
 class Columns(nn.Module):
