@@ -25,10 +25,10 @@ Key = tuple[str, str]
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """One run of the model: what is in MXFP8, and what is seen of it.
+    """One run of the model: what is quantized, and what is seen of it.
 
-    quantized: whether a GEMM is in MXFP8. observe: whether statistics are taken. on_product: called after
-    every GEMM that is. products, casts: statistics, by site.
+    quantized: whether a GEMM is. observe: whether statistics are taken. on_product: called at every GEMM that
+    could be. products, casts: statistics, by site.
     """
 
     quantized: Callable[[Key], bool]
@@ -41,6 +41,7 @@ class Run:
         """The result of `observed(*args)`."""
         *operands, extra, out_dtype, left, right, index = args
         site = sites.products[index]
+        self.on_product()
         if not self.quantized(site.key):
             return _plain(site, operands, extra, out_dtype, left, right)
         out: Tensor = site.op(*operands, extra, out_dtype, *site.words)
@@ -52,7 +53,6 @@ class Run:
                     stats.add_grouped(out, left, right, extra)
                 else:
                     stats.add(out, left, right, extra)
-            self.on_product()
         return out
 
     def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

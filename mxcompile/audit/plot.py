@@ -41,25 +41,26 @@ def plot(numerics: Numerics, folder: Path) -> list[Path]:
 
 
 def _gemms(figure: Any, numerics: Numerics) -> None:
-    """One row per layer, one mark per GEMM; the layer with the worst GEMM on top."""
+    """One row per layer, one mark per GEMM; the layer with the most harmful GEMM on top."""
     layers: dict[str, list[GemmNumerics]] = {}
     for gemm in numerics.worst_gemms():
         layers.setdefault(gemm.name, []).append(gemm)
-    axes = _rows(figure, list(layers), "layers, the worst first")
+    axes = _rows(figure, list(layers), "layers, most harm first")
     for which in ("fprop", "dgrad", "wgrad"):
         found = [
             (g.sqnr_db, row) for row, gemms in enumerate(layers.values()) for g in gemms if g.gemm == which
         ]
         _marks(axes, found, which)
     axes.set_xlabel("SQNR of the output against FP32, dB")
-    axes.set_title("GEMMs in MXFP8")
+    axes.set_title(f"GEMMs in {numerics.precision}")
+    _leaves_out(figure, [_without_place(numerics.gemms), _unlabelled(len(layers), "layers")])
 
 
 def _tensors(figure: Any, numerics: Numerics) -> None:
     """SQNR of every cast on the left, the shares lost to zero or cut off on the right."""
     tensors = numerics.worst_tensors()[:_MOST_ROWS]
     labels = [_label(tensor) for tensor in tensors]
-    left = _rows(figure, labels, "casts, the worst first", columns=2)
+    left = _rows(figure, labels, "casts, most harm first", columns=2)
     for which in ("x", "w", "dy"):
         _marks(left, [(t.sqnr_db, row) for row, t in enumerate(tensors) if t.operand == which], which)
     left.set_xlabel("SQNR, dB")
@@ -77,6 +78,7 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
     right.set_xlabel("share of elements, %")
     right.legend()
     figure.suptitle("Cast tensors")
+    _leaves_out(figure, [_without_place(tensors), _beyond(numerics.tensors)])
 
 
 def _scales(figure: Any, numerics: Numerics) -> None:
@@ -89,12 +91,40 @@ def _scales(figure: Any, numerics: Numerics) -> None:
         counts = dict(tensor.scale_histogram)
         total = sum(counts.values()) or 1
         image.append([counts.get(byte, 0) / total for byte in range(low, high + 1)])
-    axes = _rows(figure, [_label(tensor) for tensor in tensors], "casts, the worst first")
+    axes = _rows(figure, [_label(tensor) for tensor in tensors], "casts, most harm first")
     edges = (low - 127 - 0.5, high - 127 + 0.5, len(tensors) - 0.5, -0.5)
     shown = axes.imshow(image, aspect="auto", cmap="Blues", extent=edges, vmin=0)
     figure.colorbar(shown, ax=axes, label="share of blocks")
     axes.set_xlabel("exponent of the scale")
-    axes.set_title("Scales (blocks of zeros and NaN left out)")
+    axes.set_title("Scales")
+    blocks = sum(number for tensor in tensors for byte, number in tensor.scale_histogram if byte in (0, 255))
+    special = f"{blocks:,} blocks of zeros or NaN" if blocks else ""
+    _leaves_out(figure, [special, _beyond(numerics.tensors)])
+
+
+def _leaves_out(figure: Any, found: Sequence[str]) -> None:
+    """Say below the picture what is not in it."""
+    said = "; ".join(filter(None, found))
+    if said:
+        figure.supxlabel(f"not drawn: {said}", fontsize=8, color="#555555")
+
+
+def _without_place(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:
+    """How many have no SQNR on the axis."""
+    exact = sum(math.isinf(one.sqnr_db) for one in measured)
+    missing = sum(math.isnan(one.sqnr_db) for one in measured)
+    words = [(exact, "without any error"), (missing, "with NaN")]
+    return ", ".join(f"{number} {word}" for number, word in words if number)
+
+
+def _unlabelled(number: int, what: str) -> str:
+    every = math.ceil(number / _MOST_ROWS)
+    return f"names of {number - len(range(0, number, every))} of {number} {what}" if every > 1 else ""
+
+
+def _beyond(tensors: Sequence[TensorNumerics]) -> str:
+    more = len(tensors) - _MOST_ROWS
+    return f"{more} of {len(tensors)} casts, with less harm" if more > 0 else ""
 
 
 def _label(tensor: TensorNumerics) -> str:

@@ -1,7 +1,6 @@
 """One model, captured once and run as often as asked for (see `graphs`).
 
-Every run may have other GEMMs in MXFP8. Outputs are compared, gradients are computed and thrown away, and the
-model is left as it was.
+Every run may quantize other GEMMs. Outputs and gradients are compared, and the model is left as it was.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from mxcompile.audit.keep import Kept, fresh, uncompiled
 from mxcompile.audit.sites import Sites
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
+from mxcompile.graph.names import user_path
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 
@@ -33,12 +33,13 @@ LossFunction = Callable[[Any], Tensor]
 class Outcome:
     """What a run gave.
 
-    loss: None without one. logits: the main output, detached. gradients: whether there was a backward.
+    loss: None without one. logits: the main output, detached. gradients: of the parameters, by name; None
+    without a backward.
     """
 
     loss: float | None
     logits: Tensor | None
-    gradients: bool
+    gradients: dict[str, Tensor] | None
 
 
 class Session:
@@ -75,10 +76,9 @@ class Session:
             args, kwargs = fresh(self._arguments)
             output = self._call(args, kwargs)
             loss = self._loss(output)
-            gradients = False
+            gradients = None
             if backward and loss is not None and loss.requires_grad:
-                gradients = True
-                torch.autograd.grad(loss, self._leaves(args, kwargs), allow_unused=True)
+                gradients = self._gradients(loss, args, kwargs)
             logits = main_output(output)
             return Outcome(
                 loss=None if loss is None else float(loss.detach()),
@@ -125,10 +125,13 @@ class Session:
             raise ModelError(f"loss_fn must return a scalar floating-point tensor, found {_described(loss)}")
         return loss
 
-    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """What a training step computes gradients of."""
+    def _gradients(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Of what a training step computes gradients of, those of parameters."""
+        named = {user_path(name): p for name, p in self.model.named_parameters() if p.requires_grad}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return [tensor for tensor in (*self.model.parameters(), *given) if tensor.requires_grad]
+        leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return {name: each for name, each in zip(named, found, strict=False) if each is not None}
 
 
 @contextmanager

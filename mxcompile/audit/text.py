@@ -1,46 +1,84 @@
-"""An audit as text and Markdown: a summary, then GEMMs and cast tensors, the worst first.
+"""An audit as text and Markdown: a summary, then GEMMs, casts and gradients, those with most harm first.
 
-Text is at most 120 columns wide: layer names that do not fit lose their middle. Markdown keeps them.
+How tables are drawn is in `mxcompile.report.tables`, what harm is in `mxcompile.report.numerics`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
-from mxcompile.report.text import Table, bullets, drawn, escaped, fitted, wrapped
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.report.numerics_groups import Group, by_block, by_role
+from mxcompile.report.tables import (
+    NAMES,
+    Table,
+    bullets,
+    drawn,
+    fitted,
+    markdown,
+    markdown_table,
+    wrapped,
+)
 
 _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "cut", "2^"]
-_GEMM_TITLE = "Outputs of GEMMs against FP32, worst first: SQNR in dB, relative error"
+_PARAMETER_HEADERS = ["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"]
+_GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""]
+_GEMM_TITLE = "Outputs of GEMMs against FP32, by FLOPs × error²: SQNR in dB, relative error"
 _TENSOR_TITLE = (
-    "Casts, worst first: SQNR in dB, relative error, shares cast to zero and cut off, exponents of the scales"
+    "Casts, by FLOPs × (error² + share cast to zero): SQNR in dB, relative error, shares cast to zero and cut"
+    " off, exponents of the scales"
 )
+_PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by FLOPs × error²"
 
 
 def to_text(numerics: Numerics, rows: int | None = None) -> str:
     """`numerics` for a terminal; of each table at most `rows` rows."""
     lines = wrapped(_facts(numerics))
     for title, (headers, *found) in _tables(numerics):
-        lines += ["", title, "", drawn(fitted([headers, *found[:rows]], ("layer",)), "simple")]
+        lines += ["", *wrapped([title]), "", drawn(fitted([headers, *found[:rows]], ("layer",)))]
         if rows is not None and len(found) > rows:
-            lines.append(f"… and {len(found) - rows} better ones")
+            lines.append(f"… and {len(found) - rows} with less harm")
     return "\n".join(lines)
 
 
 def to_markdown(numerics: Numerics) -> str:
     """`numerics` for a pull request."""
     headline, *facts = _facts(numerics)
-    parts = [f"### {headline}", *([bullets(facts)] if facts else [])]
+    parts = [f"### {markdown(headline)}", *([bullets(facts)] if facts else [])]
     for title, table in _tables(numerics):
-        parts += [title, drawn(escaped(table), "github")]
+        parts += [markdown(title), markdown_table(table)]
     return "\n\n".join(parts) + "\n"
+
+
+def _by_underflow(numerics: Numerics) -> Table:
+    losing = sorted(numerics.tensors, key=lambda tensor: tensor.underflow, reverse=True)
+    return [_TENSOR_HEADERS, *map(_tensor, (tensor for tensor in losing if tensor.underflow))]
+
+
+VIEWS: dict[str, Callable[[Numerics], Table]] = {
+    "role": lambda numerics: _groups("role", by_role(numerics)),
+    "block": lambda numerics: _groups("block", by_block(numerics)),
+    "underflow": _by_underflow,
+}
+"""Tables of another order, by the word that asks for them."""
+
+
+def view(numerics: Numerics, by: str) -> str:
+    """`numerics` for a terminal as the table that `by`, one of `VIEWS`, names."""
+    if by not in VIEWS:
+        raise OptionError(not_allowed("view", by, VIEWS))
+    headers, *rows = VIEWS[by](numerics)
+    names = [header for header in headers if header in NAMES]
+    said = [drawn(fitted([headers, *rows], names))] if rows else [f"nothing to see by {by}"]
+    return "\n".join([*wrapped(_facts(numerics)), "", *said])
 
 
 def _facts(numerics: Numerics) -> list[str]:
     facts = [
-        f"MXFP8 audit, policy {numerics.policy}: {len(numerics.gemms)} GEMMs,"
+        f"{numerics.precision} audit, policy {numerics.policy}: {len(numerics.gemms)} GEMMs,"
         f" {len(numerics.tensors)} cast tensors{'' if numerics.gradients else ', forward only'}"
     ]
     if numerics.loss is not None and numerics.loss_reference is not None and numerics.loss_gap is not None:
@@ -52,17 +90,26 @@ def _facts(numerics: Numerics) -> list[str]:
             f"main output against BF16: SQNR {decibels(numerics.logits_sqnr_db)} dB,"
             f" cosine {numerics.logits_cosine:.6f}"
         )
+    if numerics.gradient_error is not None and numerics.gradient_cosine is not None:
+        facts.append(
+            f"parameter gradients against BF16, weighted by FLOPs: relative error"
+            f" {percent(numerics.gradient_error)}, cosine {numerics.gradient_cosine:.6f}"
+        )
     return facts + [f"note: {' '.join(note.split())}" for note in numerics.notes]
 
 
 def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
     """Titles and tables, headers first."""
-    tables: list[tuple[str, Table]] = []
-    if numerics.gemms:
-        tables.append((_GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, numerics.worst_gemms())]))
-    if numerics.tensors:
-        tables.append((_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]))
-    return tables
+    flops = sum(one.flops for one in numerics.parameters) or 1
+    tables: list[tuple[str, Table]] = [
+        (_GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, numerics.worst_gemms())]),
+        (_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]),
+        (
+            _PARAMETER_TITLE,
+            [_PARAMETER_HEADERS, *(_parameter(one, flops) for one in numerics.worst_parameters())],
+        ),
+    ]
+    return [(title, table) for title, table in tables if len(table) > 1]
 
 
 def _gemm(gemm: GemmNumerics) -> list[str]:
@@ -72,10 +119,7 @@ def _gemm(gemm: GemmNumerics) -> list[str]:
         gemm.role,
         gemm.gemm,
         f"{gemm.batch}·{size}" if gemm.batch > 1 else size,
-        decibels(gemm.sqnr_db),
-        f"{gemm.cosine:.5f}",
-        f"{gemm.mse:.1e}",
-        _share(gemm.rel_error),
+        *_errors(gemm),
     ]
 
 
@@ -84,14 +128,36 @@ def _tensor(tensor: TensorNumerics) -> list[str]:
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
         f"{tensor.operand} {tensor.layout.removesuffix('wise')} {tensor.elem} {tensor.rounding}{square}",
-        decibels(tensor.sqnr_db),
-        f"{tensor.cosine:.5f}",
-        f"{tensor.mse:.1e}",
-        _share(tensor.rel_error),
-        _share(tensor.underflow),
-        _share(tensor.saturation),
+        *_errors(tensor),
+        percent(tensor.underflow),
+        percent(tensor.saturation),
         _range(tensor.scale_histogram),
     ]
+
+
+def _parameter(one: ParameterNumerics, flops: int) -> list[str]:
+    return [one.name, one.role, f"{one.flops / flops:.1%}", *_errors(one)]
+
+
+def _errors(one: GemmNumerics | TensorNumerics | ParameterNumerics) -> list[str]:
+    return [decibels(one.sqnr_db), f"{one.cosine:.5f}", f"{one.mse:.1e}", percent(one.rel_error)]
+
+
+def _groups(by: str, groups: Sequence[Group]) -> Table:
+    rows = [
+        [
+            group.name,
+            f"{group.num_gemms}",
+            f"{group.flop_share:.1%}",
+            percent(group.rel_error),
+            decibels(group.lowest_sqnr_db),
+            "" if group.underflow is None else percent(group.underflow),
+            group.worst.name or "(root)",
+            group.worst.gemm,
+        ]
+        for group in groups
+    ]
+    return [[by, *_GROUP_HEADERS], *rows] if rows else [[by]]
 
 
 def _named(name: str, others: int, calls: int) -> str:
@@ -107,7 +173,8 @@ def decibels(value: float) -> str:
     return ("exact" if value > 0 else "-inf") if math.isinf(value) else f"{value:.2f}"
 
 
-def _share(value: float) -> str:
+def percent(value: float) -> str:
+    """``2.400%``, ``0``, ``3e-04%``."""
     if value == 0:
         return "0"
     return f"{value:.3%}" if value >= 1e-5 else f"{100 * value:.0e}%"

@@ -19,6 +19,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """``0.2%`` or ``0.002`` as a number."""
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a share like 0.002 nor one like 0.2%"
+        ) from None
+
+
 def add_model(command: argparse.ArgumentParser, name: str = "model", **settings: Any) -> None:
     """The arguments that name a model and its inputs: `name` with the `settings` of argparse."""
     command.add_argument(
@@ -40,11 +50,15 @@ def add_policy(command: argparse.ArgumentParser) -> None:
     command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
 
 
-def add_output(command: argparse.ArgumentParser, what: str, metavar: str = "FILE", **settings: Any) -> None:
-    """Where `what` is written."""
-    command.add_argument("-o", "--output", type=Path, metavar=metavar, help=what, **settings)
-    if metavar == "FILE":
-        command.add_argument("--force", action="store_true", help="overwrite FILE")
+def add_output(command: argparse.ArgumentParser, what: str) -> None:
+    """The file that `what` is written to."""
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
+    command.add_argument("--force", action="store_true", help="overwrite FILE")
+
+
+def add_folder(command: argparse.ArgumentParser, what: str, default: Path | None = None) -> None:
+    """The folder that `what` is written to; files of these names in it are overwritten."""
+    command.add_argument("-o", "--output", "--out", type=Path, default=default, metavar="DIR", help=what)
 
 
 def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] | None = None) -> None:
@@ -87,7 +101,13 @@ def _check_writable(path: Path) -> None:
 def check_plots(folder: Path | None) -> None:
     """Raise `OptionError` if plots cannot be drawn into `folder`."""
     check_folder(folder)
-    if folder is not None and importlib.util.find_spec("matplotlib") is None:
+    if folder is not None:
+        check_matplotlib()
+
+
+def check_matplotlib() -> None:
+    """Raise `OptionError` if nothing can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("plots need matplotlib: pip install matplotlib")
 
 

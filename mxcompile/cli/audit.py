@@ -1,4 +1,4 @@
-"""``mxcompile audit``: what MXFP8 does to the numbers of a model, measured on a batch."""
+"""``mxcompile audit``: what quantization does to the numbers of a model, measured on a batch."""
 
 from __future__ import annotations
 
@@ -56,12 +56,15 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser(
         "audit",
-        help="measure what MXFP8 does to a model's numbers on a batch",
-        description="Run a model with and without MXFP8, forward and backward, and print the error of every"
-        " GEMM and every cast, the worst first. Nothing of the model is changed.",
+        help="measure what quantization does to a model's numbers on a batch",
+        description="Run a model unquantized and under a policy, forward and backward, and print the error of"
+        " every GEMM, every cast and every gradient, the most harmful first. The model is not changed.",
     )
     add_measured(command)
     add_output(command, "write everything measured; .txt .md .json .html chooses the form")
+    command.add_argument(
+        "--by", choices=("role", "block", "underflow"), help="print one table of this order instead"
+    )
     command.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
     )
@@ -77,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     check_plots(options.plots)
     with quiet(), measured(options) as loaded:
         result = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
-    print(result)
+    print(result if options.by is None else result.view(options.by))
     if options.output is not None:
         result.save(options.output)
         print(f"\nwritten to {options.output}")

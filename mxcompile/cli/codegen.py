@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import add_model, add_policy, check_folder
+from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder
 
 
 def add_to(commands: Any) -> None:
@@ -21,14 +20,7 @@ def add_to(commands: Any) -> None:
     add_policy(command)
     command.add_argument("--target", default="sm_100", help="the GPU (default sm_100)")
     command.add_argument("--inference", action="store_true", help="forward only")
-    command.add_argument(
-        "-o",
-        "--output",
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where to write wrappers, kernels, assembly, binaries and a summary",
-    )
+    add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 
 

@@ -23,7 +23,9 @@ def add_to(commands: Any) -> None:
         "--layout", default="compressed-tensors", help="compressed-tensors (default) or torchao"
     )
     command.add_argument(
-        "--model", help="package.module:factory of the model, where IN has no config.json of Hugging Face"
+        "--model",
+        metavar="MODEL",
+        help="package.module:factory of the model, where IN has no config.json of Hugging Face",
     )
     command.add_argument("--dry-run", action="store_true", help="print what would become of the weights")
     command.set_defaults(run=run)

@@ -1,31 +1,110 @@
-"""``mxcompile diff``: what changed between two reports; for continuous integration."""
+"""``mxcompile diff``: what changed between two reports, or two audits; for continuous integration."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mxcompile.cli.arguments import share
+from mxcompile.errors import OptionError, not_allowed
+
+if TYPE_CHECKING:
+    from mxcompile.audit.diff import AuditDifference
+    from mxcompile.report.diff import Difference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """When the exit status is 1. word: see `_CONDITIONS`. limit: what has to be exceeded."""
+
+    word: str
+    limit: float = 0.0
+
+
+def decibels(text: str) -> float:
+    """``1.5`` or ``1.5dB`` as a number."""
+    try:
+        return float(text.lower().removesuffix("db"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of dB") from None
+
+
+_CONDITIONS: dict[str, Callable[[str], float] | None] = {
+    "fallback": None,
+    "share-drop": share,
+    "sqnr-drop": decibels,
+}
+"""Words of ``--fail-on``, and what reads their limit."""
+
+
+def condition(text: str) -> Condition:
+    """``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
+    word, given, limit = text.partition("=")
+    if word not in _CONDITIONS:
+        raise argparse.ArgumentTypeError(not_allowed("condition", word, _CONDITIONS))
+    read = _CONDITIONS[word]
+    if (read is None) == bool(given):
+        usage = "fallback takes no limit" if read is None else f"say how much: {word}=1"
+        raise argparse.ArgumentTypeError(usage)
+    return Condition(word=word, limit=0.0 if read is None else read(limit))
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser(
         "diff",
-        help="what changed between two reports",
-        description="Compare two reports of a model, written as JSON. Exit status 1 if a layer fell back from"
-        " MXFP8, 0 if none did, 2 if a file is no report.",
+        help="what changed between two reports, or two audits",
+        description="Compare two reports or two audits of a model, written as JSON. Exit status 1 if a layer"
+        " fell back to BF16, or what --fail-on names happened; 2 if a file is neither.",
     )
-    command.add_argument("old", type=Path, metavar="OLD.json")
-    command.add_argument("new", type=Path, metavar="NEW.json")
+    command.add_argument("old", type=Path, metavar="OLD.json", help="a report or an audit, as JSON")
+    command.add_argument("new", type=Path, metavar="NEW.json", help="one of the same kind")
     command.add_argument("--format", choices=("text", "markdown"), default="text", help="default text")
+    command.add_argument(
+        "--fail-on",
+        type=condition,
+        action="append",
+        metavar="CONDITION",
+        help="fallback (the default), share-drop=1%% (of the FLOPs, quantized) or, of audits, sqnr-drop=1dB"
+        " (of a GEMM); may be given several times",
+    )
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from mxcompile.report import Report
-    from mxcompile.report.diff import compare
-
-    found = compare(Report.load(options.old), Report.load(options.new))
+    of_model, of_numerics = _compared(options.old, options.new)
+    conditions = options.fail_on or [Condition(word="fallback")]
+    if of_numerics is None and any(one.word == "sqnr-drop" for one in conditions):
+        raise OptionError("--fail-on sqnr-drop is of audits, and these are reports: see mxcompile audit")
+    found = of_numerics or of_model
     print(found.to_markdown() if options.format == "markdown" else found)
-    return 1 if found.fell_back else 0
+    return 1 if any(_happened(one, of_model, of_numerics) for one in conditions) else 0
+
+
+def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]:
+    """What changed in the reports, and in the numerics if the files are audits."""
+    from mxcompile.audit.diff import compare_audits
+    from mxcompile.audit.measure import Audit
+    from mxcompile.report import Report, schema
+    from mxcompile.report.diff import compare
+    from mxcompile.report.files import load
+
+    kinds = [load(path, "file", schema.kind_of) for path in (old, new)]
+    if kinds[0] != kinds[1]:
+        raise OptionError(f"{old}: {kinds[0]}, {new}: {kinds[1]}; compare two reports or two audits")
+    if kinds[0] == "report":
+        return compare(Report.load(old), Report.load(new)), None
+    found = compare_audits(Audit.load(old), Audit.load(new))
+    return found.report, found
+
+
+def _happened(one: Condition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
+    if one.word == "fallback":
+        return bool(of_model.fell_back)
+    if one.word == "share-drop":
+        return of_model.share_drop > one.limit
+    return of_numerics is not None and of_numerics.sqnr_drop > one.limit

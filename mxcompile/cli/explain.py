@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mxcompile.cli.arguments import add_model, add_output, add_policy, check_output
+from mxcompile.cli.arguments import (
+    add_model,
+    add_output,
+    add_policy,
+    check_matplotlib,
+    check_output,
+    positive,
+)
+from mxcompile.errors import OptionError, not_allowed
+
+if TYPE_CHECKING:
+    from mxcompile.report import Report
 
 
 def add_to(commands: Any) -> None:
@@ -24,6 +36,14 @@ def add_to(commands: Any) -> None:
         metavar="POLICIES",
         help="policies, separated by commas, to set side by side: share, saved bytes, estimated time",
     )
+    command.add_argument(
+        "--sweep",
+        nargs="?",
+        type=token_counts,
+        const=(),
+        metavar="TOKENS",
+        help="estimate at these numbers of tokens, such as 256,4096; --output draws them, .png or .svg",
+    )
     add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
@@ -33,14 +53,26 @@ def add_to(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
+def token_counts(text: str) -> tuple[int, ...]:
+    """``256,4096`` as numbers, ascending."""
+    return tuple(sorted({positive(word.strip()) for word in text.split(",")}))
+
+
+def _picture(path: Path) -> None:
+    if path.suffix not in (".png", ".svg"):
+        raise OptionError(f"plot {str(path)!r}: {not_allowed('suffix', path.suffix, ('.png', '.svg'))}")
+    check_matplotlib()
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
     from mxcompile.explain.explainer import explain
+    from mxcompile.formats import labels
     from mxcompile.report import form_of
 
-    check_output(options, form_of)
+    check_output(options, form_of if options.sweep is None else _picture)
     if options.compare is not None:
         return _compare(options)
     with quiet():
@@ -57,11 +89,29 @@ def run(options: argparse.Namespace) -> int:
         found = report.why(options.why)
         print("\n\n".join(map(str, found)) or f"no layer is called {options.why!r}")
         return 0 if found else 1
+    if options.sweep is not None:
+        return _sweep(options, report)
     if options.output is None:
         print(report)
     else:
         report.save(options.output)
-        print(f"{report.summary.flop_share:.1%} of matmul FLOPs in MXFP8; written to {options.output}")
+        words = labels(gemm.precision for gemm in report.gemms)
+        print(f"{report.summary.flop_share:.1%} of matmul FLOPs in {words}; written to {options.output}")
+    return 0
+
+
+def _sweep(options: argparse.Namespace, report: Report) -> int:
+    """Print the estimates at other numbers of tokens, and draw them."""
+    from mxcompile.explain.sweep import TOKENS, sweep
+    from mxcompile.policy import Policy
+
+    found = sweep(report, options.sweep or TOKENS)
+    print(found)
+    if any(rule.match.min_m or rule.match.max_m for rule in Policy.resolve(options.policy).rules):
+        print("rules that ask for min_m or max_m were held against the tokens of the inputs alone")
+    if options.output is not None:
+        found.plot(options.output)
+        print(f"drawn: {options.output}")
     return 0
 
 
@@ -69,7 +119,6 @@ def _compare(options: argparse.Namespace) -> int:
     """Print one row for each policy."""
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.errors import OptionError
     from mxcompile.explain.compare import compare
     from mxcompile.policy import Policy
 

@@ -1,6 +1,6 @@
 """The command line's entry: finds the command, turns errors into exit statuses.
 
-Exit status: 0 done, 1 the answer is no, 2 misuse.
+See `EXIT_STATUS` for these.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mxcompile import __version__
 from mxcompile.cli import (
@@ -28,6 +28,8 @@ from mxcompile.errors import MXCompileError
 
 COMMANDS = (env, explain, diff, merge, audit, tune, codegen, policy, convert, inspect, demo)
 
+EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
+
 
 def parser() -> argparse.ArgumentParser:
     """The parser with all commands."""
@@ -36,10 +38,21 @@ def parser() -> argparse.ArgumentParser:
         description='Train and serve PyTorch models in OCP MXFP8: torch.compile(model, backend="mxfp8").',
     )
     root.add_argument("--version", action="version", version=f"mxcompile {__version__}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", help="what to do")
     for command in COMMANDS:
         command.add_to(commands)
+    for each in every(root):
+        each.epilog = EXIT_STATUS
     return root
+
+
+def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """`parser` and those of its commands and their actions."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from every(inner)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mxcompile.cli.arguments import add_output, check_output
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -14,14 +16,10 @@ def add_to(commands: Any) -> None:
         help="one report of the reports of many ranks",
         description="Merge reports of one model, as JSON, of ranks or pipeline stages: every layer once.",
     )
-    command.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
     command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the report; .txt .md .json .html chooses the form (default: print it)",
+        "reports", type=Path, nargs="+", metavar="REPORT.json", help="reports of one model, as JSON"
     )
+    add_output(command, "write the report; .txt .md .json .html chooses the form (default: print it)")
     command.set_defaults(run=run)
 
 
@@ -30,8 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import Report, form_of
     from mxcompile.report.words import count
 
-    if options.output is not None:
-        form_of(options.output)
+    check_output(options, form_of)
     report = Report.merged([Report.load(path) for path in options.reports])
     if options.output is None:
         print(report)

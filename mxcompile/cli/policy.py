@@ -14,7 +14,7 @@ from mxcompile.errors import OptionError
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser("policy", help="write, check, read and import policy files")
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
     _add_init(actions)
     _add_check(actions)
     _add_show(actions)
@@ -43,7 +43,7 @@ def _add_check(actions: Any) -> None:
         " matches nothing, a name one letter off and a layer just under a size limit are mistakes. Exit"
         " status 1 if there are any.",
     )
-    check.add_argument("file", type=Path)
+    check.add_argument("file", type=Path, help="the policy file")
     add_model(check, "--model")
     check.set_defaults(run=run_check)
 
@@ -54,7 +54,7 @@ def _add_show(actions: Any) -> None:
         help="print what a policy decides for every layer of a model",
         description="Print precision and formats of every layer of a model, and the rule that decided.",
     )
-    show.add_argument("policy", metavar="PRESET|FILE")
+    show.add_argument("policy", metavar="PRESET|FILE", help="the policy")
     add_model(show, "--model", required=True)
     show.add_argument("--inference", action="store_true", help="forward only")
     show.set_defaults(run=run_show)
@@ -67,8 +67,13 @@ def _add_import(actions: Any) -> None:
         description="Make a policy of a Transformer Engine debug file, an llm-compressor recipe or a torchao"
         " FQN map. What cannot be said in a policy is listed, and noted in the file.",
     )
-    command.add_argument("file", type=Path)
-    command.add_argument("--format", help="te, llm-compressor or torchao (default: told by the content)")
+    command.add_argument("file", type=Path, help="the other tool's file")
+    command.add_argument(
+        "--from",
+        dest="tool",
+        metavar="TOOL",
+        help="te, llm-compressor or torchao (default: told by the content)",
+    )
     add_output(command, "where to write (default: to the terminal)")
     command.set_defaults(run=run_import)
 
@@ -129,7 +134,7 @@ def run_import(options: argparse.Namespace) -> int:
     from mxcompile.policy.importers import import_policy
 
     check_output(options)
-    imported = import_policy(options.file, options.format)
+    imported = import_policy(options.file, options.tool)
     _write(imported.text(), options)
     for note in imported.notes:
         print(f"not in the policy: {note}", file=sys.stderr)

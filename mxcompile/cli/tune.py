@@ -1,11 +1,11 @@
-"""``mxcompile tune``: the policy that keeps most of a model in MXFP8 within a bound on its error."""
+"""``mxcompile tune``: the policy that keeps most of a model quantized within a bound on its error."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_output, check_output
+from mxcompile.cli.arguments import add_output, check_output, share
 from mxcompile.cli.audit import add_measured, measured
 
 
@@ -13,27 +13,20 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser(
         "tune",
-        help="find the policy that keeps most in MXFP8 within a bound",
-        description="Run a model with one layer at a time in MXFP8, find what must stay in BF16 for the bound"
-        " to hold, and write the policy with the reasons. Exit status 1, and no file, if no policy meets it.",
+        help="find the policy that keeps most quantized within a bound",
+        description="Run a model with one layer at a time quantized, find what must stay in BF16 for the"
+        " bound to hold, and write the policy with the reasons. Exit status 1, and no file, if no policy"
+        " meets it.",
     )
     add_measured(command)
-    command.add_argument("--min-sqnr", type=float, metavar="DB", help="least SQNR of every MXFP8 GEMM, in dB")
+    command.add_argument(
+        "--min-sqnr", type=float, metavar="DB", help="least SQNR of every quantized GEMM, in dB"
+    )
     command.add_argument(
         "--max-loss-gap", type=share, metavar="SHARE", help="largest gap of the loss to BF16: 0.002 or 0.2%%"
     )
     add_output(command, "write the policy (default: print it)")
     command.set_defaults(run=run)
-
-
-def share(text: str) -> float:
-    """``0.2%`` or ``0.002`` as a number."""
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a share like 0.002 nor one like 0.2%"
-        ) from None
 
 
 def run(options: argparse.Namespace) -> int:

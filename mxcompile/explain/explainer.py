@@ -24,6 +24,8 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
+from mxcompile.explain.advice import advised
+from mxcompile.explain.memory import with_memory
 from mxcompile.explain.parts import eager_records, moved
 from mxcompile.explain.roofline import estimate
 from mxcompile.graph.blocks import Blocks
@@ -70,7 +72,7 @@ def explain(
     parts = _parts(model, options, training, args, named)
     report = Report.of(parts, target=options.target, policy=options.policy.label)
     check_mistakes(options, report.gemms)
-    return estimate(report)
+    return advised(estimate(with_memory(report, model, training=training)))
 
 
 def _device(model: nn.Module) -> torch.device:

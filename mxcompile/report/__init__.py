@@ -1,6 +1,6 @@
 """Reports: for every matmul in a model, what was done, by which kernel, and why not."""
 
-from mxcompile.report.numerics import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.outline import Outline, OutlineNode, folded
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, gather_reports, reports
@@ -17,6 +17,7 @@ __all__ = [
     "OperandFormat",
     "Outline",
     "OutlineNode",
+    "ParameterNumerics",
     "Part",
     "Report",
     "Summary",

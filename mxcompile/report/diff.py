@@ -1,8 +1,8 @@
 """What changed between two reports of a model.
 
 GEMMs are matched by layer name and kind, the n-th of one report with the n-th of the other; the two products
-of an attention by their roles too. A GEMM that went from MXFP8 to BF16 fell back; what is only in one report
-is new or removed, never a fallback. Layers that changed alike are one change.
+of an attention by their roles too. A GEMM that was quantized and is in BF16 fell back; what is only in one
+report is new or removed, never a fallback. Layers that changed alike are one change.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from mxcompile.formats import is_quantized
+from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import spelled
 from mxcompile.report.record import GemmRecord, Summary
 from mxcompile.report.report import Report
-from mxcompile.report.text import Table, bullets, drawn, escaped, fitted, wrapped
+from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 from mxcompile.report.words import byte_count, count, duration, formats, size
 
 KINDS = ("fell back", "gained", "changed", "new", "removed")
@@ -44,29 +44,39 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Everything that changed. changes: those of layers, by kind. old, new: the summaries."""
+    """Everything that changed.
+
+    changes: those of layers, by kind. words: the precisions of both reports, as texts say them. old, new: the
+    summaries.
+    """
 
     changes: tuple[Change, ...]
+    words: str
     old: Summary
     new: Summary
 
     @property
     def fell_back(self) -> tuple[str, ...]:
-        """Names of the layers with a GEMM that went from MXFP8 to BF16."""
+        """Names of the layers with a GEMM that was quantized and is in BF16."""
         found = (name for change in self.changes if change.kind == "fell back" for name in change.names)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def share_drop(self) -> float:
+        """By how much the quantized share of the FLOPs fell, 0 to 1; negative if it rose."""
+        return self.old.flop_share - self.new.flop_share
 
     def __str__(self) -> str:
         lines = wrapped([_headline(self), *_facts(self)])
         if self.changes:
-            lines += ["", drawn(fitted(_table(self.changes), ("layer", "change", "reason")), "simple")]
+            lines += ["", drawn(fitted(_table(self.changes), ("layer", "change", "reason")))]
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
         """For a pull request."""
-        parts = [f"### {_headline(self)}", bullets(_facts(self))]
+        parts = [f"### {markdown(_headline(self))}", bullets(_facts(self))]
         if self.changes:
-            parts.append(drawn(escaped(_table(self.changes)), "github"))
+            parts.append(markdown_table(_table(self.changes)))
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -87,7 +97,8 @@ def compare(old: Report, new: Report) -> Difference:
     ]
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
     changes.sort(key=lambda change: (KINDS.index(change.kind), first[change.names[0]]))
-    return Difference(changes=tuple(changes), old=old.summary, new=new.summary)
+    words = labels(gemm.precision for gemm in (*old.gemms, *new.gemms))
+    return Difference(changes=tuple(changes), words=words, old=old.summary, new=new.summary)
 
 
 def _keyed(gemms: Iterable[GemmRecord]) -> Iterator[tuple[_Key, GemmRecord]]:
@@ -138,8 +149,8 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
 def _headline(found: Difference) -> str:
     lost = len(found.fell_back)
     if lost:
-        return f"{count(lost, 'layer')} fell back from MXFP8"
-    return "no layer fell back from MXFP8" if found.changes else "the same for every layer"
+        return f"{count(lost, 'layer')} fell back from {found.words}"
+    return f"no layer fell back from {found.words}" if found.changes else "the same for every layer"
 
 
 def _facts(found: Difference) -> list[str]:
@@ -148,7 +159,7 @@ def _facts(found: Difference) -> list[str]:
     pairs: list[tuple[str, str, str]] = [
         ("target", old.target, new.target),
         ("policy", old.policy, new.policy),
-        ("matmul FLOPs in MXFP8", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
+        (f"matmul FLOPs in {found.words}", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
         ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
         ("saved for backward", _bytes(old.saved_bytes), _bytes(new.saved_bytes)),
         ("weights of linear layers", _bytes(old.weight_bytes), _bytes(new.weight_bytes)),

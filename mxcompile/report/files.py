@@ -11,9 +11,11 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from mxcompile.errors import OptionError
 
+_T = TypeVar("_T")
 _counter = itertools.count()
 RANK = "{rank}"
 """In the path of a report: the rank of the process."""
@@ -31,6 +33,18 @@ def publish(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
+    """What `read` makes of the text in `path`. Raises `OptionError` that names `what` it is and the file."""
+    try:
+        return read(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise OptionError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{what} {str(path)!r} is not UTF-8 text: byte {error.start}") from None
+    except OptionError as error:
+        raise OptionError(f"{what} {str(path)!r}: {error}") from None
 
 
 def check_place(path: Path) -> None:

@@ -20,8 +20,8 @@ from mxcompile.report.kept import kept_sentences
 from mxcompile.report.numerics import Numerics
 from mxcompile.report.record import Summary
 from mxcompile.report.report import Report
-from mxcompile.report.text import slower, weights_note
-from mxcompile.report.words import byte_count, count, duration
+from mxcompile.report.text import memory, slower, weights_note
+from mxcompile.report.words import byte_count, count, duration, flop_count, tokens_of
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
@@ -50,6 +50,7 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
     quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
     tiles = [
         tile(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share),
+        tile(*_amount(report)),
         tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16"),
     ]
     if s.saved_bytes is not None and s.saved_bytes_bf16:
@@ -58,6 +59,8 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         tiles.append(tile("saved for backward", byte_count(s.saved_bytes), note, share))
     if s.weight_bytes:
         tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows)))
+    if s.peak_bytes is not None:
+        tiles.append(tile("peak memory, no optimizer", byte_count(s.peak_bytes), memory(s)))
     tiles += [
         tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break")),
         tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}"),
@@ -67,6 +70,12 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         f" target <b>{escape(s.target)}</b></p></header>"
         f'<section class="tiles" aria-label="summary">{"".join(tiles)}</section>'
     )
+
+
+def _amount(report: Report) -> tuple[str, str, str]:
+    """Name, value and note of the tile of tokens and FLOPs."""
+    flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
+    return ("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
 
 
 def _kept(report: Report) -> str:

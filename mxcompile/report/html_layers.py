@@ -7,7 +7,7 @@ from html import escape
 
 from mxcompile.formats import KEPT, PRECISIONS, precisions
 from mxcompile.report.fold import Row
-from mxcompile.report.html_parts import role_badge, source_line, tone
+from mxcompile.report.html_parts import SORTABLE, role_badge, source_line, tone
 from mxcompile.report.record import GemmRecord
 from mxcompile.report.words import count, duration, formats, size, speedup
 
@@ -20,7 +20,7 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
     estimates = any(speedup(row.gemms) is not None for row in rows)
     roles = "".join(f"<option>{escape(role)}</option>" for role in dict.fromkeys(g.role for g in gemms))
     bodies = "".join(_row(number, row, total, estimates) for number, row in enumerate(rows))
-    estimate = f'<th class="num" {_SORTABLE}>est.</th>' if estimates else ""
+    estimate = f'<th class="num" {SORTABLE}>est.</th>' if estimates else ""
     found = {gemm.precision for gemm in gemms}
     words = [word for word in PRECISIONS if word in found] or [KEPT.name]
     said = [escape(precisions.label(word)) for word in words]
@@ -29,23 +29,20 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
     )
     return f"""<section id="layers"><h2>Layers</h2>
 <div class="filters">
-<input type="search" id="search" placeholder="Search layers, kernels, reasons" aria-label="search layers">
+<input type="search" id="search" placeholder="Search layer names" aria-label="search layer names">
 <select id="role" aria-label="role"><option value="">all roles</option>{roles}</select>
 <select id="precision" aria-label="precision"><option value="">{" and ".join(said)}</option>
 {options}</select>
 <button type="button" id="expand" aria-pressed="false">Expand all</button>
 <output id="found">{count(len(rows), "row")}</output></div>
 <div class="scroll"><table id="table"><thead><tr>
-<th {_SORTABLE}>layer</th><th class="num" {_SORTABLE}>layers</th><th class="wide" {_SORTABLE}>role</th>
+<th {SORTABLE}>layer</th><th class="num" {SORTABLE}>layers</th><th class="wide" {SORTABLE}>role</th>
 <th class="wide num">m×n×k</th><th title="fprop, dgrad, wgrad">GEMMs</th>
-<th class="num" {_SORTABLE}>FLOPs</th>{estimate}<th class="wide" {_SORTABLE}>reason</th>
+<th class="num" {SORTABLE}>FLOPs</th>{estimate}<th class="wide" {SORTABLE}>reason</th>
 </tr></thead>{bodies}</table></div>
 <p class="hint"><span class="chip quantized">F</span> {precisions.labels(g.precision for g in gemms)},
 <span class="chip bf16">F</span> the model's own dtype.
 F fprop: y = x·Wᵀ. D dgrad: dx = dy·W. W wgrad: dW = dyᵀ·x.</p></section>"""
-
-
-_SORTABLE = 'data-sort tabindex="0" role="columnheader" aria-sort="none"'
 
 
 def _row(number: int, row: Row, total: int, estimates: bool) -> str:

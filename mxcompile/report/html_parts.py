@@ -7,6 +7,9 @@ from html import escape
 
 from mxcompile.formats import is_quantized
 
+SORTABLE = 'data-sort tabindex="0" role="columnheader" aria-sort="none"'
+"""Attributes of a header whose column sorts its table."""
+
 
 def tile(label: str, value: str, note: str = "", share: float | None = None) -> str:
     """A figure with its name, what to compare it with, and a bar for a share of 1."""

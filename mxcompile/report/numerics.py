@@ -1,11 +1,15 @@
-"""What an audit measures, as data: per cast tensor, per MXFP8 GEMM, and of the model as a whole.
+"""What an audit measures, as data: per cast tensor, per quantized GEMM, per gradient, and of the whole model.
 
     sqnr_db    10 · log10(Σ x² / Σ (q − x)²)      inf: no error at all; nan: x or q is not finite
     rel_error  √(Σ (q − x)² / Σ x²)
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
+    harm       FLOPs · rel_error²                 of a GEMM
+               FLOPs · (rel_error² + underflow)   of a cast, with those of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
+What is worst has most harm: an error counts by the arithmetic it gets into, and SQNR, to which small elements
+are nothing, does not hide that a cast loses many of them.
 Nothing is measured here (see `mxcompile.audit`), and tensors are not kept.
 """
 
@@ -13,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mxcompile.errors import OptionError, nearest
+from mxcompile.errors import OptionError
 
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics")
+_Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics", "ParameterNumerics")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,8 @@ class TensorNumerics:
     numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
     underflow: share of the elements that are not 0 but were cast to 0, 0 to 1. saturation: share of the
     elements cut off at the largest value of the element type. not_finite: elements that are NaN or Inf or
-    share a block with one. scale_histogram: pairs of E8M0 byte and number of blocks, ascending.
+    share a block with one. scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: of the
+    GEMMs that read it.
     """
 
     name: str
@@ -60,11 +65,17 @@ class TensorNumerics:
     saturation: float
     not_finite: int = 0
     scale_histogram: tuple[tuple[int, int], ...] = ()
+    flops: int = 0
+
+    @property
+    def harm(self) -> float:
+        """See the module."""
+        return max(self.flops, 1) * (self.rel_error**2 + self.underflow)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmNumerics:
-    """The output of one MXFP8 GEMM against the FP32 GEMM of its operands before their casts.
+    """The output of one quantized GEMM against the FP32 GEMM of its operands before their casts.
 
     name, role, gemm, batch, m, n, k: as in `GemmRecord`. calls: how often it ran; the rest is over all calls
     together. sqnr_db, cosine, mse, rel_error: see the module. not_finite: elements of either output that are
@@ -85,20 +96,57 @@ class GemmNumerics:
     rel_error: float
     not_finite: int = 0
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all calls: two per multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k * self.calls
+
+    @property
+    def harm(self) -> float:
+        """See the module."""
+        return self.flops * self.rel_error**2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterNumerics:
+    """The gradient of one parameter under the policy against the one of the unquantized model.
+
+    name: of the parameter. role: of its layer, "" for a parameter of no GEMM. flops: of its wgrad, 0 if it
+    has none. numel: elements. sqnr_db, cosine, mse, rel_error, not_finite: as of a GEMM's output.
+    """
+
+    name: str
+    role: str = ""
+    flops: int = 0
+    numel: int
+    sqnr_db: float
+    cosine: float
+    mse: float
+    rel_error: float
+    not_finite: int = 0
+
+    @property
+    def harm(self) -> float:
+        """See the module: as of a GEMM."""
+        return max(self.flops, 1) * self.rel_error**2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
     """Everything an audit measured.
 
-    tensors: one per cast. gemms: one per MXFP8 GEMM. policy: that was audited. gradients: whether a backward
-    ran, without which there are no "dy", dgrad or wgrad. loss, loss_reference: of the model under the policy
-    and with everything in BF16, both run by the audit; None without a loss. loss_gap: loss / loss_reference
-    − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's main output under the policy against
-    the one in BF16; None if it has no floating-point output. notes: what a reader should know.
+    tensors: one per cast. gemms: one per quantized GEMM. parameters: one per gradient of a parameter.
+    precision: what GEMMs were quantized to, as texts say it. policy: that was audited. gradients: whether a
+    backward ran, without which there are no "dy", dgrad or wgrad. loss, loss_reference: of the model under
+    the policy and with everything in BF16, both run by the audit; None without a loss. loss_gap: loss /
+    loss_reference − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's main output under the
+    policy against the one in BF16; None if it has no floating-point output. notes: what a reader should know.
     """
 
     tensors: tuple[TensorNumerics, ...] = ()
     gemms: tuple[GemmNumerics, ...] = ()
+    parameters: tuple[ParameterNumerics, ...] = ()
+    precision: str = "MXFP8"
     policy: str = ""
     gradients: bool = False
     loss: float | None = None
@@ -109,12 +157,37 @@ class Numerics:
     notes: tuple[str, ...] = ()
 
     def worst_tensors(self) -> tuple[TensorNumerics, ...]:
-        """`tensors` by SQNR, the worst (NaN, then the smallest) first."""
+        """`tensors`, those with most harm (NaN before all) first."""
         return _worst_first(self.tensors)
 
     def worst_gemms(self) -> tuple[GemmNumerics, ...]:
-        """`gemms` by SQNR, the worst (NaN, then the smallest) first."""
+        """`gemms`, those with most harm (NaN before all) first."""
         return _worst_first(self.gemms)
+
+    def worst_parameters(self) -> tuple[ParameterNumerics, ...]:
+        """`parameters`, those with most harm (NaN before all) first."""
+        return _worst_first(self.parameters)
+
+    @property
+    def lowest_sqnr_db(self) -> float | None:
+        """Of the GEMMs; nan if one of them is, None if there are none."""
+        found = [gemm.sqnr_db for gemm in self.gemms]
+        return math.nan if any(map(math.isnan, found)) else min(found, default=None)
+
+    @property
+    def gradient_error(self) -> float | None:
+        """Mean of the parameters' `rel_error`, weighted by FLOPs; None without gradients of weights."""
+        return self._weighted(lambda one: one.rel_error)
+
+    @property
+    def gradient_cosine(self) -> float | None:
+        """Mean of the parameters' `cosine`, weighted by FLOPs; None without gradients of weights."""
+        return self._weighted(lambda one: one.cosine)
+
+    def _weighted(self, measure: Callable[[ParameterNumerics], float]) -> float | None:
+        total = sum(one.flops for one in self.parameters)
+        weighed = (one.flops * measure(one) for one in self.parameters if one.flops)
+        return sum(weighed) / total if total else None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain dicts, lists, strings and numbers, fit for JSON: inf and nan are words."""
@@ -126,14 +199,12 @@ class Numerics:
     def from_dict(cls, data: Any) -> Numerics:
         """The value `to_dict` gave. Raises `OptionError` naming the key for anything else."""
         raw = _fields(cls, data, "numerics")
-        tensors = _list(raw.pop("tensors", []), "numerics.tensors")
-        gemms = _list(raw.pop("gemms", []), "numerics.gemms")
         raw["notes"] = tuple(map(str, _list(raw.get("notes", []), "numerics.notes")))
         return cls(
-            tensors=tuple(_tensor(item, f"numerics.tensors[{i}]") for i, item in enumerate(tensors)),
-            gemms=tuple(
-                GemmNumerics(**_fields(GemmNumerics, item, f"numerics.gemms[{i}]"))
-                for i, item in enumerate(gemms)
+            tensors=tuple(_tensor(*item) for item in _items(raw, "tensors")),
+            gemms=tuple(GemmNumerics(**_fields(GemmNumerics, *item)) for item in _items(raw, "gemms")),
+            parameters=tuple(
+                ParameterNumerics(**_fields(ParameterNumerics, *item)) for item in _items(raw, "parameters")
             ),
             **raw,
         )
@@ -141,7 +212,7 @@ class Numerics:
 
 def _worst_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:
     def key(one: _Measured) -> float:
-        return -math.inf if math.isnan(one.sqnr_db) else one.sqnr_db
+        return -math.inf if math.isnan(one.sqnr_db) or math.isnan(one.harm) else -one.harm
 
     return tuple(sorted(measured, key=key))
 
@@ -167,6 +238,13 @@ def _tensor(data: Any, where: str) -> TensorNumerics:
     return TensorNumerics(**raw)
 
 
+def _items(raw: dict[str, Any], key: str) -> list[tuple[Any, str]]:
+    """The items of the list `key`, which is taken out of `raw`, and where each is."""
+    return [
+        (item, f"numerics.{key}[{i}]") for i, item in enumerate(_list(raw.pop(key, []), f"numerics.{key}"))
+    ]
+
+
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise OptionError(f"{where}: expected a list, found {type(value).__name__}")
@@ -174,17 +252,18 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _fields(owner: type[Any], data: Any, where: str) -> dict[str, Any]:
-    """`data` as keyword arguments of the dataclass `owner`: no key unknown, none missing."""
+    """`data` as keyword arguments of the dataclass `owner`: none missing, those it does not know left out."""
     if not isinstance(data, Mapping):
         raise OptionError(f"{where}: expected an object, found {type(data).__name__}")
     declared = {field.name: field for field in dataclasses.fields(owner)}
-    for key in data:
-        if key not in declared:
-            raise OptionError(f"{where}: unknown key {key!r}{nearest(str(key), declared)}")
     for name, field in declared.items():
         if name not in data and field.default is dataclasses.MISSING:
             raise OptionError(f"{where}: key {name!r} is missing")
-    return {key: _checked(value, str(declared[key].type), f"{where}.{key}") for key, value in data.items()}
+    return {
+        key: _checked(value, str(declared[key].type), f"{where}.{key}")
+        for key, value in data.items()
+        if key in declared
+    }
 
 
 def _checked(value: Any, declared: str, where: str) -> Any:

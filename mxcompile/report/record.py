@@ -91,7 +91,8 @@ class Summary:
     holds them; weight_bytes_bf16: in BF16. pass_time_us: spent in the passes. graphs: compiled graphs.
     graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
     "miss", or "off". warnings: what a user should know. estimate_us, estimate_bf16_us: sums of the
-    records', for all matmuls and casts.
+    records', for all matmuls and casts. parameter_bytes, gradient_bytes, peak_bytes: from `explain` alone, of
+    all parameters and buffers, of their gradients, and of a step without its optimizer.
     """
 
     target: str = ""
@@ -109,6 +110,9 @@ class Summary:
     warnings: tuple[str, ...] = ()
     estimate_us: float | None = None
     estimate_bf16_us: float | None = None
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import schema
-from mxcompile.report.files import publish
+from mxcompile.report.files import load, publish
 from mxcompile.report.merge import merge, of_twins, together, total, with_plan
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
@@ -83,24 +83,18 @@ class Report:
         return to_text(self)
 
     def to_json(self) -> str:
-        """The report as JSON with ``"schema": 1``; `from_json` reads it back."""
+        """The report as JSON, with its kind and the version of its form; `from_json` reads it back."""
         records = ",\n  ".join(_json(gemm) for gemm in self.gemms)
         outlines = ",\n  ".join(_json(outline) for outline in self.graph)
         return (
-            f'{{"schema": {SCHEMA},\n "summary": {_json(self.summary)},\n'
+            f'{{"schema": {SCHEMA},\n "kind": "report",\n "summary": {_json(self.summary)},\n'
             f' "gemms": [\n  {records}],\n "graph": [\n  {outlines}]}}\n'
         )
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The report `to_json` wrote. Raises `OptionError` with the JSON path of the fault."""
-        data = schema.parse(text)
-        if not isinstance(data, dict) or "schema" not in data:
-            raise OptionError("$: not an mxcompile report: no key 'schema'")
-        version = data.pop("schema")
-        if type(version) is not int or version != SCHEMA:
-            raise OptionError(f"$.schema: {shown(version)} is not {SCHEMA}, the version this mxcompile reads")
-        report = schema.read(cls, data)
+        report = schema.read(cls, schema.opened(text, "report", SCHEMA))
         for number, outline in enumerate(report.graph):
             fault = outline.fault()
             if fault:
@@ -110,14 +104,7 @@ class Report:
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """The report kept in the JSON file `path`. Raises `OptionError` that names file and JSON path."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise OptionError(f"report {str(path)!r} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise OptionError(f"report {str(path)!r} is not UTF-8 text: byte {error.start}") from None
-        except OptionError as error:
-            raise OptionError(f"report {str(path)!r}: {error}") from None
+        return load(path, "report", cls.from_json)
 
     def why(self, layer: str = "*") -> tuple[Reasons, ...]:
         """What the roles of the layers that the glob `layer` fits rest on, equal layers folded.

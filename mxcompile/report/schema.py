@@ -1,7 +1,9 @@
 """The JSON form of a report, derived from its dataclasses: reading with checks, and the JSON Schema.
 
-An object has the keys of its dataclass: those with a default may be missing, no others are allowed. A tuple
-is an array. What is not as declared is one error with the place of the fault: ``$.gemms[3].formats[0].elem``.
+An object has the keys of its dataclass: those with a default may be missing, and others, which a later
+version may write, are passed over. A tuple is an array. What is not as declared is one error with the place
+of the fault: ``$.gemms[3].formats[0].elem``. A file says what it is (``kind``) and in which form
+(``schema``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ _T = TypeVar("_T")
 SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 """The JSON Schema of reports, for other people's tools."""
 
+KINDS_OF_FILES = ("report", "audit")
+
 CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("OperandFormat", "operand"): ("x", "w", "dy"),
     ("OperandFormat", "elem"): precisions.elem_words(),
@@ -42,6 +46,40 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
 _LARGEST = 2**63 - 1
 _WORDS: dict[Any, str] = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def opened(text: str, kind: str, version: int) -> dict[str, Any]:
+    """What `text` holds beside its kind and version. Raises `OptionError` if it is another kind or version.
+
+    kind: "report" or "audit". version: the form that is read here.
+    """
+    data = parse(text)
+    if not isinstance(data, dict) or "schema" not in data:
+        raise OptionError(f"$: not an mxcompile {kind}: no key 'schema'")
+    found, said = data.pop("schema"), _kind_of(data)
+    data.pop("kind", None)
+    if said != kind:
+        raise OptionError(f"$.kind: this is an mxcompile {said}, where an mxcompile {kind} was expected")
+    if type(found) is not int or found != version:
+        newer = type(found) is int and found > version
+        hint = "; a newer mxcompile wrote it: read it with that version" if newer else ""
+        raise OptionError(f"$.schema: {shown(found)} is not {version}, which this mxcompile reads{hint}")
+    return data
+
+
+def kind_of(text: str) -> str:
+    """What an mxcompile JSON file says it is, "report" or "audit". Raises `OptionError` if it is no JSON."""
+    data = parse(text)
+    return _kind_of(data) if isinstance(data, dict) else "report"
+
+
+def _kind_of(data: dict[str, Any]) -> str:
+    """``kind``, or what files were that did not say so."""
+    said = data.get("kind", "audit" if "numerics" in data else "report")
+    if said not in KINDS_OF_FILES:
+        allowed = ", ".join(KINDS_OF_FILES)
+        raise OptionError(f"$.kind: unknown word {shown(said)}; allowed: {allowed}")
+    return str(said)
 
 
 def parse(text: str) -> Any:
@@ -137,7 +175,7 @@ def _read_object(owner: Any, data: Any) -> Any:
     readers, values = _readers(owner), {}
     for key, value in data.items():
         if key not in readers:
-            raise _FaultError(f"unknown key {shown(key)}{nearest(key, readers)}")
+            continue
         try:
             values[key] = readers[key](value)
         except _FaultError as fault:
@@ -189,7 +227,7 @@ def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mxcompile report",
         **top,
-        "properties": {"schema": {"const": version}, **top["properties"]},
+        "properties": {"schema": {"const": version}, "kind": {"const": "report"}, **top["properties"]},
         "required": ["schema", *top["required"]],
         "$defs": dict(sorted(definitions.items())),
     }
@@ -212,7 +250,6 @@ def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             for name, (hint, _) in fields.items()
         },
         "required": [name for name, (_, required) in fields.items() if required],
-        "additionalProperties": False,
     }
 
 

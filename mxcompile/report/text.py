@@ -1,25 +1,30 @@
 """The text and Markdown forms: a summary, a table of folded layers and one of the kernels.
 
-Text is at most 120 columns wide: cells that do not fit lose their middle. Markdown keeps them.
+How tables are drawn is in `tables`.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
-
-from tabulate import MIN_PADDING, tabulate
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.kept import kept_sentences, unknown_words
 from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 from mxcompile.report.report import Report
-from mxcompile.report.words import byte_count, count, duration, formats, size, speedup, stored_saving
+from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.words import (
+    byte_count,
+    count,
+    duration,
+    flop_count,
+    formats,
+    size,
+    speedup,
+    stored_saving,
+    tokens_of,
+)
 
-WIDTH = 120
-
-Table = list[list[str]]
 _NAMED = 3
 
 
@@ -30,18 +35,16 @@ def to_text(report: Report) -> str:
     if rows:
         layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
         kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
-        lines += ["", drawn(layers, "simple"), "", drawn(kernels, "simple")]
+        lines += ["", drawn(layers), "", drawn(kernels)]
     return "\n".join(lines)
 
 
 def to_markdown(report: Report) -> str:
     """`report` for a pull request."""
     rows = fold(report.gemms)
-    parts = [f"### {headline(report)}", bullets(_said(report, rows))]
+    parts = [f"### {markdown(headline(report))}", bullets(_said(report, rows))]
     if rows:
-        parts += [
-            drawn(escaped(table), "github") for table in (_layer_table(rows), _kernel_table(report.gemms))
-        ]
+        parts += [markdown_table(table) for table in (_layer_table(rows), _kernel_table(report.gemms))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,9 +58,28 @@ def headline(report: Report) -> str:
     words = labels(gemm.precision for gemm in report.gemms)
     return (
         f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in {words}{unknown_words(report.gemms)}"
-        f" ({count(summary.num_gemms, 'GEMM')}, target {summary.target},"
+        f" ({count(summary.num_gemms, 'GEMM')}{amounts(report.gemms)}, target {summary.target},"
         f" policy {summary.policy})"
     )
+
+
+def amounts(gemms: Sequence[GemmRecord]) -> str:
+    """For a headline: ``, 4.2 TFLOP, 8,192 tokens``; what is not known is left out."""
+    flops, tokens = sum(gemm.flops for gemm in gemms), tokens_of(gemms)
+    said = [flop_count(flops)] if flops else []
+    said += [f"{tokens:,} tokens"] if tokens else []
+    return "".join(f", {each}" for each in said)
+
+
+def memory(summary: Summary) -> str:
+    """Of what the peak of a step is made; "" where it is not known."""
+    if summary.peak_bytes is None:
+        return ""
+    parts = [("parameters", summary.parameter_bytes), ("gradients", summary.gradient_bytes)]
+    beside = summary.peak_bytes - sum(number or 0 for _, number in parts)
+    training = summary.saved_bytes is not None
+    parts.append(("kept for backward" if training else "largest product", beside))
+    return ", ".join(f"{word} {byte_count(number)}" for word, number in parts if number)
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
@@ -79,6 +101,9 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         said.append(
             f"weights of linear layers {byte_count(summary.weight_bytes)}{f' ({note})' if note else ''}"
         )
+    if summary.peak_bytes is not None:
+        optimizer = ", the optimizer not counted" if summary.gradient_bytes else ""
+        said.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
     if summary.estimate_us and summary.estimate_bf16_us:
         said.append(
             f"roofline estimate, no measurement: matmuls and casts {duration(summary.estimate_us)},"
@@ -174,43 +199,3 @@ def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
     if len(by_operand) < len(found):
         return None
     return tuple(by_operand[operand] for operand in ("x", "w", "dy") if operand in by_operand)
-
-
-def wrapped(paragraphs: Iterable[str]) -> list[str]:
-    """`paragraphs` as lines of `WIDTH`."""
-    return [
-        line
-        for paragraph in paragraphs
-        for line in textwrap.wrap(paragraph, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    ]
-
-
-def bullets(sentences: Iterable[str]) -> str:
-    """A Markdown list."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
-
-
-def drawn(table: Table, form: str) -> str:
-    """`table`, its first row the headers, in a form of `tabulate`."""
-    return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True)
-
-
-def fitted(table: Table, flexible: Sequence[str]) -> Table:
-    """`table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
-    widths = [max(len(header) + MIN_PADDING, *map(len, cells)) for header, *cells in zip(*table, strict=True)]
-    columns = [table[0].index(name) for name in flexible]
-    for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
-        widths[max(columns, key=widths.__getitem__)] -= 1
-    return [[_short(cell, width) for cell, width in zip(row, widths, strict=True)] for row in table]
-
-
-def _short(text: str, width: int) -> str:
-    if len(text) <= width:
-        return text
-    tail = (width - 1) * 2 // 3
-    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
-
-
-def escaped(table: Table) -> Table:
-    """`table` for Markdown: a bar in a cell does not end it."""
-    return [[cell.replace("|", "\\|") for cell in row] for row in table]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.report.fold import Row
@@ -43,6 +44,28 @@ def formats(operands: Sequence[OperandFormat]) -> str:
     for form in operands:
         by_format.setdefault(form.format, []).append(form.operand)
     return "; ".join(f"{', '.join(names)}: {form}" for form, names in by_format.items())
+
+
+def flop_count(number: float) -> str:
+    """``1.5 TFLOP``."""
+    value, units = float(number), iter(("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+    unit = next(units)
+    while value >= 1000 and unit != "EFLOP":
+        value, unit = value / 1000, next(units)
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+_STREAM = ("qkv", "attn_out", "ffn_in", "ffn_out", "mixer_in", "mixer_out", "other", "head")
+
+
+def tokens_of(gemms: Iterable[GemmRecord]) -> int:
+    """How many tokens, or what they are in the model, go through most of its linear layers; 0 for none."""
+    rows: Counter[int] = Counter()
+    for gemm in gemms:
+        if gemm.gemm == "fprop" and gemm.role in _STREAM and gemm.n * gemm.k > 1:
+            rows[gemm.batch * gemm.m] += gemm.flops
+    ((most, _),) = rows.most_common(1) or ((0, 0),)
+    return most
 
 
 def stored_saving(rows: Iterable[Row]) -> int:

@@ -1,7 +1,7 @@
 """`tune`: which GEMMs have to stay in BF16 for a bound to hold, found by measuring.
 
     SQNR     every layer with a GEMM below the bound is run alone in MXFP8; GEMMs that fail there too are out
-    loss     every layer is run alone in MXFP8, forward only; by how far each moves the loss for its FLOPs,
+    loss     every layer is run alone quantized, forward only; by how far each moves the loss for its FLOPs,
              layers go out until the loss of all the rest is within the bound, then come back, the most
              expensive first, where the bound allows it
 
@@ -55,9 +55,15 @@ def tune(
     given = {"min_sqnr": min_sqnr, "max_loss_gap": max_loss_gap, "policy": policy, "loss_fn": loss_fn}
     named = keywords("tune", model, inputs, kwargs, given)
     session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
-    with tqdm(desc="tune", unit="run", disable=None, leave=False) as bar:
-        search = _Search(session, bounds, bar.update)
+    with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:
+
+        def trying(what: str, left: int) -> None:
+            bar.total = bar.n + left
+            bar.set_description(f"tune: {what}")
+
+        search = _Search(session, bounds, trying, bar.update)
         search.run()
+        trying("audit of the policy", 1)
     start = session.options.policy
     tuned = exempting(start, session.report(), search.exempt)
     final = audit(model, *args, policy=tuned, loss_fn=loss_fn, kwargs=named)
@@ -80,9 +86,16 @@ def _quantizes(report: Report, bounds: Bounds) -> bool:
 class _Search:
     """State of one search: what is out so far, and why."""
 
-    def __init__(self, session: Session, bounds: Bounds, on_run: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        bounds: Bounds,
+        trying: Callable[[str, int], object],
+        on_run: Callable[[], object],
+    ) -> None:
         self._session = session
         self._bounds = bounds
+        self._trying = trying
         self._on_run = on_run
         self._reference: float | None = None
         self._out: set[Key] = set()
@@ -90,7 +103,9 @@ class _Search:
 
     def run(self) -> None:
         """Find what has to be in BF16."""
+        self._trying("unquantized", 1)
         self._reference = self._session.run(Run(quantized=lambda _: False)).loss
+        self._on_run()
         if self._bounds.max_loss_gap is not None and self._reference is None:
             raise ModelError(
                 "max_loss_gap needs a loss: let the model return a scalar or an output with .loss,"
@@ -118,11 +133,15 @@ class _Search:
     # -- bound on SQNR -----------------------------------------------------------------------------
 
     def _meet_sqnr(self) -> None:
+        self._trying("everything quantized", 1)
         failing = self._failing(self._sqnr(lambda key: True))
-        for layer in dict.fromkeys(name for name, _ in failing):
+        layers = [*dict.fromkeys(name for name, _ in failing)]
+        for number, layer in enumerate(layers):
+            self._trying(f"{layer} alone", len(layers) - number)
             alone = self._sqnr(lambda key, layer=layer: key[0] == layer)  # type: ignore[misc]
             self._exempt_for_sqnr({key: alone[key] for key in self._failing(alone) if key in failing})
         while failing:
+            self._trying("what is left, together", 1)
             together = self._sqnr(lambda key: key not in self._out)
             failing = self._failing(together)
             # what follows a NaN is NaN: only the first of them is known to be the cause
@@ -152,10 +171,14 @@ class _Search:
     # -- bound on the loss -------------------------------------------------------------------------
 
     def _meet_loss(self) -> None:
+        self._trying("the loss of all together", 1)
         if self._bounds.allows_gap(self._gap(self._out)):
             return
         candidates = [key for key in self._keys() if key[1] == Gemm.FPROP and key not in self._out]
-        moves = {key: self._gap(set(self._keys()) - {key}) for key in candidates}
+        moves = {}
+        for number, key in enumerate(candidates):
+            self._trying(f"the loss with {key[0]} alone", len(candidates) - number)
+            moves[key] = self._gap(set(self._keys()) - {key})
         flops = self._flops()
 
         def worth(key: Key) -> float:
@@ -164,10 +187,12 @@ class _Search:
         out: list[Key] = []
         for key in sorted(candidates, key=worth, reverse=True):
             out.append(key)
+            self._trying(f"the loss without {key[0]}", 1)
             if self._bounds.allows_gap(self._gap(self._out.union(out))):
                 break
         for key in sorted(out, key=flops.__getitem__, reverse=True):
             fewer = [other for other in out if other != key]
+            self._trying(f"the loss with {key[0]} again", 1)
             if fewer and self._bounds.allows_gap(self._gap(self._out.union(fewer))):
                 out = fewer
         for key in out:

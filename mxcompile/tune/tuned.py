@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tabulate import tabulate
 
 from mxcompile.audit import Audit
 from mxcompile.audit.text import decibels
 from mxcompile.formats import KEPT, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Role, Rule, Use
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.text import wrapped
+from mxcompile.report.tables import drawn, fitted, wrapped
 from mxcompile.tune.bounds import Bounds
 
 _WIDTH = 110
@@ -44,8 +43,8 @@ class Tuned:
 
     policy: an ordinary one. bounds: what was asked for. exempt: the exceptions it makes from what tuning
     started with, in the order of the model. audit: of the model under `policy`. flop_share_before: share of
-    the matmul FLOPs that was in MXFP8 at the start; ``audit.report.summary.flop_share`` is what was kept.
-    met: whether the audit is within the bounds and has anything in MXFP8.
+    the matmul FLOPs that was quantized at the start; ``audit.report.summary.flop_share`` is what was kept.
+    met: whether the audit is within the bounds and quantizes anything.
     """
 
     policy: Policy
@@ -58,26 +57,26 @@ class Tuned:
     def __str__(self) -> str:
         lines = wrapped(self._facts())
         if self.exempt:
-            rows = [
-                [_tail(e.name), ", ".join(e.gemms), f"{e.flop_share:.1%}", textwrap.fill(e.reason, 50)]
+            table = [["layer", "in BF16", "FLOPs", "measured"]]
+            table += [
+                [e.name, ", ".join(e.gemms), f"{e.flop_share:.1%}", textwrap.fill(e.reason, 50)]
                 for e in self.exempt
             ]
-            headers = ["kept in BF16", "GEMMs", "FLOPs", "measured"]
-            lines += ["", tabulate(rows, headers=headers, disable_numparse=True)]
+            lines += ["", drawn(fitted(table, ("layer",)))]
         return "\n".join(lines)
 
     def _facts(self) -> list[str]:
         kept = self.audit.report.summary.flop_share
-        worst = self.audit.numerics.worst_gemms()
-        reached = ["nothing is left in MXFP8"]
-        if worst:
-            reached = [f"lowest SQNR of a GEMM {decibels(worst[0].sqnr_db)} dB"]
+        lowest = self.audit.numerics.lowest_sqnr_db
+        reached = ["nothing is left quantized"]
+        if lowest is not None:
+            reached = [f"lowest SQNR of a GEMM {decibels(lowest)} dB"]
         if (gap := self.audit.numerics.loss_gap) is not None:
             reached.append(f"loss gap {gap:+.4%}")
         return [
             f"bound: {self.bounds}: {'met' if self.met else 'CANNOT BE MET'}",
             f"reached: {', '.join(reached)}",
-            f"kept in MXFP8: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
+            f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
         ]
 
     def to_yaml(self) -> str:
@@ -156,7 +155,3 @@ def _dumped(data: Any) -> str:
 
 def _comment(text: str) -> str:
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
-
-
-def _tail(name: str) -> str:
-    return name if len(name) <= 42 else f"…{name[-41:]}"

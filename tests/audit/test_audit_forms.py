@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import torch
+from recorded_bars import recorded_bars
 from torch import nn
 
 import mxcompile
-from mxcompile.audit import Audit, audit
+from mxcompile.audit import Audit, Outcome, Session, audit
 from mxcompile.audit.text import to_text
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
@@ -30,19 +33,83 @@ def result() -> Audit:
 def test_text_is_worst_first_and_fits(result: Audit) -> None:
     text = str(result)
     assert max(map(len, text.splitlines())) <= 120
-    first, second, third = text.splitlines()[:3]
+    first, second, third, fourth = text.splitlines()[:4]
     assert first == "MXFP8 audit, policy preset nvidia: 42 GEMMs, 72 cast tensors"
     numerics = result.numerics
     assert second == (
         f"loss {numerics.loss:.6g}, in BF16 {numerics.loss_reference:.6g}: gap {numerics.loss_gap:+.4%}"
     )
     assert third.startswith(f"main output against BF16: SQNR {numerics.logits_sqnr_db:.2f} dB, cosine 0.99")
+    assert fourth == (
+        f"parameter gradients against BF16, weighted by FLOPs: relative error {numerics.gradient_error:.3%},"
+        f" cosine {numerics.gradient_cosine:.6f}"
+    )
     rows = [line.split() for line in text.splitlines() if line.startswith("model.layers.")]
-    decibels = [float(row[4]) for row in rows[:20]]
-    assert decibels == sorted(decibels)
-    assert decibels[0] == round(numerics.worst_gemms()[0].sqnr_db, 2)
-    assert "… and 22 better ones" in text
-    assert "… and 52 better ones" in text
+    harm = [math.prod(map(int, row[3].split("×"))) * float(row[7].rstrip("%")) ** 2 for row in rows[:20]]
+    assert harm == sorted(harm, reverse=True)
+    assert "… and 22 with less harm" in text
+    assert "… and 52 with less harm" in text
+
+
+def test_gradients_of_parameters_are_those_of_training(result: Audit) -> None:
+    """Held to eager autograd: the unquantized gradients, and those quantization moved."""
+    torch.manual_seed(0)
+    case = models.llama(2)
+    case.model(**case.kwargs).loss.backward()
+    expected = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+    measured = {one.name: one for one in result.numerics.parameters}
+    assert set(measured) == set(expected)
+    for name, one in measured.items():
+        assert one.numel == expected[name].numel()
+        assert 0.5 < one.cosine < 1.00001
+        # Σ error² / numel over rel_error² is the mean square of the reference
+        mean_square = float(expected[name].double().square().mean())
+        assert one.mse / one.rel_error**2 == pytest.approx(mean_square, rel=0.05)
+    weights = [one for one in measured.values() if one.flops]
+    assert {one.role for one in weights} >= {"qkv", "attn_out", "ffn_in", "ffn_out", "head"}
+    assert not any("norm" in one.name for one in weights)
+
+
+def test_views(result: Audit) -> None:
+    roles = result.view("role").splitlines()
+    assert {"qkv", "attn_out", "ffn_in", "ffn_out"} == {line.split()[0] for line in roles[-4:]}
+    blocks = result.view("block").splitlines()
+    assert [line.split()[0] for line in blocks[-2:]] == ["model.layers.0", "model.layers.1"]
+    losing = result.view("underflow").splitlines()
+    worst = max(result.numerics.tensors, key=lambda tensor: tensor.underflow)
+    assert next(line for line in losing if line.startswith("model.layers.")).startswith(worst.name)
+    assert max(map(len, (*roles, *blocks, *losing))) <= 120
+    with pytest.raises(OptionError, match=r"unknown view 'rule' \(did you mean 'role'\?\)"):
+        result.view("rule")
+
+
+def test_the_bar_is_there_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = recorded_bars(monkeypatch, "mxcompile.audit.measure")
+
+    seen: list[int] = []
+    run = Session.run
+
+    def watched(session: Session, *args: Any, **kwargs: Any) -> Outcome:
+        seen.append(len(bars))
+        return run(session, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "run", watched)
+    found = audit(TwoLayers(), torch.randn(40, 64))
+    (bar,) = bars
+    assert seen == [1, 1]
+    assert bar.n == bar.total == 2 * len(found.numerics.gemms)
+    words = ["audit: tracing", "audit: unquantized: ", "audit: quantized, measured: "]
+    assert list(dict.fromkeys(bar.said)) == words
+
+
+def test_other_precisions_are_called_by_their_names(tmp_path: Path) -> None:
+    found = audit(TwoLayers(), torch.randn(40, 64), policy="fp8_rowwise")
+    found.save(tmp_path / "audit.html")
+    page = (tmp_path / "audit.html").read_text()
+    assert str(found).startswith("FP8 audit, policy preset fp8_rowwise: ")
+    assert "Output of each FP8 GEMM against FP32" in page
+    assert "MXFP8" not in str(found)
+    assert "MXFP8" not in page
 
 
 def test_files_hold_everything(result: Audit, tmp_path: Path) -> None:
@@ -50,9 +117,11 @@ def test_files_hold_everything(result: Audit, tmp_path: Path) -> None:
         result.save(tmp_path / "new" / f"audit{suffix}")
     text, markdown, page = ((tmp_path / "new" / f"audit{s}").read_text() for s in (".txt", ".md", ".html"))
     assert max(map(len, text.splitlines())) <= 120
-    assert "better ones" not in text
+    assert "less harm" not in text
     assert "MXFP8 report: " in text
-    assert sum(line.startswith("| model.layers.") for line in markdown.splitlines()) == 42 + 72
+    parameters = sum(one.name.startswith("model.layers.") for one in result.numerics.parameters)
+    rows = [line.replace("\\", "") for line in markdown.splitlines()]
+    assert sum(line.startswith("| model.layers.") for line in rows) == 42 + 72 + parameters
     back = Audit.from_json((tmp_path / "new" / "audit.json").read_text())
     assert back == result
     for gemm in result.numerics.gemms:
@@ -64,10 +133,14 @@ def test_files_hold_everything(result: Audit, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not an mxcompile audit"),
-        ("[]", "expected the keys schema, report, numerics"),
-        ('{"schema": 2, "report": {}, "numerics": {}}', "not an mxcompile audit of schema 1"),
-        ('{"schema": 1, "numerics": {}}', "expected the keys"),
+        ("{", "not JSON"),
+        ("[]", "not an mxcompile audit: no key 'schema'"),
+        ('{"schema": 2, "report": {}, "numerics": {}}', "2 is not 1, which this mxcompile reads; a newer"),
+        ('{"schema": 1, "numerics": {}}', "key 'report' is missing"),
+        (
+            '{"schema": 1, "gemms": [], "summary": {}}',
+            "this is an mxcompile report, where an mxcompile audit",
+        ),
     ],
 )
 def test_other_json_is_refused(text: str, message: str) -> None:
@@ -86,10 +159,10 @@ def test_values_that_are_no_numbers_are_said_by_name() -> None:
     )  # fmt: skip
     text = to_text(Numerics(gemms=(exact, gemm), policy="p", notes=("a long note " * 20,)))
     assert max(map(len, text.splitlines())) <= 120
-    rows = text.splitlines()[-2:]
-    assert rows[0].split()[-5:] == ["4·1×2×3", "NaN", "nan", "nan", "nan%"]
-    assert "(5 calls)" in rows[0]
-    assert rows[1].split()[-4:] == ["exact", "1.00000", "0.0e+00", "0"]
+    first, *rest, last = text.partition("\n-----")[2].splitlines()[1:]
+    assert first.split()[-5:] == ["4·1×2×3", "NaN", "nan", "nan", "nan%"]
+    assert "(5 calls)" in " ".join(rest)
+    assert last.split()[-4:] == ["exact", "1.00000", "0.0e+00", "0"]
 
 
 def test_pictures(result: Audit, tmp_path: Path) -> None:

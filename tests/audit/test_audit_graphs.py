@@ -170,7 +170,7 @@ def test_without_gradients_the_forward_is_audited_and_a_note_says_why(how: str) 
 def test_a_policy_that_quantizes_nothing() -> None:
     result = audit(Loss(SwiGLU()), features(40, WIDTH), policy="bf16").numerics
     assert (result.gemms, result.tensors, result.loss_gap) == ((), (), 0.0)
-    assert result.notes == ("preset bf16 puts nothing of this model in MXFP8",)
+    assert result.notes == ("preset bf16 quantizes nothing of this model",)
 
 
 def test_a_rule_that_matched_nothing_is_noted() -> None:

@@ -7,9 +7,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from mxcompile.audit.stats import Sums
 from mxcompile.errors import OptionError
-from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.report.numerics_groups import by_block, by_role
 
 
 def tensor(**changes: Any) -> TensorNumerics:
@@ -55,16 +58,77 @@ def test_nan_comes_back_as_nan() -> None:
     assert math.isnan(back.gemms[0].sqnr_db)
 
 
-def test_worst_first_with_nan_before_all() -> None:
-    values = (30.0, math.inf, math.nan, 12.5)
-    found = Numerics(gemms=tuple(gemm(sqnr_db=v) for v in values)).worst_gemms()
-    assert [str(one.sqnr_db) for one in found] == ["nan", "12.5", "30.0", "inf"]
+def test_most_harm_first_with_nan_before_all() -> None:
+    values = (0.03, 0.0, math.nan, 0.2)
+    found = Numerics(gemms=tuple(gemm(rel_error=v) for v in values)).worst_gemms()
+    assert [str(one.rel_error) for one in found] == ["nan", "0.2", "0.03", "0.0"]
+
+
+def test_an_error_counts_by_the_arithmetic_it_gets_into() -> None:
+    small, large = gemm(name="small", rel_error=0.1), gemm(name="large", m=800, rel_error=0.03)
+    assert [one.name for one in Numerics(gemms=(small, large)).worst_gemms()] == ["large", "small"]
+
+
+def test_a_cast_that_loses_elements_is_worse_than_sqnr_says() -> None:
+    """Of a row of large and small elements 10.8 % become zero, and SQNR is as good as any."""
+    x = torch.cat([torch.full((892,), 1.0), torch.full((108,), 2.0**-19)])
+    q = torch.where(x < 2.0**-10, torch.zeros(()), x * 1.02)
+    lost, usual = Sums(), Sums()
+    lost.add(x, q)
+    usual.add(x, x * 1.03)
+    assert lost.sqnr_db > usual.sqnr_db
+    measured = [
+        tensor(name=name, flops=100, sqnr_db=sums.sqnr_db, rel_error=sums.rel_error, underflow=share)
+        for name, sums, share in (("usual", usual, 0.0), ("lost", lost, 0.108))
+    ]
+    assert [one.name for one in Numerics(tensors=tuple(measured)).worst_tensors()] == ["lost", "usual"]
+
+
+def test_gradients_are_weighted_by_flops() -> None:
+    def parameter(name: str, flops: int, error: float, cosine: float) -> ParameterNumerics:
+        return ParameterNumerics(
+            name=name, flops=flops, numel=1, sqnr_db=1.0, cosine=cosine, mse=0.0, rel_error=error
+        )
+
+    found = Numerics(
+        parameters=(parameter("a", 3, 0.1, 0.9), parameter("b", 1, 0.5, 0.5), parameter("norm", 0, 9.0, 0.0))
+    )
+    assert found.gradient_error == pytest.approx(0.2)
+    assert found.gradient_cosine == pytest.approx(0.8)
+    assert Numerics().gradient_error is None
+
+
+def test_keys_of_later_versions_are_passed_over() -> None:
+    data = sample().to_dict()
+    for place in (data, data["tensors"][0], data["gemms"][0]):
+        place["of_a_later_version"] = [1]
+    assert Numerics.from_dict(data) == sample()
+
+
+def test_groups_by_role_and_block() -> None:
+    numerics = Numerics(
+        gemms=(
+            gemm(name="layers.0.up", rel_error=0.3, sqnr_db=10.0),
+            gemm(name="layers.0.up", gemm="dgrad", rel_error=0.1, sqnr_db=20.0),
+            gemm(name="layers.1.q", role="qkv", rel_error=0.2, sqnr_db=14.0),
+            gemm(name="head", role="qkv", m=16, rel_error=0.2, sqnr_db=14.0),
+        ),
+        tensors=(tensor(underflow=0.2, flops=3), tensor(underflow=0.0, flops=1)),
+    )
+    by = {group.name: group for group in by_block(numerics)}
+    assert list(by) == ["layers.0", "layers.1", "outside blocks"]
+    assert by["layers.0"].rel_error == pytest.approx(math.sqrt((0.09 + 0.01) / 2))
+    assert by["layers.0"].underflow == pytest.approx(0.15)
+    assert by["layers.0"].flop_share == pytest.approx(2 / 5)
+    assert by["layers.0"].lowest_sqnr_db == 10.0
+    assert by["layers.0"].worst.gemm == "fprop"
+    assert by["layers.1"].underflow is None
+    assert [(group.name, group.num_gemms) for group in by_role(numerics)] == [("qkv", 2), ("ffn_in", 2)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(los=1.0), "numerics: unknown key 'los' (did you mean 'loss'?)"),
         (lambda d: d.update(loss="high"), "numerics.loss: expected float, found str"),
         (lambda d: d.update(tensors={}), "numerics.tensors: expected a list, found dict"),
         (lambda d: d["tensors"][1].pop("numel"), "numerics.tensors[1]: key 'numel' is missing"),

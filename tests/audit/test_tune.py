@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from recorded_bars import recorded_bars
 from torch import Tensor, nn
 
 from mxcompile.audit import audit
@@ -61,7 +62,7 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
     )
     assert measured is not None
     assert float(measured[1]) < 25
-    assert "kept in MXFP8: " in text
+    assert "kept quantized: " in text
 
 
 class Sum(nn.Module):
@@ -123,7 +124,7 @@ def test_a_bound_that_nothing_meets() -> None:
     found = tune(model, *args, policy=FLOOR, min_sqnr=200)
     assert not found.met
     assert "CANNOT BE MET" in str(found)
-    assert "nothing is left in MXFP8" in str(found)
+    assert "nothing is left quantized" in str(found)
     assert [e.name for e in found.exempt] == [f"branches.{i}" for i in range(4)]
     assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in found.policy.to_dict()["rules"])
 
@@ -203,3 +204,19 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main([*command, "--max-loss-gap", "much"])
     assert "neither a share like 0.002" in capsys.readouterr().err
+
+
+def test_the_bar_says_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = recorded_bars(monkeypatch, "mxcompile.tune.search")
+    model, inputs, _ = made()
+    tune(model, *inputs, policy=FLOOR, min_sqnr=200.0)
+    (bar,) = bars
+    assert list(dict.fromkeys(bar.said)) == [
+        "tune: tracing",
+        "tune: unquantized: ",
+        "tune: everything quantized: ",
+        *(f"tune: branches.{branch} alone: " for branch in range(4)),
+        "tune: what is left, together: ",
+        "tune: audit of the policy: ",
+    ]
+    assert bar.n == bar.total - 1  # the audit at the end has its own

@@ -108,10 +108,10 @@ def test_the_command_writes_the_policy_and_lists_what_it_lacks(tmp_path: Path, m
         "not in the policy: line 9: s.transformer_engine.LogTensorStats: only collects statistics:"
         " see 'mxcompile audit'\n"
     )
-    assert main(["policy", "import", "debug.yaml", "--format", "te", "-o", "p.yaml"]) == 0
+    assert main(["policy", "import", "debug.yaml", "--from", "te", "-o", "p.yaml"]) == 0
     assert Path("p.yaml").read_text() == printed.out
     assert main(["policy", "import", "debug.yaml", "-o", "p.yaml"]) == 2
-    assert main(["policy", "import", "debug.yaml", "--format", "torchao"]) == 2
+    assert main(["policy", "import", "debug.yaml", "--from", "torchao"]) == 2
     assert main(["policy", "check", "p.yaml"]) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def test_text_is_at_most_120_columns_wide():
     assert max(map(len, str(new.since(old)).splitlines())) <= 120
 
 
+def test_names_are_never_cut():
+    """Two layers whose names differ in the middle stay two layers for whoever reads."""
+    names = [f"model.{'transformer.' * 12}{side}.{'layers.' * 12}up" for side in ("encoder", "decoder")]
+    text = str(report(*(kept(name) for name in names)).since(report(*(record(name) for name in names))))
+    assert max(map(len, text.splitlines())) <= 120
+    whole = "".join(re.sub(r"^(fell back)? *|  .*$", "", line) for line in text.splitlines())
+    for name in names:
+        assert name in whole
+    assert not any("…" in line for line in text.splitlines())
+
+
 def files(folder: Path, old: Report, new: Report) -> list[str]:
     old.save(folder / "old.json")
     new.save(folder / "new.json")
@@ -154,3 +166,48 @@ def test_a_file_that_is_no_report_is_misuse(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         main(["diff", str(tmp_path / "old.json")])
     assert caught.value.code == 2
+
+
+CONDITIONS = [
+    (["share-drop=5%"], 0),
+    (["share-drop=0.03"], 1),
+    (["share-drop=5%", "--fail-on", "fallback"], 1),
+    (["fallback"], 1),
+]
+
+
+@pytest.mark.parametrize(("conditions", "status"), CONDITIONS)
+def test_what_fails_is_chosen(conditions: list[str], status: int, tmp_path: Path):
+    """One of 25 equal GEMMs falls back: 4 % of the FLOPs."""
+    lost = report(*LAYERS[:-1], to_bf16(LAYERS[-1]), kept())
+    paths = files(tmp_path, OLD, lost)
+    assert main(["diff", *paths, "--fail-on", *conditions]) == status
+    assert main(["diff", *reversed(paths), "--fail-on", *conditions]) == 0
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("share-drop", "say how much: share-drop=1"),
+        ("share-drop=x", "is neither a share like 0.002 nor one like 0.2%"),
+        ("fallback=1", "fallback takes no limit"),
+        ("sqnr-drip=1", "unknown condition 'sqnr-drip' (did you mean 'sqnr-drop'?)"),
+    ],
+)
+def test_conditions_that_are_none(condition: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["diff", "a.json", "b.json", "--fail-on", condition])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_condition_of_audits_on_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["diff", *files(tmp_path, OLD, OLD), "--fail-on", "sqnr-drop=1dB"]) == 2
+    assert "is of audits, and these are reports" in capsys.readouterr().err
+
+
+def test_precisions_are_called_by_their_names():
+    old = report(record("a", precision="fp8"))
+    text = str(report(kept("a")).since(old))
+    assert text.splitlines()[0] == "1 layer fell back from FP8"
+    assert "matmul FLOPs in FP8: 100.0% → 0.0%" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_reports import DY, W, X, kept, record, report, training, whole_report
+from markdown_it import MarkdownIt
 
 from mxcompile.errors import OptionError
 from mxcompile.report import FORMS, GemmRecord, Part, Report, form_of
 from mxcompile.report.html import to_html
+from mxcompile.report.text import to_markdown
 
 LONG = st.integers(1, 300).map(lambda length: ("layer.up_proj." * 30)[:length])
 GEMMS = st.builds(
@@ -40,11 +43,12 @@ def test_text_is_at_most_120_columns_wide(gemms, policy: str, warnings: list[str
     assert max(map(len, lines)) <= 120
 
 
-def test_a_long_name_keeps_both_ends():
+def test_a_long_name_is_whole_on_several_lines():
     name = "model.language_model." + "transformer." * 20 + "layers.mlp.up_proj"
-    (line,) = [line for line in str(report(record(name))).splitlines() if "ffn_in" in line]
-    shown = line.split()[0]
-    assert re.fullmatch(r"model\.language_.*….*\.layers\.mlp\.up_proj", shown)
+    _, _, rows = str(report(record(name))).partition("\n------")
+    first = rows.partition("\n\n")[0].splitlines()[1:]
+    assert "".join(line.split(" ")[0] for line in first) == name
+    assert len(first) > 2
 
 
 def test_what_fits_is_shown_whole():
@@ -106,7 +110,8 @@ def test_text_of_a_training_report():
         )
     )
     assert text.splitlines() == [
-        "MXFP8 report: 92.3% of matmul FLOPs in MXFP8 (13 GEMMs, target cpu, policy preset nvidia)",
+        "MXFP8 report: 92.3% of matmul FLOPs in MXFP8 (13 GEMMs, 5.11 MFLOP, 64 tokens,"
+        " target cpu, policy preset nvidia)",
         "saved for backward 3.0 MiB, without mxcompile 4.0 MiB (75%)",
         "weights of linear layers 100 B (50 B in BF16)",
         "1 graph, 1 graph break, passes 12 ms, Inductor cache miss",
@@ -259,3 +264,21 @@ def test_more_saved_than_in_bf16_is_said():
     said = str(report(*training("up"), saved_bytes=106, saved_bytes_bf16=100))
     assert "warning: more is kept for backward than in BF16" in said
     assert "warning: more is kept" not in str(report(*training("up"), saved_bytes=99, saved_bytes_bf16=100))
+
+
+NAMES_WITH_SIGNS = [
+    "a*b*c", "__init__", "x_y", "_x", "a|b", "<b>x</b>", "`code`", "[l](u)", "~~no~~",
+    "&amp;", "\\*", "a  b", "re:.*\\.q",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_WITH_SIGNS)
+def test_a_name_is_no_markup_in_markdown(name: str):
+    """Held to a parser of Markdown: what a reader sees is the name."""
+    found = Report.of([Part(gemms=(record(name),), warnings=(name,))], target="cpu", policy=name)
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(to_markdown(found))
+    shown = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in page.splitlines()]
+    expected = " ".join(name.split())
+    assert expected in shown
+    assert f"warning: {expected}" in shown
+    assert any(line.endswith(f"policy {expected})") for line in shown)

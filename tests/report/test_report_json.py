@@ -39,7 +39,8 @@ def test_json_round_trip(found: Report):
 def test_json_carries_its_schema():
     data = as_json()
     assert data["schema"] == 1
-    assert set(data) == {"schema", "gemms", "summary", "graph"}
+    assert data["kind"] == "report"
+    assert set(data) == {"schema", "kind", "gemms", "summary", "graph"}
     assert data["gemms"][0]["formats"][0] == {
         "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil", "elements": "nearest",
     }  # fmt: skip
@@ -94,12 +95,11 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "precision unknown": (("gemms", 0, "precision"), "fp4", "$.gemms[0].precision: unknown word 'fp4'"),
     "elem unknown": (("gemms", 0, "formats", 1, "elem"), "e3m4", "$.gemms[0].formats[1].elem: unknown word"),
     "formats null": (("gemms", 0, "formats"), None, "$.gemms[0].formats: expected an array, found null"),
-    "key unknown": (("gemms", 0, "kernal"), "", "unknown key 'kernal' (did you mean 'kernel'?)"),
+    "kind unknown": (("kind",), "chart", "$.kind: unknown word 'chart'; allowed: report, audit"),
+    "another kind": (("kind",), "audit", "$.kind: this is an mxcompile audit, where an mxcompile report was"),
     "summary an array": (("summary",), [], "$.summary: expected an object, found an array"),
     "share a word": (("summary", "flop_share"), "all", "$.summary.flop_share: expected a number, found"),
     "warning a number": (("summary", "warnings", 1), 3, "$.summary.warnings[1]: expected a string, found 3"),
-    "summary key": (("summary", "colour"), "red", "$.summary: unknown key 'colour'"),
-    "top key": (("extra",), 1, "$: unknown key 'extra'"),
     "edge of three": (("graph", 0, "edges", 0), [0, 1, 2], "$.graph[0].edges[0]: expected 2 items, found 3"),
     "size beyond numbers": (("gemms", 0, "m"), 10**400, "$.gemms[0].m: expected a whole number from 0 to"),
     "node kind": (("graph", 0, "nodes", 0, "kind"), "cost", "$.graph[0].nodes[0].kind: unknown word 'cost'"),
@@ -122,6 +122,26 @@ def test_a_fault_is_one_error_with_its_place(case: str, tmp_path: Path):
     assert message in str(caught.value)
     assert repr(str(file)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_of_later_versions_are_passed_over():
+    """A new field does not break the readers there are."""
+    data = as_json()
+    for place in (data, data["summary"], data["gemms"][0], data["gemms"][0]["formats"][0], data["graph"][0]):
+        place["of_a_later_version"] = {"deep": [1, None]}
+    VALIDATOR.validate(data)
+    assert Report.from_json(json.dumps(data)) == whole_report()
+
+
+def test_a_form_of_a_later_version_is_said_to_be_one():
+    with pytest.raises(OptionError, match=r"2 is not 1, which .* a newer mxcompile wrote it"):
+        Report.from_json(json.dumps({**as_json(), "schema": 2}))
+
+
+def test_files_from_before_they_said_their_kind():
+    data = as_json()
+    del data["kind"]
+    assert Report.from_json(json.dumps(data)) == whole_report()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def import_policy(path: str | Path, format: str | None = None) -> Imported:  # n
     if format is None:
         raise source.error(
             (),
-            f"neither of {', '.join(FORMATS)}: name the format with --format if it is one, or check the file",
+            f"neither of {', '.join(FORMATS)}: name the tool with --from if it is one, or check the file",
         )
     module = FORMATS[format]
     draft = Draft(source=source, preset=module.PRESET, tool=module.TOOL)

@@ -1,0 +1,160 @@
+"""What the runs of an audit gave, as `Numerics`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from mxcompile.audit.interpreter import Run
+from mxcompile.audit.session import Outcome, Session
+from mxcompile.audit.sites import CastSite, ProductSite
+from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.formats import precisions
+from mxcompile.graph.tags import GemmTag
+from mxcompile.policy import Gemm
+from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.rules import unused_rules
+
+
+def numerics(session: Session, run: Run, outcome: Outcome, reference: Outcome) -> Numerics:
+    """What was observed in `run`, which ended with `outcome`, against the unquantized `reference`."""
+    products, casts = session.sites.products, session.sites.casts
+    logits = _compared(reference.logits, outcome.logits)
+    return Numerics(
+        tensors=tuple(_tensor(casts[index], stats) for index, stats in sorted(run.casts.items())),
+        gemms=tuple(_gemm(products[index], stats) for index, stats in sorted(run.products.items())),
+        parameters=tuple(_parameters(session.report().gemms, reference, outcome)),
+        precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
+        policy=session.options.policy.label,
+        gradients=outcome.gradients is not None,
+        loss=outcome.loss,
+        loss_reference=reference.loss,
+        loss_gap=loss_gap(outcome.loss, reference.loss),
+        logits_sqnr_db=None if logits is None else logits.sqnr_db,
+        logits_cosine=None if logits is None else logits.cosine,
+        notes=_notes(session, outcome),
+    )
+
+
+def loss_gap(loss: float | None, reference: float | None) -> float | None:
+    """The share by which a loss exceeds the reference, 0 for equal losses; None if either is missing."""
+    if loss is None or reference is None:
+        return None
+    if loss == reference:
+        return 0.0
+    return loss / reference - 1 if reference else math.inf
+
+
+def _compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
+    if reference is None or logits is None or reference.shape != logits.shape:
+        return None
+    return _sums(reference, logits)
+
+
+def _sums(reference: Tensor, found: Tensor) -> Sums:
+    """`found` held to `reference`, both of the same shape, in pieces."""
+    sums = Sums()
+    for x, q in zip(reference.reshape(-1).split(PIECE), found.reshape(-1).split(PIECE), strict=True):
+        sums.add(x, q)
+    return sums
+
+
+def _parameters(
+    gemms: Iterable[GemmRecord], reference: Outcome, outcome: Outcome
+) -> Iterator[ParameterNumerics]:
+    """The gradients of both runs; the FLOPs are those of the wgrad that made them."""
+    flops: Counter[str] = Counter()
+    roles = {}
+    for gemm in gemms:
+        roles[gemm.name] = gemm.role
+        flops[gemm.name] += gemm.flops if gemm.gemm == Gemm.WGRAD else 0
+    for name, expected in (reference.gradients or {}).items():
+        found = (outcome.gradients or {}).get(name)
+        if found is None or found.shape != expected.shape:
+            continue
+        layer = name if name in roles else name.rpartition(".")[0]
+        yield ParameterNumerics(
+            name=name,
+            role=roles.get(layer, ""),
+            flops=flops[layer] if expected.ndim > 1 else 0,
+            numel=expected.numel(),
+            **_measures(_sums(expected, found)),
+        )
+
+
+def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
+    first, operand = site.readers[0]
+    others = dict.fromkeys(tag.name for tag, _ in site.readers if tag.name != first.name)
+    numel = stats.sums.numel or 1
+    return TensorNumerics(
+        name=first.name,
+        role=str(first.role),
+        operand=operand,
+        layout="rowwise" if site.rowwise else "columnwise",
+        gemms=tuple(dict.fromkeys(str(tag.gemm) for tag, _ in site.readers)),
+        shared_with=tuple(others),
+        elem=site.fmt.elem.name,
+        rounding=site.fmt.derivation,
+        block=str(site.fmt.tile),
+        elements=str(site.fmt.elements),
+        calls=stats.calls,
+        numel=stats.sums.numel,
+        amax=stats.amax,
+        underflow=stats.underflow / numel,
+        saturation=stats.saturation / numel,
+        flops=stats.calls * sum(_flops(tag) for tag, _ in site.readers),
+        scale_histogram=tuple((byte, count) for byte, count in enumerate(stats.histogram) if count),
+        **_measures(stats.sums),
+    )
+
+
+def _flops(tag: GemmTag) -> int:
+    return 2 * tag.batch * tag.m * tag.n * tag.k
+
+
+def _gemm(site: ProductSite, stats: ProductStats) -> GemmNumerics:
+    tag = site.tag
+    return GemmNumerics(
+        name=tag.name,
+        role=str(tag.role),
+        gemm=str(tag.gemm),
+        batch=tag.batch,
+        m=tag.m,
+        n=tag.n,
+        k=tag.k,
+        calls=stats.calls,
+        **_measures(stats.sums),
+    )
+
+
+def _measures(sums: Sums) -> dict[str, Any]:
+    return {
+        "sqnr_db": sums.sqnr_db,
+        "cosine": sums.cosine,
+        "mse": sums.mse,
+        "rel_error": sums.rel_error,
+        "not_finite": sums.not_finite,
+    }
+
+
+def _notes(session: Session, outcome: Outcome) -> tuple[str, ...]:
+    gemms = session.report().gemms
+    if not gemms:
+        return ("no matrix product was captured: torch.compile made no graph of one in this model",)
+    notes = [*unused_rules(session.options.policy, gemms)]
+    if not session.sites.products:
+        notes.append(f"{session.options.policy.label} quantizes nothing of this model")
+    if outcome.loss is None:
+        notes.append(
+            "gradients were not audited: the model returned no loss; let it return a scalar or an output with"
+            " .loss (most models do when given labels), or pass loss_fn"
+        )
+    elif outcome.gradients is None:
+        notes.append(
+            "gradients were not audited: the loss needs none (no_grad, or no parameter requires_grad)"
+        )
+    return tuple(notes)

@@ -1,0 +1,143 @@
+"""What changed between two audits of a model: what its report says, and how far the measured errors moved.
+
+GEMMs are matched by layer and kind, casts by layer, operand and layout, the n-th of one audit with the n-th
+of the other. What moved by less than chance moves it between batches is not listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mxcompile.audit.measure import Audit
+from mxcompile.audit.text import decibels, percent
+from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
+from mxcompile.report.diff import Difference, compare
+from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+
+LEAST_DB = 0.5
+LEAST_UNDERFLOW = 0.001
+_ROWS = 20
+_Measured = TypeVar("_Measured", GemmNumerics, TensorNumerics)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """A measure that moved. name: layer. what: GEMM or cast. before, after: its values, in `unit`.
+
+    unit: "dB" for an SQNR, "" for the share of elements cast to zero. worse: by how much, in the same unit;
+    negative if it got better, inf if it is no number any more.
+    """
+
+    name: str
+    what: str
+    before: float
+    after: float
+    unit: str
+    worse: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditDifference:
+    """Everything that changed: of the report, and `moved`, the worst first. facts: of the whole model."""
+
+    report: Difference
+    moved: tuple[Moved, ...]
+    facts: tuple[str, ...]
+
+    @property
+    def sqnr_drop(self) -> float:
+        """By how many dB the SQNR of a GEMM fell at most; 0 if none fell by `LEAST_DB`, inf for a new NaN."""
+        return max((one.worse for one in self.moved if one.unit), default=0.0)
+
+    def __str__(self) -> str:
+        parts = [str(self.report), "\n".join(wrapped(self._said()))]
+        if self.moved:
+            parts.append(drawn(fitted(self._table(), ("layer",))))
+        return "\n\n".join(parts)
+
+    def to_markdown(self) -> str:
+        """For a pull request."""
+        headline, *facts = self._said()
+        parts = [self.report.to_markdown().rstrip(), f"### {markdown(headline)}", bullets(facts)]
+        if self.moved:
+            parts.append(markdown_table(self._table()))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _said(self) -> list[str]:
+        worse = sum(one.worse > 0 for one in self.moved)
+        left_out = len(self.moved) - _ROWS
+        more = [f"{left_out} that moved less are not listed"] if left_out > 0 else []
+        counted = f"numerics: {worse} worse, {len(self.moved) - worse} better" if self.moved else ""
+        return [counted or "numerics: nothing moved beyond chance", *self.facts, *more]
+
+    def _table(self) -> Table:
+        rows = [
+            [one.name or "(root)", one.what, "SQNR, dB" if one.unit else "to 0", *_values(one)]
+            for one in self.moved[:_ROWS]
+        ]
+        return [["layer", "GEMM or cast", "measure", "before", "after"], *rows]
+
+
+def compare_audits(old: Audit, new: Audit) -> AuditDifference:
+    """What changed from `old` to `new`."""
+    before, after = old.numerics, new.numerics
+    moved = [
+        *_moved(before.gemms, after.gemms, lambda g: (g.name, g.gemm), _sqnr),
+        *_moved(before.tensors, after.tensors, lambda t: (t.name, f"{t.operand} {t.layout}"), _underflow),
+    ]
+    moved.sort(key=lambda one: one.worse / (LEAST_DB if one.unit else LEAST_UNDERFLOW), reverse=True)
+    return AuditDifference(
+        report=compare(old.report, new.report), moved=tuple(moved), facts=tuple(_facts(before, after))
+    )
+
+
+def _moved(
+    old: Iterable[_Measured],
+    new: Iterable[_Measured],
+    key: Callable[[_Measured], tuple[str, str]],
+    measure: Callable[[_Measured, _Measured, str], Moved | None],
+) -> Iterator[Moved]:
+    waiting: dict[tuple[str, str], list[_Measured]] = {}
+    for one in old:
+        waiting.setdefault(key(one), []).append(one)
+    for one in new:
+        same = waiting.get(key(one))
+        if same and (found := measure(same.pop(0), one, key(one)[1])) is not None:
+            yield found
+
+
+def _sqnr(old: GemmNumerics, new: GemmNumerics, what: str) -> Moved | None:
+    a, b = old.sqnr_db, new.sqnr_db
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return None
+    worse = math.inf if math.isnan(b) else -math.inf if math.isnan(a) else a - b
+    if abs(worse) < LEAST_DB:
+        return None
+    return Moved(name=new.name, what=what, before=a, after=b, unit="dB", worse=worse)
+
+
+def _underflow(old: TensorNumerics, new: TensorNumerics, what: str) -> Moved | None:
+    worse = new.underflow - old.underflow
+    if abs(worse) < LEAST_UNDERFLOW:
+        return None
+    return Moved(name=new.name, what=what, before=old.underflow, after=new.underflow, unit="", worse=worse)
+
+
+def _values(one: Moved) -> tuple[str, str]:
+    said = decibels if one.unit else percent
+    return said(one.before), said(one.after)
+
+
+def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
+    pairs = (
+        ("loss gap", old.loss_gap, new.loss_gap, "{:+.4%}"),
+        ("SQNR of the main output, dB", old.logits_sqnr_db, new.logits_sqnr_db, "{:.2f}"),
+        ("relative error of parameter gradients", old.gradient_error, new.gradient_error, "{:.3%}"),
+    )
+    for what, before, after, form in pairs:
+        said = ["none" if value is None else form.format(value) for value in (before, after)]
+        if said[0] != said[1]:
+            yield f"{what}: {said[0]} → {said[1]}"

@@ -1,0 +1,44 @@
+"""What a step of a model needs at its peak, from its parameters and its report.
+
+    training     parameters + buffers + gradients + what is kept for backward
+    inference    parameters + buffers + input and output of the largest product
+
+Gradients have the dtype of their parameters. Not in it: the optimizer, what the allocator keeps, workspaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from mxcompile.report import GemmRecord, Report
+
+_BF16_BYTES = 2
+
+
+def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
+    """`report`, of `model`, with the figures of memory in its summary."""
+    parameters = _bytes([*model.parameters(), *model.buffers()])
+    gradients = _bytes(p for p in model.parameters() if p.requires_grad) if training else 0
+    beside = report.summary.saved_bytes if training else _largest(report.gemms)
+    return dataclasses.replace(
+        report,
+        summary=dataclasses.replace(
+            report.summary,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            peak_bytes=parameters + gradients + (beside or 0),
+        ),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all of them; a weight stored quantized counts as it is stored."""
+    return sum(int(getattr(tensor, "stored_bytes", tensor.nbytes)) for tensor in tensors)
+
+
+def _largest(gemms: Iterable[GemmRecord]) -> int:
+    """Bytes in BF16 of the input and the output of the product with most of both."""
+    return max((_BF16_BYTES * g.batch * (g.m * g.k + g.m * g.n) for g in gemms), default=0)

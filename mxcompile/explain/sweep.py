@@ -1,0 +1,123 @@
+"""`sweep`: the roofline of one report at other numbers of tokens: where quantizing begins to pay.
+
+Nothing is traced again: more tokens are more sequences, so a linear layer has more rows (m of fprop and
+dgrad, k of wgrad) and an attention product a larger batch, and every estimate is `roofline`'s. What the
+policy decided for the tokens of the report stays decided, also where a rule asks for `min_m` or `max_m`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxcompile.errors import OptionError
+from mxcompile.explain.roofline import estimate
+from mxcompile.formats import labels
+from mxcompile.report import GemmRecord, Report
+from mxcompile.report.tables import drawn
+from mxcompile.report.words import duration, tokens_of
+
+TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
+"""What is looked at if nothing else is asked for."""
+
+_PRODUCTS = ("attn_scores", "attn_values")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """Estimates at a number of tokens: µs of all matmuls and casts, and in BF16."""
+
+    tokens: int
+    estimate_us: float
+    estimate_bf16_us: float
+
+    @property
+    def speedup(self) -> float:
+        """BF16's time over the policy's."""
+        return self.estimate_bf16_us / self.estimate_us
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sweep:
+    """One model on one target at several numbers of tokens. words: the precisions, as texts say them."""
+
+    points: tuple[Point, ...]
+    target: str
+    policy: str
+    words: str
+
+    def __str__(self) -> str:
+        rows = [
+            [f"{p.tokens:,}", duration(p.estimate_us), duration(p.estimate_bf16_us), f"{p.speedup:.2f}×"]
+            for p in self.points
+        ]
+        table = drawn([["tokens", self.words, "BF16", f"BF16 ÷ {self.words}"], *rows])
+        return f"{self._title()}\nroofline estimates, no measurement\n\n{table}\n\n{self._verdict()}"
+
+    def _title(self) -> str:
+        return f"target {self.target}, policy {self.policy}: matmuls and casts by tokens"
+
+    def _verdict(self) -> str:
+        slow = [point.tokens for point in self.points if point.speedup < 1]
+        if not slow:
+            return f"{self.words} is estimated no slower than BF16 at all of them"
+        if len(slow) == len(self.points):
+            return f"{self.words} is estimated slower than BF16 at all of them"
+        faster = ", ".join(f"{point.tokens:,}" for point in self.points if point.speedup >= 1)
+        return f"{self.words} is estimated no slower than BF16 at {faster} tokens"
+
+    def plot(self, path: str | Path) -> None:
+        """Draw both times and their ratio over the tokens. Raises `OptionError` without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise OptionError("plots need matplotlib: pip install matplotlib") from None
+        figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=120)
+        left, right = figure.subplots(1, 2)
+        tokens = [point.tokens for point in self.points]
+        left.plot(tokens, [p.estimate_bf16_us for p in self.points], "s--", color="#8a8f98", label="BF16")
+        left.plot(tokens, [p.estimate_us for p in self.points], "o-", color="#2a6f97", label=self.words)
+        left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", title="matmuls and casts")
+        left.legend()
+        right.axhline(1, color="#8a8f98", linestyle="--")
+        right.plot(tokens, [p.speedup for p in self.points], "o-", color="#2a6f97")
+        right.set(xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"{self._title()} (roofline, no measurement)", fontsize=10)
+        figure.savefig(path)
+
+
+def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
+    """Estimates of `report`, one of `explain`, at each of `tokens`.
+
+    Raises `OptionError` for a target without known peaks, and for a model that no tokens go through.
+    """
+    summary = report.summary
+    if not summary.estimate_us:
+        raise OptionError(f"no data sheet of target {summary.target}: name a chip, such as --target b200")
+    if not tokens_of(report.gemms):
+        raise OptionError("a sweep over tokens needs linear layers that tokens go through: there are none")
+    found = [(each, at_tokens(report, each).summary) for each in tokens]
+    return Sweep(
+        points=tuple(
+            Point(tokens=n, estimate_us=s.estimate_us or 0.0, estimate_bf16_us=s.estimate_bf16_us or 0.0)
+            for n, s in found
+        ),
+        target=summary.target,
+        policy=summary.policy,
+        words=labels(gemm.precision for gemm in report.gemms),
+    )
+
+
+def at_tokens(report: Report, tokens: int) -> Report:
+    """`report`, with estimates, as if its model were called with as many sequences as make `tokens`."""
+    factor = tokens / tokens_of(report.gemms)
+    return estimate(dataclasses.replace(report, gemms=tuple(_scaled(gemm, factor) for gemm in report.gemms)))
+
+
+def _scaled(gemm: GemmRecord, factor: float) -> GemmRecord:
+    which = "batch" if gemm.role in _PRODUCTS else "k" if gemm.gemm == "wgrad" else "m"
+    return dataclasses.replace(gemm, **{which: max(1, round(getattr(gemm, which) * factor))})

@@ -1,0 +1,89 @@
+"""Tables and paragraphs of the text and Markdown forms.
+
+Text is at most `WIDTH` columns wide: of cells that do not fit names are broken into lines, the rest loses its
+middle. Markdown keeps everything, and what a name holds is never markup.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from tabulate import MIN_PADDING, tabulate
+
+WIDTH = 120
+
+Table = list[list[str]]
+"""Rows of cells, the first the headers."""
+
+NAMES = ("layer", "most harm in")
+"""Headers of the columns whose cells are never cut."""
+
+_MARKUP = re.compile(r"[\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def wrapped(paragraphs: Iterable[str]) -> list[str]:
+    """`paragraphs` as lines of `WIDTH`."""
+    return [
+        line
+        for paragraph in paragraphs
+        for line in textwrap.wrap(paragraph, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    ]
+
+
+def drawn(table: Table, form: str = "simple") -> str:
+    """`table` in a form of `tabulate`."""
+    return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True)
+
+
+def fitted(table: Table, flexible: Sequence[str]) -> Table:
+    """`table` with its `flexible` columns narrowed, the widest first, to lines of `WIDTH`."""
+    widths = [
+        max(len(header) + MIN_PADDING, *map(_columns, cells)) for header, *cells in zip(*table, strict=True)
+    ]
+    columns = [table[0].index(name) for name in flexible]
+    for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
+        widths[max(columns, key=widths.__getitem__)] -= 1
+    shorter = [_broken if header in NAMES else _short for header in table[0]]
+    return [
+        [fit(cell, width) for cell, width, fit in zip(row, widths, shorter, strict=True)] for row in table
+    ]
+
+
+def _columns(cell: str) -> int:
+    return max(map(len, cell.split("\n")))
+
+
+def _short(cell: str, width: int) -> str:
+    if _columns(cell) <= width:
+        return cell
+    tail = (width - 1) * 2 // 3
+    return f"{cell[: width - 1 - tail]}…{cell[-tail:]}"
+
+
+def _broken(name: str, width: int) -> str:
+    """`name` in lines, after dots, commas and spaces where these are near enough."""
+    lines = [""]
+    for step in re.findall(r".*?[., ]+|.+$", name):
+        if lines[-1] and len(lines[-1]) + len(step.rstrip()) > width:
+            lines.append("")
+        lines[-1] += step
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return "\n".join(lines)
+
+
+def markdown(text: str) -> str:
+    """`text` for Markdown, where it means itself: nothing in it is markup, and it is one line."""
+    return _MARKUP.sub(lambda sign: f"\\{sign[0]}" if sign[0] != "&" else "&amp;", " ".join(text.split()))
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {markdown(sentence)}" for sentence in sentences)
+
+
+def markdown_table(table: Table) -> str:
+    """`table` as GitHub draws it."""
+    return drawn([[markdown(cell) for cell in row] for row in table], "github")

@@ -1,0 +1,100 @@
+"""`mxcompile diff` of two audits: errors that moved, conditions, and what cannot be compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mxcompile.audit import Audit
+from mxcompile.audit.diff import compare_audits
+from mxcompile.cli import main
+from mxcompile.report import GemmNumerics, GemmRecord, Numerics, Report, TensorNumerics
+from mxcompile.report.record import Part
+
+
+def gemm(name: str, sqnr_db: float) -> GemmNumerics:
+    return GemmNumerics(
+        name=name, role="qkv", gemm="fprop", m=8, n=8, k=32,
+        sqnr_db=sqnr_db, cosine=1.0, mse=0.0, rel_error=0.0,
+    )  # fmt: skip
+
+
+def cast(name: str, underflow: float) -> TensorNumerics:
+    return TensorNumerics(
+        name=name, role="qkv", operand="x", layout="rowwise", gemms=("fprop",), elem="e4m3", rounding="rceil",
+        numel=64, amax=1.0, sqnr_db=30.0, cosine=1.0, mse=0.0, rel_error=0.0, underflow=underflow,
+        saturation=0.0,
+    )  # fmt: skip
+
+
+def audit(gemms: dict[str, float], casts: dict[str, float], precision: str = "mxfp8") -> Audit:
+    records = tuple(
+        GemmRecord(name=n, role="qkv", gemm="fprop", m=8, n=8, k=32, precision=precision, reason="r")
+        for n in gemms
+    )
+    numerics = Numerics(
+        gemms=tuple(gemm(*one) for one in gemms.items()),
+        tensors=tuple(cast(*one) for one in casts.items()),
+        loss_gap=0.01 * len(casts),
+    )
+    return Audit(report=Report.of([Part(gemms=records)], target="cpu", policy="p"), numerics=numerics)
+
+
+OLD = audit({"a": 28.0, "b": 28.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
+
+
+def test_what_moved_is_listed_the_worst_first():
+    new = audit({"a": 27.7, "b": 25.0, "c": 24.0, "d": math.nan}, {"a": 0.2, "b": 0.1})
+    found = compare_audits(OLD, new)
+    assert [(one.name, one.before, one.after) for one in found.moved] == [
+        ("d", 28.0, pytest.approx(math.nan, nan_ok=True)),
+        ("a", 0.0, 0.2),
+        ("b", 28.0, 25.0),
+        ("c", 20.0, 24.0),
+    ]
+    assert found.sqnr_drop == math.inf
+    text = str(found)
+    assert "numerics: 3 worse, 1 better" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "| b" in found.to_markdown()
+
+
+def test_equal_audits():
+    found = compare_audits(OLD, OLD)
+    assert found.moved == ()
+    assert str(found) == "the same for every layer\n\nnumerics: nothing moved beyond chance"
+
+
+def saved(folder: Path, **audits: Audit | Report) -> list[str]:
+    for name, one in audits.items():
+        one.save(folder / f"{name}.json")
+    return [str(folder / f"{name}.json") for name in audits]
+
+
+@pytest.mark.parametrize(("condition", "status"), [("sqnr-drop=2dB", 1), ("sqnr-drop=4", 0), ("fallback", 0)])
+def test_conditions(condition: str, status: int, tmp_path: Path):
+    new = audit({"a": 28.0, "b": 25.0, "c": 20.0, "d": 28.0}, {"a": 0.0, "b": 0.1})
+    assert main(["diff", *saved(tmp_path, old=OLD, new=new), "--fail-on", condition]) == status
+
+
+def test_layers_that_fell_back_fail_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    new = replace(OLD, report=audit({"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}, {}, "bf16").report)
+    assert main(["diff", *saved(tmp_path, old=OLD, new=new)]) == 1
+    assert "4 layers fell back from MXFP8" in capsys.readouterr().out
+
+
+def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = saved(tmp_path, old=OLD, new=OLD.report)
+    assert main(["diff", *paths]) == 2
+    assert "old.json: audit, " in (said := capsys.readouterr().err)
+    assert "new.json: report; compare two reports or two audits" in said
+    assert main(["merge", paths[0]]) == 2
+    assert "this is an mxcompile audit, where an mxcompile report was expected" in capsys.readouterr().err
+
+
+def test_a_file_comes_back(tmp_path: Path):
+    (path,) = saved(tmp_path, old=OLD)
+    assert Audit.load(path) == OLD

@@ -1,0 +1,57 @@
+"""All commands speak alike: one flag means one thing, output goes to ``-o``, exit statuses are the same."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+import pytest
+
+from mxcompile.cli.main import EXIT_STATUS, every, parser
+
+PARSERS = {each.prog.removeprefix("mxcompile").strip() or "mxcompile": each for each in every(parser())}
+LEAVES = {name: each for name, each in PARSERS.items() if each.get_default("run")}
+WRITES_NOTHING = {"env", "diff", "inspect", "policy check", "policy show", "policy schema"}
+NAMES_ITS_OUTPUT = {"convert"}
+
+
+def options(name: str) -> list[argparse.Action]:
+    return [action for action in LEAVES[name]._actions if action.option_strings and action.dest != "help"]
+
+
+def test_the_walk_finds_all_commands():
+    assert {"env", "explain", "audit", "tune", "policy init", "policy import", "demo"} <= set(LEAVES)
+    assert set(PARSERS) - set(LEAVES) == {"mxcompile", "policy"}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_output_is_asked_for_alike(name: str):
+    """A file is written with -o/--output, and overwritten with --force only."""
+    found = {flag: action for action in options(name) for flag in action.option_strings}
+    assert ("-o" in found) == ("--output" in found) == (name not in WRITES_NOTHING | NAMES_ITS_OUTPUT)
+    if "-o" not in found:
+        assert "--force" not in found
+        return
+    output = found["-o"]
+    assert output is found["--output"]
+    assert output.metavar in ("FILE", "DIR")
+    assert ("--force" in found) == (output.metavar == "FILE")
+
+
+def test_a_flag_means_the_same_everywhere():
+    """Same destination, type and placeholder, whichever command takes it."""
+    meanings = defaultdict(lambda: defaultdict(list))
+    for name in LEAVES:
+        for action in options(name):
+            metavar = None if action.dest == "output" else action.metavar  # a file, or a folder of files
+            for flag in action.option_strings:
+                meanings[flag][action.dest, action.type, metavar, action.nargs].append(name)
+    assert {flag: dict(found) for flag, found in meanings.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_help_says_the_exit_statuses(name: str):
+    said = " ".join(PARSERS[name].format_help().split())
+    assert EXIT_STATUS in said
+    for action in PARSERS[name]._actions:
+        assert action.help, (name, action.dest)
