@@ -124,10 +124,12 @@ def _gemm(gemm: GemmNumerics) -> list[str]:
 
 
 def _tensor(tensor: TensorNumerics) -> list[str]:
-    square = "" if tensor.block == "1x32" else f" {tensor.block}"
+    unusual = [tensor.block] if tensor.block != "1x32" else []
+    unusual += [tensor.elements] if tensor.elements != "nearest" else []
+    how = " ".join([tensor.layout.removesuffix("wise"), tensor.elem, tensor.rounding, *unusual])
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
-        f"{tensor.operand} {tensor.layout.removesuffix('wise')} {tensor.elem} {tensor.rounding}{square}",
+        f"{tensor.operand} {how}",
         *_errors(tensor),
         percent(tensor.underflow),
         percent(tensor.saturation),

@@ -1,18 +1,19 @@
-"""``mxcompile demo``: train a small Llama in BF16 and MXFP8 and compare the losses."""
+"""``mxcompile demo``: train a small Llama in BF16, in MXFP8 and in too few bits, and compare the losses."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mxcompile.cli.arguments import check_plots, device, positive
+from mxcompile.cli.arguments import add_folder, check_plots, device, positive
 
-GAP_LIMIT = 0.0025
-CHANCE = 0.002
-"""Standard deviation of one run's gap, to one digit: of six runs with seeds 0 to 2."""
+if TYPE_CHECKING:
+    from mxcompile.demo import Comparison, Run
+
+_RUNNING = "{desc:<30} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
 
 
 def add_to(commands: Any) -> None:
@@ -20,9 +21,10 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "demo",
         help="train a small Llama in BF16 and in MXFP8 and compare",
-        description="Train a small Llama on the Python standard library's source, in BF16 and in MXFP8 with"
-        " the same seeds and data. Prints the compile report and both losses, writes report.json,"
-        " report.txt, losses.json and losses.png. Exit status 1 if the validation gap exceeds 0.25 %.",
+        description="Train a small Llama on the Python standard library's source: in BF16, in MXFP8 and, as a"
+        " control that should be seen to be worse, in MXFP4, each with the same seeds and data. Prints what"
+        " was compiled and the losses, writes report.html, .json and .txt, losses.json and losses.png. Exit"
+        " status 1 if the mean gap of the validation loss exceeds 0.25 %.",
     )
     command.add_argument(
         "--policy",
@@ -30,95 +32,144 @@ def add_to(commands: Any) -> None:
         metavar="PRESET|FILE",
         help="a preset (nvidia, ocp, hybrid) or a policy file; more than one is compared (default nvidia)",
     )
-    command.add_argument("--steps", type=positive, help="training steps per run")
-    command.add_argument("--device", help="where to train, cpu or cuda (default: cuda if there is one)")
-    command.add_argument(
-        "-o", "--output", "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="or demo_out"
-    )
+    command.add_argument("--steps", type=positive, help="training steps per run (default 150)")
+    command.add_argument("--seeds", type=positive, default=2, help="runs of each (default 2)")
+    command.add_argument("--device", help="where to train, such as cuda (default: cuda if there is one)")
+    add_folder(command, "where to write (default demo_out)", default=Path("demo_out"))
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    import torch
     from tqdm import tqdm
+
+    with tqdm(desc="starting", total=1, disable=None, leave=False, bar_format=_RUNNING) as bar:
+        found = _trained(options, bar)
+    return _conclude(found, options.output)
+
+
+def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
+    """All runs."""
+    check_plots(options.output)
+
+    import torch
 
     from mxcompile import demo
     from mxcompile.cli.quiet import quiet
+    from mxcompile.demo.compare import variants
     from mxcompile.policy import Policy
 
-    check_plots(options.output)
-    policies = [Policy.resolve(name) for name in options.policy or ["nvidia"]]
-    settings = demo.Settings(device=device(options.device))
-    if options.steps:
-        settings = dataclasses.replace(settings, steps=options.steps)
+    plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]])
+    settings = demo.quick_settings(device(options.device), options.steps)
+    bar.reset(total=len(plan) * options.seeds * settings.steps)
+    bar.set_description("reading text")
     text = demo.standard_library()
-    print(
-        f"Llama of {settings.layers} layers, {settings.width} wide, on {len(text.train):,} bytes of"
-        f" Python source; {settings.steps} steps of {settings.batch}×{settings.length} bytes a run,"
-        f" on {settings.device}."
+    _say(
+        bar,
+        f"Llama of {settings.layers} layers, {settings.width} wide, on {len(text.train):,} bytes of Python"
+        f" source; {len(plan)} ways × {options.seeds} seeds × {settings.steps} steps of"
+        f" {settings.batch}×{settings.length} bytes, on {settings.device}.",
     )
-    print("Each run compiles first, which takes up to a minute.\n")
 
     runs: list[demo.Run] = []
-    plans = [("bf16", "inductor", None), *((p.label, "mxfp8", p) for p in policies)]
+
+    def progress(run: demo.Run, step: int) -> None:
+        bar.set_description(f"{run.label}, seed {run.seed}", refresh=False)
+        bar.set_postfix_str(f" loss {run.train[-1]:.3f}", refresh=False)
+        bar.update()
+
     with quiet():
-        for label, backend, policy in plans:
-            name = label if policy is None else f"mxfp8 {label.removeprefix('preset ')}"
+        for variant in plan:
+            bar.set_description(f"{variant.label}, compiling")
+            backend, given = variant.backend
             torch._dynamo.reset()
-            with tqdm(total=settings.steps, desc=f"{name:<14}", unit="step") as bar:
+            trainee = demo.Trainee(
+                variant.label,
+                settings,
+                text,
+                lambda model, backend=backend, given=given: torch.compile(  # type: ignore[misc]
+                    model, backend=backend, options=given
+                ),
+            )
+            for seed in range(options.seeds):
+                runs.append(trainee.run(seed, progress))
+                _say(bar, _said(runs[-1]))
+    return demo.Comparison(runs=tuple(runs))
 
-                def progress(run: demo.Run, step: int, bar: Any = bar) -> None:
-                    bar.set_postfix_str(f"loss {run.train[-1]:.3f}", refresh=False)
-                    bar.update(step - bar.n)
 
-                def compiled(model: Any, backend: str = backend, policy: Any = policy) -> Any:
-                    given = {"policy": policy} if policy else None
-                    return torch.compile(model, backend=backend, options=given)
-
-                runs.append(demo.train(name, settings, text, compiled, progress))
-    return _conclude(runs, options.output)
+def _said(run: Run) -> str:
+    return f"{run.label}, seed {run.seed}: {run.final:.4f} nats a byte, {run.step_ms:.0f} ms a step"
 
 
-def _conclude(runs: list[Any], out: Path) -> int:
-    """Print the report and the losses, write the files, and say how far MXFP8 is from BF16."""
+def _say(bar: Any, text: str) -> None:
+    """A line above the bar."""
+    bar.clear()
+    print(text)
+    sys.stdout.flush()
+    bar.refresh()
+
+
+def _conclude(found: Comparison, out: Path) -> int:
+    """Print the reports and the losses, write the files, and say how far the policies are from BF16."""
     from tabulate import tabulate
 
-    from mxcompile import demo
+    from mxcompile.demo.compare import CONTROL, GAP_LIMIT
 
-    baseline = runs[0]
+    first = {label: found.of(label)[0] for label in found.labels}
     print()
-    for run in runs[1:]:
-        if run.report is not None:
-            print(f"{run.label}: {run.report}\n")
-    rows = [
-        [
-            run.label,
-            f"{run.train[-1]:.4f}",
-            f"{run.final:.4f}",
-            "" if run is baseline else f"{run.final / baseline.final - 1:+.3%}",
-            f"{run.step_ms:.0f}",
-        ]
-        for run in runs
+    for label in found.policies:
+        print(f"{label}: {first[label].report}\n")
+    headers = [
+        "",
+        *(f"seed {run.seed}" for run in found.of(found.labels[0])),
+        "gap of each",
+        "mean gap",
+        "ms/step",
     ]
-    headers = ["run", "train loss", "validation loss", "gap", "ms/step"]
-    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print(tabulate([_row(found, label) for label in found.labels], headers=headers, disable_numparse=True))
+
+    written = _write(found, out)
+    print(f"\nwritten to {out}/: {', '.join(written)}")
+    print(f"BF16 itself moves by {found.spread:.2%} from seed to seed; the control, {CONTROL.split()[-1]},")
+    print(f"is {found.gap(CONTROL):+.2%} off: that is what a bad format looks like.")
+    worst = max((found.gap(label) for label in found.policies), key=abs)
+    verdict = "within" if abs(worst) <= GAP_LIMIT else "OUTSIDE"
+    print(f"mean validation gap {worst:+.3%}: {verdict} {GAP_LIMIT:.2%} of BF16")
+    print(f"open {out / 'report.html'} in a browser")
+    return 0 if abs(worst) <= GAP_LIMIT else 1
+
+
+def _row(found: Comparison, label: str) -> list[str]:
+    runs = found.of(label)
+    gaps = [""] * 2
+    if label != found.labels[0]:
+        gaps = [", ".join(f"{gap:+.2%}" for gap in found.gaps(label)), f"{found.gap(label):+.2%}"]
+    return [label, *(f"{run.final:.4f}" for run in runs), *gaps, f"{min(run.step_ms for run in runs):.0f}"]
+
+
+def _write(found: Comparison, out: Path) -> list[str]:
+    """Write reports, losses and their picture; returns the names of the files."""
+    from mxcompile.demo import plot
 
     out.mkdir(parents=True, exist_ok=True)
-    for run in runs[1:]:
-        if run.report is not None:
-            name = "report" if run is runs[1] else f"report_{run.label.split()[-1].replace('/', '_')}"
-            run.report.save(out / f"{name}.json")
-            run.report.save(out / f"{name}.txt")
-    losses = {
-        run.label: {"train": run.train, "validation": run.validation, "step_ms": run.step_ms} for run in runs
-    }
+    names = []
+    for label in found.policies:
+        report = found.of(label)[0].report
+        stem = "report" if label == found.policies[0] else f"report_{label.split()[-1].replace('/', '_')}"
+        for suffix in ("html", "json", "txt"):
+            if report is not None:
+                report.save(out / f"{stem}.{suffix}")
+                names.append(f"{stem}.{suffix}")
+    losses = [
+        {
+            "run": run.label,
+            "seed": run.seed,
+            "train": run.train,
+            "validation": run.validation,
+            "step_ms": run.step_ms,
+        }
+        for run in found.runs
+    ]
     (out / "losses.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
-    demo.plot(runs, out / "losses.png")
-    print(f"\nwritten to {out}/: report.json, report.txt, losses.json, losses.png")
-
-    worst = max(abs(run.final / baseline.final - 1) for run in runs[1:])
-    verdict = "within" if worst <= GAP_LIMIT else "OUTSIDE"
-    print(f"validation gap {worst:.3%}: {verdict} {GAP_LIMIT:.2%} of BF16")
-    print(f"(one seed of a small model, which chance moves by about {CHANCE:.1%})")
-    return 0 if worst <= GAP_LIMIT else 1
+    plot(found, out / "losses.png")
+    return [*names, "losses.json", "losses.png"]

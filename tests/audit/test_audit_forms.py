@@ -6,21 +6,24 @@ import html
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from matplotlib.figure import Figure
 from recorded_bars import recorded_bars
 from torch import nn
 
 import mxcompile
 from mxcompile.audit import Audit, Outcome, Session, audit
+from mxcompile.audit.plot import plot
 from mxcompile.audit.text import to_text
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
-from mxcompile.report import GemmNumerics, Numerics
+from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +177,33 @@ def test_pictures(result: Audit, tmp_path: Path) -> None:
         width, height = struct.unpack(">II", header[16:])
         assert width > 500
         assert height > 300
+
+
+def test_pictures_say_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = TensorNumerics(
+        name="a", role="qkv", operand="x", layout="rowwise", gemms=("fprop",), elem="e4m3", rounding="rceil",
+        numel=64, amax=1.0, sqnr_db=30.0, cosine=1.0, mse=0.0, rel_error=0.1, underflow=0.0, saturation=0.0,
+        scale_histogram=((0, 3), (120, 5)),
+    )  # fmt: skip
+    gemm = GemmNumerics(
+        name="a", role="qkv", gemm="fprop", m=1, n=2, k=3, sqnr_db=30.0, cosine=1.0, mse=0.0, rel_error=0.1
+    )
+    casts = [replace(cast, name=f"layers.{i}") for i in range(62)]
+    gemms = [replace(gemm, name=f"layers.{i}") for i in range(62)]
+    casts[5], gemms[5] = replace(casts[5], sqnr_db=math.nan), replace(gemms[5], sqnr_db=math.inf)
+    said: dict[str, str] = {}
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: said.update({path.name: figure.get_supxlabel()})
+    )
+    plot(Numerics(tensors=tuple(casts), gemms=tuple(gemms)), tmp_path)
+    assert said == {
+        "gemms.png": "not drawn: 1 without any error; names of 31 of 62 layers",
+        "tensors.png": "not drawn: 1 with NaN; 2 of 62 casts, with less harm",
+        "scales.png": "not drawn: 180 blocks of zeros or NaN; 2 of 62 casts, with less harm",
+    }
+    said.clear()
+    plot(Numerics(gemms=(gemm,)), tmp_path)
+    assert said == {"gemms.png": ""}
 
 
 class TwoLayers(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -118,21 +117,74 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         return compile_(model, backend=chosen)
 
     monkeypatch.setattr(torch, "compile", quick)
-    small = {"layers": 1, "width": 64, "feed_forward": 96, "length": 32, "batch": 2, "validation_batches": 2}
-    monkeypatch.setattr("mxcompile.demo.Settings", functools.partial(demo.Settings, **small))
+    small = demo.Settings(
+        layers=1,
+        width=64,
+        feed_forward=96,
+        length=32,
+        batch=2,
+        validation_batches=2,
+        steps=2,
+        validate_every=1,
+    )
+    monkeypatch.setattr(demo, "quick_settings", lambda device, steps: small)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--steps", "2", "--out", "out"]) in (0, 1)
     out = tmp_path / "out"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert sorted(path.name for path in out.iterdir()) == [
-        "losses.json", "losses.png", "report.json", "report.txt",
+        "losses.json", "losses.png", "report.html", "report.json", "report.txt",
     ]  # fmt: skip
     report = mxcompile.Report.from_json((out / "report.json").read_text(encoding="utf-8"))
     assert report.summary.flop_share > 0.5
     losses = json.loads((out / "losses.json").read_text(encoding="utf-8"))
-    assert len(losses) == 2
-    assert all(len(run["train"]) == 2 and 0 < run["train"][-1] < 8 for run in losses.values())
+    labels = ["bf16", "policy nvidia", "control: mxfp4"]
+    assert [(run["run"], run["seed"]) for run in losses] == [
+        (each, seed) for each in labels for seed in (0, 1)
+    ]
+    assert all(len(run["train"]) == 2 and 0 < run["train"][-1] < 8 for run in losses)
+    firsts = {run["seed"]: run["train"][0] for run in losses if run["run"] == "bf16"}
+    assert firsts[0] != firsts[1]  # another seed has other weights and data
+    for run in losses:  # and one seed the same in every precision
+        assert run["train"][0] == pytest.approx(firsts[run["seed"]], rel=0.01)
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert (out / "report.txt").read_text(encoding="utf-8").strip() in said
-    assert "validation gap" in said
+    assert "mean validation gap" in said
+    assert said.rstrip().endswith(f"open {Path('out') / 'report.html'} in a browser")
+
+
+def made_run(label: str, seed: int, *losses: float) -> demo.Run:
+    return demo.Run(label=label, seed=seed, train=[3.0], validation=dict(enumerate(losses)))
+
+
+def test_gaps_are_to_the_same_seed():
+    found = demo.Comparison(
+        runs=(
+            made_run("bf16", 0, 3.0, 2.0), made_run("bf16", 1, 3.0, 2.1),
+            made_run("policy nvidia", 0, 3.0, 2.02), made_run("policy nvidia", 1, 3.0, 2.1),
+            made_run(demo.CONTROL, 0, 3.3, 2.2), made_run(demo.CONTROL, 1, 3.3, 2.31),
+        )
+    )  # fmt: skip
+    assert found.policies == ["policy nvidia"]
+    assert found.gaps("policy nvidia") == pytest.approx([0.01, 0.0])
+    assert found.gap("policy nvidia") == pytest.approx(0.005)
+    assert found.gaps(demo.CONTROL) == pytest.approx([0.1, 0.1])
+    assert found.gaps(demo.CONTROL, step=0) == pytest.approx([0.1, 0.1])
+    assert found.spread == pytest.approx(0.1 / 2.05)
+
+
+def test_the_bar_of_the_demo_comes_before_its_imports():
+    """It is there when nothing that takes seconds to import has been imported."""
+    script = (
+        "import sys, io, tqdm\n"
+        "from mxcompile.cli import demo\n"
+        "def begun(options, bar):\n"
+        "    print(type(bar).__name__, 'torch' in sys.modules, 'transformers' in sys.modules)\n"
+        "    raise SystemExit\n"
+        "demo._trained = begun\n"
+        "from mxcompile.cli import main\n"
+        "main(['demo'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tqdm", "False", "False"]

@@ -1,7 +1,8 @@
-"""The demonstration: train a small Llama on real text in BF16 and in MXFP8, and compare.
+"""Training a small Llama on real text, as often as asked for with one compile.
 
-Text is CPython's own standard library source, one token a byte. Runs share seeds, data order and schedule, so
-that what differs is the precision of the linear layers. Master weights are FP32, the rest autocast to BF16.
+Text is CPython's own standard library source, one token a byte. Runs of one seed share first weights, data
+order and schedule, so that what differs is the precision of the linear layers. Master weights are FP32, the
+rest autocast to BF16.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Size of the model, of the data and of the run. Defaults take a few minutes on two cores.
+    """Size of the model, of the data and of the run. Defaults take about a minute on two cores.
 
     Nothing that was tried (width, learning rate, warm-up, length) keeps the gap of one seed from moving by
     0.1 to 0.2 % with chance; `benchmarks/parity.py` averages over seeds.
@@ -49,9 +50,14 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Run:
-    """One training run: its label, losses by step, and the report of what was compiled (None for BF16)."""
+    """One training run.
+
+    train: loss of every step. validation: by step. step_ms: median. report: of what was compiled, None for
+    BF16 and where an earlier run of the same model compiled it.
+    """
 
     label: str
+    seed: int = 0
     train: list[float] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     step_ms: float = 0.0
@@ -129,6 +135,57 @@ def build_model(settings: Settings) -> nn.Module:
     return model.to(settings.device)
 
 
+class Trainee:
+    """A compiled model that is trained from its first weights, of any seed, again and again.
+
+    compile_model: given the model, what is called in its place; compiled once, at the first step. Raises
+    `OptionError` without transformers.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        settings: Settings,
+        text: Text,
+        compile_model: Callable[[nn.Module], Callable[..., Any]],
+    ) -> None:
+        self._label = label
+        self._settings = settings
+        self._text = text
+        self._model = build_model(settings)
+        self._compiled = compile_model(self._model)
+
+    def run(self, seed: int, progress: Callable[[Run, int], None]) -> Run:
+        """Train with `seed`; `progress` is called after every step. Losses are in nats per byte."""
+        settings = replace(self._settings, seed=seed)
+        self._model.load_state_dict(build_model(settings).state_dict())
+        run = Run(label=self._label, seed=seed)
+        optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.1
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, settings))
+        data = batches(self._text.train, settings, seed)
+        clear_reports()
+        times = []
+        for step in range(1, settings.steps + 1):
+            start = time.perf_counter()
+            loss = _loss(self._compiled, next(data))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+            run.train.append(loss.item())  # waits for the device
+            times.append(time.perf_counter() - start)
+            if run.report is None and reports():
+                run.report = reports()[0]
+            if step % settings.validate_every == 0 or step == settings.steps:
+                run.validation[step] = validate(self._compiled, settings, self._text)
+            progress(run, step)
+        run.step_ms = sorted(times)[len(times) // 2] * 1e3
+        return run
+
+
 def train(
     label: str,
     settings: Settings,
@@ -136,34 +193,8 @@ def train(
     compile_model: Callable[[nn.Module], Callable[..., Any]],
     progress: Callable[[Run, int], None],
 ) -> Run:
-    """Train one model; `progress` is called after every step. Losses are in nats per byte."""
-    run = Run(label=label)
-    model = build_model(settings)
-    compiled = compile_model(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.1
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, settings))
-    data = batches(text.train, settings, settings.seed)
-    clear_reports()
-    times = []
-    for step in range(1, settings.steps + 1):
-        start = time.perf_counter()
-        loss = _loss(compiled, next(data))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        run.train.append(loss.item())  # waits for the device
-        times.append(time.perf_counter() - start)
-        if run.report is None and reports():
-            run.report = reports()[0]
-        if step % settings.validate_every == 0 or step == settings.steps:
-            run.validation[step] = validate(compiled, settings, text)
-        progress(run, step)
-    run.step_ms = sorted(times)[len(times) // 2] * 1e3
-    return run
+    """One run of a new `Trainee`, with the seed of `settings`."""
+    return Trainee(label, settings, text, compile_model).run(settings.seed, progress)
 
 
 def _factor(step: int, settings: Settings) -> float:
@@ -181,39 +212,7 @@ def _loss(compiled: Callable[..., Any], window: Tensor) -> Tensor:
 
 
 def validate(compiled: Callable[..., Any], settings: Settings, text: Text) -> float:
-    """Mean loss over the validation batches, the same ones every time."""
+    """Mean loss over the validation batches, always the same. Gradients stay on: no second compile."""
     data = batches(text.validation, settings, seed=1)
-    with torch.no_grad():
-        losses = [_loss(compiled, next(data)).item() for _ in range(settings.validation_batches)]
+    losses = [_loss(compiled, next(data)).item() for _ in range(settings.validation_batches)]
     return sum(losses) / len(losses)
-
-
-def plot(runs: list[Run], path: Path) -> None:
-    """Write a PNG: training and validation losses on the left, gap to the first run on the right."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for index, run in enumerate(runs):
-        color, steps = f"C{index}", sorted(run.validation)
-        left.plot(range(1, len(run.train) + 1), run.train, color=color, alpha=0.25, linewidth=1)
-        left.plot(
-            steps, [run.validation[s] for s in steps], color=color, marker="o", markersize=3,
-            label=run.label,
-        )  # fmt: skip
-        if index:
-            gap = [100 * (run.validation[s] / runs[0].validation[s] - 1) for s in steps]
-            right.plot(steps, gap, color=color, marker="o", markersize=3, label=run.label)
-    left.set(xlabel="step", ylabel="loss, nats per byte", title="Loss (faint: training batches)")
-    left.set_ylim(top=min(4.0, max(runs[0].train)))
-    right.axhspan(-0.25, 0.25, color="C0", alpha=0.12, label="±0.25 %")
-    right.axhline(0, color="C0", linewidth=1)
-    right.set(xlabel="step", ylabel="%", title=f"Validation loss relative to {runs[0].label}")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

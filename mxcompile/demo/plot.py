@@ -1,0 +1,48 @@
+"""The demonstration's picture: losses on the left, gaps to BF16 on the right, one line a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mxcompile.demo.compare import BASELINE, CONTROL, GAP_LIMIT, Comparison
+
+_LINEAR = 0.5
+"""Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
+
+
+def plot(found: Comparison, path: Path) -> None:
+    """Write a PNG to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=130)
+    left, right = figure.subplots(1, 2)
+    for index, label in enumerate(found.labels):
+        style = _style(label, index)
+        for number, run in enumerate(found.of(label)):
+            named = label if number == 0 else None
+            steps = sorted(run.validation)
+            left.plot(steps, [run.validation[step] for step in steps], label=named, **style)
+            if label != BASELINE:
+                gaps = [100 * found.gaps(label, step)[number] for step in steps]
+                right.plot(steps, gaps, label=named, **style)
+    left.set(xlabel="step", ylabel="nats per byte", title="Validation loss, a line for each seed")
+    limit = 100 * GAP_LIMIT
+    right.axhspan(-limit, limit, color="#8a8f98", alpha=0.2, label=f"±{limit:.2g} %")
+    right.axhline(0, color="#8a8f98", linewidth=1)
+    right.set_yscale("symlog", linthresh=_LINEAR)
+    right.set(xlabel="step", ylabel="%", title="Gap to BF16 with the same seed")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _style(label: str, index: int) -> dict[str, Any]:
+    """BF16 broad and pale, so that a line upon it can be seen; the control broken."""
+    if label == BASELINE:
+        return {"color": "#b8c4d6", "linewidth": 6, "solid_capstyle": "round"}
+    if label == CONTROL:
+        return {"color": "#d1495b", "linewidth": 1.3, "linestyle": ":", "marker": "x", "markersize": 4}
+    return {"color": f"C{index - 1}", "linewidth": 1.6, "marker": "o", "markersize": 3}

@@ -1,0 +1,62 @@
+"""docs/first-hour.md: its files are written and its commands run, in order."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mxcompile.cli import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "first-hour.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    for name, text in files().items():
+        if name != "policy.yaml":
+            (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def files() -> dict[str, str]:
+    return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE))
+
+
+def commands() -> list[list[str]]:
+    return [shlex.split(line)[1:] for line in re.findall(r"^(mxcompile .*)$", PAGE, re.MULTILINE)]
+
+
+def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]):
+    said = {}
+    for command in commands():
+        assert main(command) == 0, command
+        said[" ".join(command)] = capsys.readouterr().out
+        if command[:2] == ["policy", "init"]:
+            (folder / "policy.yaml").write_text(files()["policy.yaml"], encoding="utf-8")
+    assert "is estimated slower with MXFP8 than in BF16" in (folder / "mine.html").read_text(encoding="utf-8")
+    assert "because" in said["explain mine:small --why *.up"]
+    blocks = said["audit mine:small --policy policy.yaml --by block"]
+    assert re.findall(r"^blocks\.\d", blocks, re.MULTILINE) == ["blocks.1", "blocks.2", "blocks.3"]
+    assert (folder / "audit.html").is_file()
+
+
+@pytest.mark.slow
+def test_the_training_of_the_page(folder: Path):
+    (folder / "policy.yaml").write_text(files()["policy.yaml"], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "train.py"], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    loss = re.match(r"loss (\d\.\d+)", done.stdout)
+    assert loss is not None
+    assert float(loss[1]) < 6.0
+    assert "policy: rule 1" in done.stdout
+    assert (folder / "trained.html").is_file()
