@@ -1,12 +1,14 @@
 """Validation loss of the demo's model, MXFP8 against BF16, over paired seeds.
 
 Each seed trains three times on the same data: in BF16; in BF16 from weights changed by about one rounding,
-which shows how far runs come apart by that alone; in MXFP8. Usage: python benchmarks/parity.py [--seeds 3]
+which shows how far runs come apart by that alone; in MXFP8, by one policy or several.
+Usage: python benchmarks/parity.py [--seeds 3] [--steps 2000] [--policy nvidia --policy FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3, help="pairs, from seed 0 on")
-    parser.add_argument("--policy", default="nvidia", help="preset or policy file")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--policy", action="append", help="preset or policy file; several are compared (default nvidia)"
+    )
     parser.add_argument("--steps", type=int, default=demo.Settings().steps)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
@@ -35,23 +40,36 @@ def main() -> None:
         print("parity: skipped, no CUDA or ROCm device")
         return
     text = demo.standard_library()
-    rows = [pair(seed, options, text) for seed in range(options.seeds)]
+    policies = options.policy or ["nvidia"]
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    rows = [row for seed in seeds for row in losses(seed, options, policies, text)]
     common.show(rows)
-    for column in ("rounding_gap", "gap"):
-        gaps = [row[column] for row in rows]
-        error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
-        print(f"{column}: mean {statistics.mean(gaps):+.3%}, standard error {error:.3%}, {len(gaps)} seeds")
+    conclude("rounding", [row["rounding_gap"] for row in rows if row["policy"] == policies[0]])
+    for policy in policies:
+        conclude(policy, [row["gap"] for row in rows if row["policy"] == policy])
+    for policy in policies[1:]:
+        gaps = [row["gap_to_first"] for row in rows if row["policy"] == policy]
+        conclude(f"{policy}, from {policies[0]}", gaps)
     common.write("parity", rows)
 
 
-def pair(seed: int, options: argparse.Namespace, text: demo.Text) -> dict[str, Any]:
-    """Final validation losses of one seed, in nats a byte, and how far they lie from BF16's."""
+def conclude(name: str, gaps: list[float]) -> None:
+    """Print the mean of `gaps` and how sure it is."""
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+    print(f"{name}: mean {statistics.mean(gaps):+.3%}, standard error {error:.3%}, {len(gaps)} seeds")
+
+
+def losses(
+    seed: int, options: argparse.Namespace, policies: list[str], text: demo.Text
+) -> list[dict[str, Any]]:
+    """Final validation losses of one seed, in nats a byte, and how far they lie from each other."""
     settings = demo.Settings(seed=seed, steps=options.steps, device=options.device)
     plans: dict[str, Callable[[nn.Module], Any]] = {
         "bf16": lambda model: torch.compile(model, backend="inductor"),
         "nudged": lambda model: torch.compile(nudged(model), backend="inductor"),
-        "mxfp8": lambda model: torch.compile(model, backend="mxfp8", options={"policy": options.policy}),
     }
+    for policy in policies:
+        plans[policy] = functools.partial(torch.compile, backend="mxfp8", options={"policy": policy})
     final = {}
     for name, compiled in plans.items():
         torch._dynamo.reset()
@@ -60,16 +78,20 @@ def pair(seed: int, options: argparse.Namespace, text: demo.Text) -> dict[str, A
                 name, settings, text, compiled, lambda _, step, bar=bar: bar.update(step - bar.n)
             )
         final[name] = run.final
-    return {
-        "model": f"llama {settings.layers}×{settings.width}",
-        "steps": settings.steps,
-        "policy": options.policy,
-        "seed": seed,
-        "bf16_loss": round(final["bf16"], 5),
-        "mxfp8_loss": round(final["mxfp8"], 5),
-        "rounding_gap": round(final["nudged"] / final["bf16"] - 1, 6),
-        "gap": round(final["mxfp8"] / final["bf16"] - 1, 6),
-    }
+    return [
+        {
+            "model": f"llama {settings.layers}×{settings.width}",
+            "steps": settings.steps,
+            "policy": policy,
+            "seed": seed,
+            "bf16_loss": round(final["bf16"], 5),
+            "mxfp8_loss": round(final[policy], 5),
+            "rounding_gap": round(final["nudged"] / final["bf16"] - 1, 6),
+            "gap": round(final[policy] / final["bf16"] - 1, 6),
+            "gap_to_first": round(final[policy] / final[policies[0]] - 1, 6),
+        }
+        for policy in policies
+    ]
 
 
 def nudged(model: nn.Module) -> nn.Module:

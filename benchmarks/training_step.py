@@ -1,7 +1,9 @@
-"""Training step on this machine: MXFP8 against BF16 Inductor and torchao's emulated MXFP8.
+"""Training step on this machine: MXFP8, as it is and with less kept, against BF16 Inductor and torchao.
 
-All three train copies of one Llama on the same tokens: forward, backward, no optimizer (it is the same for
-all). They alternate in one process. Usage: python benchmarks/training_step.py [--repeats 15] [--no-torchao]
+All train copies of one Llama on the same tokens: forward, backward, no optimizer (it is the same for all).
+They alternate in one process. Beside the times: bytes that autograd is given to keep, of each storage once
+and without inputs and parameters; bytes of parameters; casts of weights and of all tensors in a forward and
+its backward. Usage: python benchmarks/training_step.py [--repeats 15] [--no-torchao] [--models …]
 """
 
 from __future__ import annotations
@@ -14,18 +16,29 @@ from typing import Any
 
 import common
 import torch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from mxcompile import ops
 
 MODELS = {
     "llama 2×512": {"layers": 2, "width": 512, "feed_forward": 1408, "vocabulary": 4096},
     "llama 4×1024": {"layers": 4, "width": 1024, "feed_forward": 2816, "vocabulary": 8192},
 }
 BATCH, LENGTH = 4, 256
+BASELINE = "bf16 inductor"
+SAVED = {
+    "saved: mxfp8": ["qkv", "ffn_in", "ffn_out"],
+    "saved: mxfp8, with attention": ["qkv", "ffn_in", "ffn_out", "attn_out"],
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--no-torchao", action="store_true", help="leave out the slowest of the three")
+    parser.add_argument("--no-torchao", action="store_true", help="leave out the slowest of all")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -39,29 +52,59 @@ def measure(name: str, repeats: int, *, with_torchao: bool) -> list[dict[str, An
     """One row per way of training the model `name`."""
     model = common.llama(**MODELS[name])
     tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, LENGTH))
-    runs = {
-        "bf16 inductor": step(torch.compile(copy.deepcopy(model)), tokens),
-        "mxcompile mxfp8": step(torch.compile(copy.deepcopy(model), backend="mxfp8"), tokens),
-    }
+    casts = {way: Casts() for way in ("mxcompile mxfp8", *SAVED)}
+    models: dict[str, nn.Module] = {BASELINE: torch.compile(copy.deepcopy(model))}
+    for way, counted in casts.items():
+        rule = {"match": {"role": SAVED[way]}, "use": {"saved": "mxfp8"}} if way in SAVED else None
+        options = {
+            "policy": {"version": 1, "rules": [rule] if rule else []},
+            "inductor": {"post_grad_custom_pre_pass": counted},
+        }
+        models[way] = torch.compile(copy.deepcopy(model), backend="mxfp8", options=options)
     if with_torchao:
-        runs["torchao mxfp8 (emulated)"] = step(
-            torch.compile(common.torchao_model(model, emulated=True)), tokens
-        )
+        models["torchao mxfp8 (emulated)"] = torch.compile(common.torchao_model(model, emulated=True))
+    runs = {way: step(each, tokens) for way, each in models.items()}
     times = common.alternate(runs, repeats=repeats)
+    saved = {way: saved_bytes(each, tokens) for way, each in models.items()}
     return [
         {
             "model": name,
             "batch": f"{BATCH}×{LENGTH}",
-            "run": run,
+            "run": way,
             "median_ms": round(statistics.median(taken), 2),
-            "ratio_to_bf16": round(common.median_ratio(times, run, "bf16 inductor"), 3),
+            "ratio_to_bf16": round(common.median_ratio(times, way, BASELINE), 3),
+            "saved_bytes": saved[way],
+            "saved_to_bf16": round(saved[way] / saved[BASELINE], 3),
+            "parameter_bytes": sum(p.numel() * p.element_size() for p in models[way].parameters()),
+            "weight_casts": casts[way].of_weights if way in casts else None,
+            "casts": casts[way].all if way in casts else None,
             "times_ms": [round(t, 2) for t in taken],
         }
-        for run, taken in times.items()
+        for way, taken in times.items()
     ]
 
 
-def step(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
+class Casts(CustomGraphPass):
+    """Counts the casts of the graphs that Inductor compiles, and turns its cache off so that it sees them."""
+
+    def __init__(self) -> None:
+        self.all = self.of_weights = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Count."""
+        for node in graph.find_nodes(op="call_function", target=ops.quantize):
+            source = node.args[0]
+            while source.op == "call_function" and len(source.all_input_nodes) == 1:
+                source = source.all_input_nodes[0]
+            self.all += 1
+            self.of_weights += source.op == "placeholder" and "primals" in source.name
+
+    def uuid(self) -> Any:
+        """None: what is not compiled cannot be counted."""
+        return None
+
+
+def step(model: Any, tokens: Tensor) -> Callable[[], None]:
     """Forward and backward of `model` on `tokens`."""
 
     def run() -> None:
@@ -69,6 +112,22 @@ def step(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
     return run
+
+
+def saved_bytes(model: Any, tokens: Tensor) -> int:
+    """Bytes that a forward of `model` keeps for backward, of each storage once."""
+    given = {t.untyped_storage().data_ptr() for t in [tokens, *model.parameters()]}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return sum(size for address, size in kept.items() if address not in given)
 
 
 if __name__ == "__main__":

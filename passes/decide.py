@@ -93,7 +93,7 @@ def _decided(node: fx.Node, tag: GemmTag, decision: Decision) -> GemmTag:
             left, right = map(choice.formats.of, tag.tensors)
             return replace(tag, choice=choice, formats=(left, right), saved=decision.saved)
         choice = Choice(precision=KEPT.name, reason=found)
-    return replace(tag, choice=choice)
+    return replace(tag, choice=choice, saved=decision.saved)
 
 
 def obstacle(node: fx.Node) -> str | None:

@@ -3,6 +3,7 @@
     columnwise  the partitioner chooses between the FP8 copy wgrad reads and what it can be made from
     transcode   the rowwise FP8 copy is kept; the columnwise one is made from it in backward
     bf16        the source is kept; it is quantized in backward
+    mxfp8       as columnwise; what else is kept is for `compress`
 
 By default nothing is marked: a columnwise copy is needed by backward alone, so the min-cut partitioner
 weighs its bytes against those of its source, and a weight, which is kept anyway, is cast in backward.
@@ -36,7 +37,7 @@ class Save:
             tag = tag_of(node)
             if tag is None or tag.formats is None or tag.gemm is not Gemm.WGRAD:
                 continue
-            if tag.saved is Saved.COLUMNWISE:
+            if tag.saved in (Saved.COLUMNWISE, Saved.MXFP8):
                 continue
             qdata = argument(node, 0 if tag.tensors[0] == "x" else 2)
             cast = argument(untransposed(qdata)[0])

@@ -20,6 +20,7 @@ from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering.targets import Target
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import saved_bytes, weight_bytes
+from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
@@ -133,13 +134,16 @@ class Compilation:
         return with_complaints(error, self.options.policy, known)
 
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
-        """Forward and backward, just partitioned."""
-        saved, without = saved_bytes(graphs[0].graph, num_forward_outputs, self._count)
+        """Forward and backward, just partitioned: what is saved is compressed, counted and flattened."""
+        forward, backward = (module.graph for module in graphs)
+        changed = Compress(num_outputs=num_forward_outputs, inputs=self.found.inputs).apply(forward, backward)
+        saved, without = saved_bytes(forward, num_forward_outputs, self._count)
         self._update(
             saved_bytes=(self.part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
         )
-        if Flatten(num_outputs=num_forward_outputs).apply(graphs[0].graph, graphs[1].graph):
+        changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
+        if changed:
             for module in graphs:
                 module.recompile()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +42,19 @@ class Builder:
 
     def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """A call at the current insertion point, with its fake value and the provenance of `like`."""
-        node = self.graph.call_function(target, args, kwargs)
+        return self._filled(self.graph.call_function(target, args, kwargs), like)
+
+    def pick(self, several: fx.Node, index: int, named: str) -> fx.Node:
+        """Result `index` of `several`, as a node of that name."""
+        picked = self.graph.create_node("call_function", operator.getitem, (several, index), name=named)
+        return self._filled(picked, several)
+
+    def _filled(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        target: Any = node.target
+        given: Any = node.args, node.kwargs
         node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
         node.meta[PASS_KEY] = self.made_by
-        positional, keywords = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        positional, keywords = fx.node.map_arg(given, lambda n: n.meta["val"])
         if target in ops.SPECS and self._fake is not None:
             results = [self._empty(spec, positional[0].device) for spec in ops.SPECS[target](*positional)]
             node.meta["val"] = results[0] if len(results) == 1 else tuple(results)
@@ -69,6 +79,24 @@ class Builder:
         if isinstance(length, int):
             return length
         return self.call(torch.ops.aten.sym_size.int, node, dim, like=like)
+
+    def sizes(self, shape: Iterable[Any], like: fx.Node) -> list[Any] | None:
+        """`shape` as arguments of a call: symbolic ones by inputs that are or have them, or None."""
+        found = [size if isinstance(size, int) else self._given(size, like) for size in shape]
+        return None if None in found else found
+
+    def _given(self, size: torch.SymInt, like: fx.Node) -> fx.Node | None:
+        """An input of the graph that is `size`, or the length of one."""
+        wanted = size.node.expr
+        for node in self.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == wanted:
+                given: fx.Node = node
+                return given
+            for dim, length in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(length, torch.SymInt) and length.node.expr == wanted:
+                    return self.call(torch.ops.aten.sym_size.int, node, dim, like=like)
+        return None
 
     def range(self, length: Any, device: torch.device, like: fx.Node) -> fx.Node:
         """0, 1, …, length − 1 as int64, in the form decomposed graphs have it."""

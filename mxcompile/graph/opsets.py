@@ -137,6 +137,12 @@ VIEWS = _packets(
 )  # fmt: skip
 """Same values, another shape."""
 
+RESHAPES = _packets(
+    aten, "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "alias",
+    "detach", "unflatten",
+)  # fmt: skip
+"""The views that show all elements, each once."""
+
 CASTS = _packets(prims, "convert_element_type") | _packets(aten, "_to_copy", "to")
 
 COPIES = _packets(aten, "clone", "contiguous", "lift_fresh_copy")
@@ -189,6 +195,9 @@ SCANS = (
 """What carries a value from position to position."""
 
 SOFTMAX = _packets(aten, "_softmax", "_safe_softmax", "softmax", "special_softmax")
+
+EXPONENTIALS = SOFTMAX | _packets(aten, "exp", "exp2", "_log_softmax")
+"""Where an error of what goes in is a factor of what comes out."""
 
 MAXIMA = _packets(aten, "amax", "max") | _packets(prims, "prepare_softmax_online")
 """What a decomposed softmax subtracts before its exponential."""

@@ -48,11 +48,12 @@ class Gemm(StrEnum):
 
 
 class Saved(StrEnum):
-    """What of a layer's input is kept for wgrad."""
+    """What is kept of a layer's input for backward; MXFP8: also of what the input is made from."""
 
     COLUMNWISE = "columnwise"
     TRANSCODE = "transcode"
     BF16 = "bf16"
+    MXFP8 = "mxfp8"
 
 
 class Block(NamedTuple):

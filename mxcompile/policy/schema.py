@@ -195,7 +195,9 @@ USE: dict[str, Value] = {
     "scaling": word("scaling", {name: name for name in _words("scaling")}).says(
         "What one FP32 scale is for: the tensor, a row along the contraction, or a block."
     ),
-    "saved": word("saved form", _table(Saved)).says("What is kept of the input for wgrad."),
+    "saved": word("saved form", _table(Saved)).says(
+        "What is kept of the input for backward; mxfp8: of what it is made from too."
+    ),
 }
 
 VERSION_VALUE = Value(_version, {"const": VERSION}).says("Of the policy language.")

@@ -1,0 +1,95 @@
+"""Chains of operators that move a tensor's elements about and lose none: followed, repeated, undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet
+from mxcompile.graph.tags import tensor
+
+Chain = tuple[fx.Node, ...]
+"""Every one reads the one before."""
+
+
+def is_step(node: fx.Node) -> bool:
+    """Whether `node` has the elements of its first argument, in some order."""
+    return packet(node) in RESHAPES or packet(node) in COPIES
+
+
+def chain_to(node: fx.Node) -> tuple[fx.Node, Chain]:
+    """Where the elements of `node` come from, and the steps from there to it."""
+    steps = []
+    while is_step(node):
+        steps.append(node)
+        node = argument(node)
+    return node, tuple(reversed(steps))
+
+
+def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
+    """`start` taken through `steps`, whose graph may be another; None if a size is not at hand."""
+    result: fx.Node | None = start
+    for step in steps:
+        if result is not None:
+            dims = _order(step)
+            result = _permuted(result, dims, build) if dims else _shaped(result, step, build)
+    return result
+
+
+def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
+    """What `steps` have made `end` of; None if a size is not at hand."""
+    result: fx.Node | None = end
+    for step in reversed(steps):
+        if result is not None:
+            dims = _order(step)
+            if dims:
+                result = _permuted(result, inverse(dims), build)
+            else:
+                result = _shaped(result, argument(step), build)
+    return result
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """The dimensions of a tensor with `strides`, the innermost in memory last."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _order(step: fx.Node) -> list[int]:
+    """The permutation that `step` is; empty if it is none."""
+    value = tensor(step)
+    assert value is not None
+    order: Any = list(range(value.ndim))
+    match packet(step):
+        case aten.permute:
+            dims: Any = step.args[1]
+            return [dim % value.ndim for dim in dims]
+        case aten.transpose:
+            one, other = (int(dim) % value.ndim for dim in step.args[1:3])  # type: ignore[arg-type]
+            order[one], order[other] = order[other], order[one]
+            return list(order)
+        case aten.t:
+            return list(reversed(order))
+    return []
+
+
+def _permuted(node: fx.Node, order: Sequence[int], build: Builder) -> fx.Node:
+    return build.call(aten.permute.default, node, list(order), like=node)
+
+
+def _shaped(node: fx.Node, like: fx.Node, build: Builder) -> fx.Node | None:
+    """`node` in the shape of `like`; None if a size is not at hand."""
+    value, wanted = tensor(node), tensor(like)
+    assert value is not None
+    assert wanted is not None
+    if list(map(str, value.shape)) == list(map(str, wanted.shape)):
+        return node
+    sizes = build.sizes(wanted.shape, like=node)
+    return None if sizes is None else build.call(aten.reshape.default, node, sizes, like=node)

@@ -1,0 +1,254 @@
+"""compress: keep in MXFP8 what backward reads of an activation, where the policy says ``saved: mxfp8``.
+
+    forward saves x; backward reads x
+    →  forward saves qdata, scale = quantize(x); backward reads dequantize(qdata, scale)
+
+`upstream` says which of what is saved. Backward then computes all that it computed of x of the value of its
+MX copy, whose rounding is all that changes. Where a GEMM of backward reads an MX copy of x, along rows or
+columns, that copy is the one that is kept, so that nothing is cast twice or kept twice:
+
+    forward saves x and quantize(x)      →  x is not saved
+    backward casts x: quantize(x)        →  forward does it
+
+Other copies run along the innermost dimension in memory, in the format of the layer's input if that is MX,
+else in E4M3 with scales rounded up. What stays as it is: inputs and outputs of the model, which are there
+anyway; what a product in BF16 reads itself; rows shorter than a block, as statistics have; dtypes but BF16
+and FP32. Runs on the partitioned graphs, where what crosses between them is known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, E4M3, Rounding
+from mxcompile.graph.build import Builder
+from mxcompile.graph.names import GraphInput
+from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
+from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
+from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor
+from mxcompile.passes.upstream import upstream, viewed
+
+_KEPT_APART = "saved_tensor_with_no_vc_check"
+"""Where AOTAutograd notes values that it keeps in a place of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compress:
+    """num_outputs: the model's own outputs, first in a forward graph. inputs: those of the captured graph."""
+
+    name: ClassVar[str] = "compress"
+    num_outputs: int
+    inputs: tuple[GraphInput, ...]
+
+    def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
+        """Replace what crosses from `forward` to `backward`. Returns whether anything was."""
+        crossing = _Crossing(forward, backward, self.num_outputs)
+        chosen = upstream(forward, self.inputs, crossing.candidates())
+        changes = [crossing.compress(node, tag) for node, tag in chosen.items()]
+        return any(changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Copy:
+    """An MX copy in the forward graph: its two results, the cast they are of, and the steps to its source."""
+
+    qdata: fx.Node
+    scale: fx.Node
+    dim: int
+    steps: Chain = ()
+
+
+class _Crossing:
+    """What crosses between the two graphs of one partition."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
+        self._forward = Builder(forward, Compress.name)
+        self._backward = Builder(backward, Compress.name)
+        (self._output,) = forward.find_nodes(op="output")
+        returned = self._output.args[0]
+        assert isinstance(returned, list | tuple)
+        self._results, self._saved = list(returned[:num_outputs]), list(returned[num_outputs:])
+        self._ends = {node.name: node for node in backward.find_nodes(op="placeholder")}
+        self._place = {node: place for place, node in enumerate(backward.nodes)}
+        self._named = {node.name: node for node in forward.nodes}
+
+    def candidates(self) -> list[fx.Node]:
+        """What is saved and may be compressed."""
+        results = {viewed(node) for node in self._results if isinstance(node, fx.Node)}
+        saved = (node for node in self._saved if isinstance(node, fx.Node) and node.op == "call_function")
+        return [node for node in saved if viewed(node) not in results and self._is_castable(node)]
+
+    def _is_castable(self, node: fx.Node) -> bool:
+        value, end = tensor(node), self._ends.get(node.name)
+        if value is None or value.dtype not in (torch.bfloat16, torch.float32) or value.ndim < 2:
+            return False
+        strides = [hint(stride) for stride in value.stride()]
+        if end is None or node.meta.get(_KEPT_APART) or viewed(node).op == "placeholder" or 0 in strides:
+            return False
+        width = value.shape[memory_order(strides)[-1]]
+        return isinstance(width, int) and width >= BLOCK and not _read_by_kept_product(end)
+
+    def compress(self, node: fx.Node, tag: GemmTag) -> bool:
+        """Save an MX copy instead of `node`; not where two different ones would be needed."""
+        end = self._ends[node.name]
+        casts = [user for user in _users(end) if packet(user) in ops.CASTS]
+        saved = self._saved_copy(node)
+        if len(casts) + (saved is not None) > 1:
+            return False
+        copy = self._moved(casts[0]) if casts else saved or self._made(node, tag)
+        if copy is None:
+            return False
+        value = self._restored(node, copy, chain_to(node)[1] if copy is saved else ())
+        if value is None:
+            return False
+        for cast in casts:
+            self._read_saved(cast, copy)
+        end.replace_all_uses_with(value)
+        self._backward.graph.erase_node(end)
+        self._saved.remove(node)
+        self._output.args = ((*self._results, *self._saved),)
+        return True
+
+    # -- copies in forward -----------------------------------------------------------------------
+
+    def _saved_copy(self, node: fx.Node) -> _Copy | None:
+        """An MX copy of what `node` shows that is saved already."""
+        root, _ = chain_to(node)
+        for qdata in self._saved:
+            if not isinstance(qdata, fx.Node) or packet(qdata) is not operator.getitem or qdata.args[1] != 0:
+                continue
+            cast = argument(qdata)
+            if cast.target is not ops.quantize:
+                continue
+            scales = [user for user in cast.users if user.args[1] == 1 and user in self._saved]
+            source, steps = chain_to(argument(cast))
+            if source is root and scales:
+                return _Copy(qdata=qdata, scale=scales[0], dim=_dim(cast), steps=steps)
+        return None
+
+    def _moved(self, cast: fx.Node) -> _Copy | None:
+        """The cast of backward, done in forward; None of other formats, or if that lacks what it reads."""
+        source = self._named.get(argument(cast).name)
+        mine, its = tensor(source), tensor(argument(cast))
+        if cast.target is not ops.quantize or mine is None or its is None or mine.shape != its.shape:
+            return None
+        assert source is not None
+        steps = chain_to(argument(cast))[1]
+        return self._cast(source, cast.args[1:], cast, steps)
+
+    def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
+        """A copy along the innermost dimension of `node` in memory."""
+        value = tensor(node)
+        assert value is not None
+        order = memory_order([hint(stride) for stride in value.stride()])
+        elem, rounding = E4M3.dtype, str(Rounding.RCEIL)
+        if tag.formats is not None:
+            fmt = tag.formats[tag.tensors.index("x")]
+            if fmt.is_mx:
+                elem, rounding = fmt.elem.dtype, str(fmt.derivation)
+        how = value.ndim - 1, elem, rounding, False
+        if order == sorted(order):
+            return self._cast(node, how, node, ())
+        with self._forward.graph.inserting_before(node.next):
+            source = self._forward.call(aten.permute.default, node, order, like=node)
+        return self._cast(source, how, node, (source,))
+
+    def _cast(self, source: fx.Node, how: tuple[Any, ...], like: fx.Node, steps: Chain) -> _Copy:
+        """`source` cast in forward as soon as it is there, or the cast of it that there is."""
+        value = tensor(source)
+        assert value is not None
+        call = self._forward.call
+        cast = next((u for u in source.users if u.target is ops.quantize and u.args[1:] == how), None)
+        if cast is None:
+            with self._forward.graph.inserting_before(source.next):
+                cast = call(ops.quantize, source, *how, like=like)
+                cast.meta["mx_itemsize"] = value.element_size()
+        with self._forward.graph.inserting_before(cast.next):
+            qdata, scale = (
+                self._forward.pick(cast, index, f"{source.name}_{part}")
+                for index, part in enumerate(("qdata", "scale"))  # a name that backward has not either
+            )
+        return _Copy(qdata=qdata, scale=scale, dim=_dim(cast), steps=steps)
+
+    # -- values in backward ----------------------------------------------------------------------
+
+    def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
+        """The value of `copy` in the shape of `node`, laid out as it is; None if a size is not at hand.
+
+        after: the steps to `node` from where those to the copy's source begin.
+        """
+        end, value = self._ends[node.name], tensor(node)
+        assert value is not None
+        qdata, scale = (self._input(part, end) for part in (copy.qdata, copy.scale))
+        build = self._backward
+        with build.graph.inserting_before(min(end.users, key=self._place.__getitem__)):
+            result = build.call(ops.dequantize, qdata, scale, copy.dim, value.dtype, like=end)
+            begun = undone(copy.steps, result, build)
+            found = None if begun is None else repeated(after, begun, build)
+            return None if found is None else self._laid_out(found, value)
+
+    def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
+        """`node` with its dimensions in memory in the order of `like`."""
+        value, call = tensor(node), self._backward.call
+        assert value is not None
+        order = memory_order([hint(stride) for stride in like.stride()])
+        if memory_order([hint(stride) for stride in value.stride()]) == order:
+            return node
+        permuted = call(aten.permute.default, node, order, like=node)
+        stored = call(aten.clone.default, permuted, like=node, memory_format=torch.contiguous_format)
+        return call(aten.permute.default, stored, inverse(order), like=node)
+
+    def _input(self, part: fx.Node, end: fx.Node) -> fx.Node:
+        """`part` of a copy as an input of backward, in front of `end`."""
+        if part.name not in self._ends:
+            with self._backward.graph.inserting_before(end):
+                made = self._backward.graph.placeholder(part.name)
+            made.meta = dict(part.meta)
+            self._ends[part.name] = made
+            self._saved.insert(self._saved.index(self._named[end.name]), part)
+        found: fx.Node = self._ends[part.name]
+        return found
+
+    def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
+        """Let backward read what forward has cast instead of `cast`."""
+        for user in list(cast.users):
+            part = copy.qdata if user.args[1] == 0 else copy.scale
+            user.replace_all_uses_with(self._ends[part.name])
+            self._backward.graph.erase_node(user)
+        self._backward.graph.erase_node(cast)
+
+
+def _dim(cast: fx.Node) -> int:
+    dim = cast.args[1]
+    assert isinstance(dim, int)
+    return dim
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads `node` or its elements in another order."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            yield user
+            if is_step(user):
+                pending.append(user)
+
+
+def _read_by_kept_product(node: fx.Node) -> bool:
+    """Whether a linear layer's product that is not quantized reads `node` itself."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            tag = tag_of(user)
+            if tag is not None and tag.kind is Kind.LINEAR and tag.formats is None:
+                return True
+            if packet(user) in TRANSPARENT:
+                pending.append(user)
+    return False

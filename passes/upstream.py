@@ -1,0 +1,116 @@
+"""upstream: which of the values that a forward keeps are what the inputs of layers are made from.
+
+A layer with ``saved: mxfp8`` reaches back from its input to the kept values that it is computed from:
+
+    qkv, ffn_in, …        the nearest of them: the residual stream before the norm
+    attn_out, ffn_out, …  all up to other linear layers: gate and up; attention's result, q, k and v
+
+Left out are values that no linear layer, embedding or input of the model went into (masks, rotary tables),
+what a layer with a fragile role made (router, conditioning, head, other), and what is exponentiated: an error
+there is a factor. So the scores and their statistics inside a written-out attention are not reached, nor the
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+
+from torch import fx
+
+from mxcompile.graph.names import GraphInput
+from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURCES, VIEWS, packet
+from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
+from mxcompile.passes.flow import Depends, dependencies
+from mxcompile.policy import Gemm, Role, Saved
+
+_FRAGILE = frozenset({Role.ROUTER, Role.CONDITIONING, Role.EMBEDDING, Role.HEAD, Role.OTHER})
+_BEHIND = frozenset({Role.ATTN_OUT, Role.FFN_OUT, Role.EXPERT_OUT, Role.MIXER_OUT})
+"""Roles behind whose inputs lie the layers they belong with, and no residual stream."""
+
+
+class _Made(IntEnum):
+    """Of what a value is: the larger wins where several come together."""
+
+    CONSTANT = 0
+    FRAGILE = 1
+    STREAM = 2
+
+
+def upstream(
+    graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
+) -> dict[fx.Node, GemmTag]:
+    """Those of `kept`, nodes of the forward `graph`, that are reached, with the first layer that does."""
+    made = _made(graph, inputs)
+    by_value: dict[fx.Node, list[fx.Node]] = {}
+    for node in kept:
+        by_value.setdefault(viewed(node), []).append(node)
+    reached: dict[fx.Node, GemmTag] = {}
+    seen: set[tuple[fx.Node, bool, bool]] = set()
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
+            continue
+        for value in _reached(node, by_value, seen, behind=tag.role in _BEHIND):
+            if made[value] is _Made.STREAM:
+                for each in by_value[value]:
+                    reached.setdefault(each, tag)
+    return reached
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The value that `node` is a view of."""
+    while packet(node) in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Made]:
+    """Of what every value of `graph` is made."""
+    depends = dependencies(graph, inputs)
+    found: dict[fx.Node, _Made] = {}
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if node.op == "placeholder":
+            value = tensor(node)
+            is_stream = depends[node] is Depends.DATA and value is not None and value.is_floating_point()
+            found[node] = _Made.STREAM if is_stream else _Made.CONSTANT
+        elif tag is not None and tag.kind is Kind.LINEAR:
+            found[node] = _Made.FRAGILE if tag.role in _FRAGILE else _Made.STREAM
+        elif packet(node) in STREAM_SOURCES:
+            found[node] = _Made.STREAM
+        else:
+            found[node] = max((found[arg] for arg in node.all_input_nodes), default=_Made.CONSTANT)
+    return found
+
+
+def _reached(
+    layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
+) -> Iterable[fx.Node]:
+    """Those of `values` behind the operands of `layer`, up to other layers; all of them, or the nearest."""
+    pending = [(arg, True) for arg in layer.all_input_nodes]
+    while pending:
+        node, counts = pending.pop()
+        if node.op != "call_function" or (node, counts, behind) in seen:
+            continue
+        seen.add((node, counts, behind))
+        if node in values:
+            if counts:
+                yield node
+            if not behind:
+                continue
+        tags = tags_of(node)
+        if packet(node) in STREAM_SOURCES or any(tag.kind is Kind.LINEAR for tag in tags):
+            continue
+        if tags:  # a product of two activations: what it multiplies is no exponent
+            counts = True
+        elif packet(node) in EXPONENTIALS:
+            counts = False
+        pending += [(arg, counts) for arg in _operands(node)]
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What `node` is computed from; of an attention q, k and v alone."""
+    if packet(node) in ATTENTION_FORWARD:
+        return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)]
+    return node.all_input_nodes
