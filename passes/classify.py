@@ -53,7 +53,7 @@ class Classify:
         verdicts = _of_products(found.products.no_layer, found)
         for node in reversed(found.layers):
             verdicts[node.name] = role, _ = role_of(Site.at(node, model))
-            model.roles[node] = role
+            model.settle(node, role)
         no_layer = {node.name for node in found.products.no_layer}
         for node in graph.nodes:
             tags = tags_of(node)

@@ -11,7 +11,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import PICKS, RANDOM, TRANSPARENT, aten, packet
+from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import tensor
 
 
@@ -24,20 +24,68 @@ class Depends(Flag):
     GRADIENT = auto()  # tangents: the value belongs to backward
 
 
+_BY_VALUE = tuple(Depends(value) for value in range(8))
+_RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
+_BIASED = frozenset({aten.addmm, aten.baddbmm})
+
+
 def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Depends]:
-    """For every node of `graph`, what it depends on. `inputs` are those of the captured graph."""
-    found: dict[fx.Node, Depends] = {}
+    """For every node of `graph`, what it depends on. `inputs` are those of the captured graph.
+
+    The result of a layer that reads parameters alone is data: a query that every sample of a batch has its
+    copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by
+    its bias or by what it reads being repeated.
+    """
+    found: dict[fx.Node, int] = {}
+    kinds: dict[int, int] = {}
+    repeated: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            found[node] = _of_placeholder(node, inputs)
-        elif node.op == "get_attr":
-            found[node] = Depends.PARAMETER if tensor(node) is not None else Depends.NOTHING
-        else:
-            flags = Depends.DATA if packet(node) in RANDOM else Depends.NOTHING
-            for argument in node.all_input_nodes:
-                flags |= found[argument]
-            found[node] = flags
-    return found
+            found[node] = _of_placeholder(node, inputs).value
+            continue
+        if node.op == "get_attr":
+            found[node] = _PARAMETER if tensor(node) is not None else 0
+            continue
+        kind = kinds.get(id(node.target))
+        if kind is None:
+            kind = kinds[id(node.target)] = _kind(node)
+        flags = _DATA if kind & _RANDOM else 0
+        arguments = node.all_input_nodes
+        for argument in arguments:
+            flags |= found[argument]
+        if flags == _PARAMETER:
+            if kind & _REPEATS or not repeated.isdisjoint(arguments):
+                repeated.add(node)
+            if kind & _PRODUCT and _is_layer(node, repeated):
+                flags |= _DATA
+        found[node] = flags
+    return {node: _BY_VALUE[flags] for node, flags in found.items()}
+
+
+_PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value
+
+
+def _kind(node: fx.Node) -> int:
+    what = packet(node)
+    return (
+        (_RANDOM if what in RANDOM else 0)
+        | (_REPEATS if what in REPEATS else 0)
+        | (_PRODUCT if what in MATMULS else 0)
+    )
+
+
+def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
+    """Whether `node`, a product of what parameters alone make, is a layer's: x·w + b, or x is repeated."""
+    biased = packet(node) in _BIASED
+    x, w = node.args[biased], node.args[biased + 1]
+    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or w in repeated:
+        return False
+    return is_stored(w) and (biased or x in repeated)
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether `node` is an input of the graph or a constant, in whatever view."""
+    return origin(node).op in ("placeholder", "get_attr")
 
 
 def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:

@@ -207,6 +207,9 @@ SUMS = _packets(aten, "add", "sub", "rsub")
 
 RANDOM = _packets(aten, "rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout")
 
+REPEATS = _packets(aten, "repeat", "expand", "repeat_interleave")
+"""What makes several copies of a value."""
+
 STREAM_SOURCES = _packets(aten, "embedding", "convolution", "_embedding_bag")
 """What starts a residual stream, beside floating-point inputs."""
 

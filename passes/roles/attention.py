@@ -44,6 +44,12 @@ def _behind_attention(site: Site) -> Found | Missing:
     return Found("its input is what an attention made")
 
 
+def _is_no_expert(site: Site) -> Found | Missing:
+    if site.stacked and site.all_followers(Role.EXPERT_OUT):
+        return Missing("it opens a network of experts, among which the attention divides tokens")
+    return Found("")
+
+
 def _is_first(site: Site) -> Found | Missing:
     straight = site.model.feeds.sources(site.made, Source.ATTENTION)
     if not straight and not site.used(BRANCH):
@@ -58,4 +64,6 @@ def _no_stream_in_between(site: Site) -> Found | Missing:
 
 
 QKV_LAYER = Statement(role=Role.QKV, clauses=(_reaches_attention,))
-ATTN_OUT = Statement(role=Role.ATTN_OUT, clauses=(_behind_attention, _no_stream_in_between, _is_first))
+ATTN_OUT = Statement(
+    role=Role.ATTN_OUT, clauses=(_behind_attention, _no_stream_in_between, _is_no_expert, _is_first)
+)

@@ -8,13 +8,15 @@ products of sizes that agree before and after it. What cannot be followed has no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, is_matmul_like, packet
-from mxcompile.graph.tags import hint, tensor
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import hint, tags_of, tensor
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
@@ -42,6 +44,33 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
     return 0
 
 
+def data_operand(node: fx.Node) -> fx.Node:
+    """The operand of a product with a parameter that is not the parameter."""
+    operand = operands(node)[1 - tags_of(node)[0].tensors.index("w")]
+    assert isinstance(operand, fx.Node)
+    return operand
+
+
+def contracted(node: fx.Node) -> int:
+    """The dimension of its data operand that `node`, a product with a parameter, sums over."""
+    if packet(node) is aten.convolution:
+        return 1
+    return -1 if tags_of(node)[0].tensors[0] == "x" else -2
+
+
+def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
+    """The matmul that `node` is made of elementwise, if it is made of one. through: as of `axes`."""
+    for _ in range(_STEPS):
+        if _ends(node, through):
+            return node
+        before = next((arg for arg in node.all_input_nodes if _ends(arg, through)), None)
+        following = before or _towards(node, node, through)
+        if following is None:
+            return None
+        node = following
+    return None
+
+
 def _labels(root: fx.Node, dims: frozenset[int]) -> int:
     value = tensor(root)
     if value is None:
@@ -55,20 +84,28 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
 
 
 def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:
-    """The argument of `node` that leads back to `root`: the first that is computed."""
+    """The argument of `node` that leads back to `root`: of those that are computed the largest."""
     if node.op != "call_function" or _ends(node, through):
         return None
     arguments = [arg for arg in node.all_input_nodes if arg is root or not _ends(arg, through)]
     if root in arguments:
         return root
-    sized = [(value.ndim, arg) for arg in arguments if (value := tensor(arg)) is not None]
-    floating = [arg for _, arg in sized if arg.op == "call_function"]
-    return floating[0] if floating else None
+    computed = [arg for arg in arguments if arg.op == "call_function" and tensor(arg) is not None]
+    if len(computed) < 2:
+        return computed[0] if computed else None
+    return max(computed, key=_size)
+
+
+def _size(node: fx.Node) -> tuple[bool, int]:
+    """Orders arguments: a mask, a row statistic or a number are less than what they are applied to."""
+    value = tensor(node)
+    assert value is not None
+    return value.is_floating_point(), math.prod(map(hint, value.shape))
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:
     """Whether `node` is a product of its own; a filter, which keeps channels apart, is none."""
-    return is_matmul_like(node) and node not in through and packet(node) is not aten.convolution
+    return bool(tags_of(node)) and node not in through and packet(node) is not aten.convolution
 
 
 def _before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mxcompile.passes.roles.feeds import BESIDE
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.statement import Answer
 from mxcompile.policy import Role
@@ -10,7 +11,7 @@ from mxcompile.policy import Role
 def inherited(site: Site) -> tuple[Role, Answer] | None:
     """The role of the layers that read the result of `site` linearly, if all that read it have just one."""
     roles = {site.role_of(follower) for follower in site.followers}
-    if len(roles) != 1 or any(follower.activated for follower in site.followers):
+    if len(roles) != 1 or any(follower.activated or follower.marks & BESIDE for follower in site.followers):
         return None
     (role,) = roles
     if role in (Role.OTHER, Role.HEAD):

@@ -14,7 +14,11 @@ from mxcompile.policy import Role
 
 
 def _shifts_stream(site: Site) -> Found | Missing:
-    if site.used(SHIFTS):
+    number = site.model.joined.get(site.node) if site.used(BRANCH | STARTS) else None
+    conditions_others, is_body = (
+        site.model.read_for[number, kind] > 0 if number is not None else False for kind in (True, False)
+    )
+    if site.used(SHIFTS) and not (site.used(STARTS) and is_body):
         return Found("its result scales, shifts or gates a residual stream that it does not depend on")
     if site.used(SCALES) and _is_pooled(site):
         return Found(
@@ -23,10 +27,7 @@ def _shifts_stream(site: Site) -> Found | Missing:
     conditions = [f.layer for f in site.followers if site.role_of(f) is Role.CONDITIONING]
     if conditions and len(conditions) == len(site.followers):
         return Found(f"its result goes to nothing but {named(conditions)}, which condition a residual stream")
-    number = site.model.joined.get(site.node)
-    readers = site.model.readers.get(number, []) if number is not None and site.used(BRANCH | STARTS) else []
-    later = [site.model.roles[layer] for layer in readers if layer in site.model.roles]
-    if later and all(role is Role.CONDITIONING for role in later):
+    if conditions_others and not is_body:
         return Found("its result joins a residual stream that nothing but conditioning reads")
     return Missing("its result scales, shifts or gates no residual stream from outside")
 

@@ -55,12 +55,17 @@ def ends(graph: fx.Graph, cuts: Cuts) -> Ends:
 
 
 def live(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that an output of the forward is made of, in order: not those that backward alone reads."""
+    """The nodes of the forward, in order: not those that backward alone reads.
+
+    A layer whose result nothing reads (the last one of a tower that another layer's result is taken of) is
+    what it would be if something did.
+    """
     found = {
         node for _, node, descriptor in _outputs(graph) if "GradAOTOutput" not in type(descriptor).__name__
     }
     if not found:
         return [node for node in graph.nodes if node.op != "output"]
+    found.update(node for node in graph.nodes if not node.users and node.op == "call_function")
     for node in reversed(graph.nodes):
         if node in found:
             found.update(node.all_input_nodes)

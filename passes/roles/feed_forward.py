@@ -3,7 +3,7 @@
     ffn_out     reads other layers through an activation or a gate, and its result joins the residual stream
     ffn_in      the layers it reads so, those that these read so in turn, and a gate on its result
     expert_*    the same where tokens are routed: a top-k chose the input or weights the result, or the weight
-                is a stack of matrices
+                is a stack of matrices; or weights by a softmax divide tokens among such and combine results
 
 A model or a block that is a feed-forward network and nothing else has no residual stream to join; there the
 last layer is told by the width it returns to.
@@ -18,7 +18,7 @@ from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Source
 from mxcompile.passes.roles.site import Site, named
 from mxcompile.passes.roles.statement import Found, Missing, Statement
-from mxcompile.passes.roles.uses import BRANCH, RESULT, WEIGHED
+from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
 
 _LAST = frozenset({Role.FFN_OUT, Role.FFN_IN, Role.EXPERT_OUT, Role.EXPERT_IN})
@@ -47,6 +47,12 @@ def _returns_to_width(site: Site) -> Found | Missing:
     return Missing("it does not return to the width of the input")
 
 
+def _is_combined(site: Site) -> Found | Missing:
+    if site.used(QKV) and site.stacked:
+        return Found("its weight is a stack of matrices, and weights by a softmax combine its results")
+    return Missing("no weights by a softmax combine results of a stack of matrices")
+
+
 def _feeds_last(site: Site) -> Found | Missing:
     outs = [f for f in site.followers if f.activated and site.role_of(f) in _LAST]
     fused = [f for f in site.followers if f.activated and site.role_of(f) in _FUSED]
@@ -55,14 +61,18 @@ def _feeds_last(site: Site) -> Found | Missing:
         return Found(f"{named(found)} reads its result through an activation or a gate")
     made = site.model.together.get(site.node, {})
     if made.get(site.node, 0) & GATED and not site.followers:
-        gated = [other for other, marks in made.items() if marks & GATED and _is_last(other, site)]
+        gated = [other for other, marks in made.items() if marks & GATED and _ends_network(other, site)]
         if gated:
             return Found(f"its result gates that of {named(gated)}")
     return Missing("no layer that ends a feed-forward network reads its result through an activation")
 
 
-def _is_last(node: fx.Node, site: Site) -> bool:
-    return site.model.roles.get(node) in (Role.FFN_OUT, Role.EXPERT_OUT)
+def _ends_network(node: fx.Node, site: Site) -> bool:
+    """Whether `node` is another layer that reads activated ones, on its way into the stream."""
+    if node is site.node or site.model.feeds.kind[node] is not Source.LAYER:
+        return False
+    other = Site.at(node, site.model)
+    return other.used(BRANCH) and bool(other.activated_layers)
 
 
 def _is_routed(site: Site) -> Found | Missing:
@@ -89,4 +99,5 @@ LONE_FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _returns_
 FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _joins_stream))
 FFN_IN = Statement(role=Role.FFN_IN, clauses=(_feeds_last,))
 EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _joins_stream, _is_routed))
+SOFT_EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_is_combined, _reads_activated))
 EXPERT_IN = Statement(role=Role.EXPERT_IN, clauses=(_feeds_last, _is_routed))

@@ -20,7 +20,8 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, tags_of, tensor
 from mxcompile.passes.flow import Depends
-from mxcompile.passes.roles.products import Products, data_operand, is_softmax, softmax_dim
+from mxcompile.passes.roles.axes import data_operand
+from mxcompile.passes.roles.products import Products, is_softmax, softmax_dim
 from mxcompile.passes.roles.recurrence import Recurrences
 from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import (
@@ -28,6 +29,7 @@ from mxcompile.passes.roles.traits import (
     CONVOLUTION,
     FACTOR,
     LOOKUP,
+    MATMUL,
     REDUCTION,
     SCAN,
     SELECTION,
@@ -50,9 +52,10 @@ class Source(Enum):
     CUT = auto()  # an input that the model computes elsewhere
 
 
-ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED = 1, 2, 4, 8, 16
+ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE = 1, 2, 4, 8, 16, 32
 """Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
-or one selected element of the source is left; a convolution that keeps channels apart."""
+or one selected element of the source is left; a convolution that keeps channels apart; features of
+another origin were put beside it."""
 
 Made = dict[fx.Node, int]
 """Sources of a value, and the marks of the way from each."""
@@ -70,7 +73,8 @@ class Feeds:
 
     made: sources of every forward value. before: the same of the skips of residual streams, which are
     themselves sources. kind: of every source. streams: what each value depends on, by the number of the
-    stream, the latest `_MOST_STREAMS`. number: of the stream that a sum or a skip belongs to. chosen: values
+    stream, the latest `_MOST_STREAMS`. pooled: attentions whose queries are parameters. number: of the
+    stream that a sum or a skip belongs to. chosen: values
     that depend on a top-k since the last layer. products: what became of the products. layers: the linear
     layers in order.
     """
@@ -80,6 +84,7 @@ class Feeds:
     kind: dict[fx.Node, Source] = field(default_factory=dict)
     streams: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     chosen: set[fx.Node] = field(default_factory=set)
+    pooled: set[fx.Node] = field(default_factory=set)
     number: dict[fx.Node, int] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     layers: list[fx.Node] = field(default_factory=list)
@@ -124,7 +129,7 @@ class _Sweeper:
 
     def visit(self, node: fx.Node) -> None:
         feeds = self.feeds
-        arguments = [arg for arg in node.all_input_nodes if arg in feeds.made]
+        arguments = node.all_input_nodes
         feeds.streams[node] = self._union_streams(arguments)
         made = self._made(node, arguments)
         if node in self._streams.joins or node in self._streams.skips:
@@ -135,9 +140,10 @@ class _Sweeper:
         if node.op == "placeholder":
             return self._input(node)
         traits = self._traits[node]
-        tags = tags_of(node)
-        if tags and (tags[0].kind is Kind.LINEAR or not traits & CONVOLUTION):
-            return self._matmul(node, tags[0].kind)
+        if traits & MATMUL:
+            kind = tags_of(node)[0].kind
+            if kind is Kind.LINEAR or not traits & CONVOLUTION:
+                return self._matmul(node, kind)
         chosen = self.feeds.chosen
         if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments)):
             chosen.add(node)
@@ -153,10 +159,10 @@ class _Sweeper:
             return self._source(node, Source.CONVOLUTION)
         if traits & SCAN and node not in chosen and self.feeds.sources(made, Source.LAYER):
             return self._source(node, Source.SCAN)
-        recurrence = self._recurrences.visit(node, arguments, made)
-        if recurrence is not None:
-            self.feeds.kind[recurrence] = Source.SCAN
-            return {recurrence: WHOLE}
+        recurrences = self._recurrences.visit(node, arguments, made)
+        if recurrences:
+            self.feeds.kind.update(dict.fromkeys(recurrences, Source.SCAN))
+            return dict.fromkeys(recurrences, WHOLE)
         return self._marked(node, traits, made)
 
     def _input(self, node: fx.Node) -> Made:
@@ -174,7 +180,7 @@ class _Sweeper:
         self.feeds.before[node] = made
         self.feeds.chosen.discard(node)
         branch = self._streams.joins.get(node)
-        kept = [arg for arg in node.all_input_nodes if arg in self.feeds.made and arg is not branch]
+        kept = [arg for arg in node.all_input_nodes if arg is not branch]
         sources = made if branch is None else self._merged(kept)
         numbers = self.feeds.number
         earlier = [numbers[source] for source in sources if source in numbers and source is not node]
@@ -215,6 +221,8 @@ class _Sweeper:
             added |= FILTERED
         if traits & FACTOR and packet(node) is aten.mul and self._is_gate(node):
             added |= GATED
+        if packet(node) is aten.cat and self._adds_features(node):
+            added |= BESIDE
         if traits & REDUCTION or packet(node) is aten.select:
             kept = ~WHOLE
         if traits & SOFT and is_softmax(node):
@@ -225,6 +233,15 @@ class _Sweeper:
         return {
             source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in made.items()
         }
+
+    def _adds_features(self, node: fx.Node) -> bool:
+        """Whether `node` puts features of several origins beside each other."""
+        pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        value = tensor(node)
+        if value is None or dim not in (-1, value.ndim - 1):
+            return False
+        first, *others = (self.feeds.made.get(piece, _NOTHING) for piece in pieces)  # type: ignore[union-attr]
+        return any(other.keys() != first.keys() for other in others)
 
     def _is_gate(self, node: fx.Node) -> bool:
         """Whether `node` multiplies two values elementwise, both made of products, neither a mere factor."""
@@ -248,6 +265,8 @@ class _Sweeper:
                 return self._linear(node)
             case Kind.ATTENTION:
                 feeds.products.attention_operator(node, feeds)
+                if Depends.DATA not in self._depends[operands(node)[0]]:
+                    feeds.pooled.add(node)
                 return self._source(node, Source.ATTENTION)
             case Kind.PRODUCT:
                 return self._product(node)
@@ -279,6 +298,8 @@ class _Sweeper:
         for weights, values in ((0, 1), (1, 0)):
             soft = {source: marks for source, marks in made[weights].items() if marks & SOFTMAXED}
             if soft and feeds.products.is_attention(node, soft, pair[values], feeds):
+                if feeds.products.rests_on_queries(node):
+                    feeds.pooled.add(node)
                 return self._source(node, Source.ATTENTION)
         return self._source(node, Source.PRODUCT)
 

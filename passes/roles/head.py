@@ -43,7 +43,10 @@ def _has_body_before_it(site: Site) -> Found | Missing:
         return _is_last_behind_stream(site)
     if not site.made or site.sources(Source.INPUT, Source.CUT):
         return Missing("it reads the model's inputs")
-    if site.sources(Source.ATTENTION):
+    attentions = site.sources(Source.ATTENTION)
+    if attentions and site.model.feeds.pooled.issuperset(attentions):
+        return Found("it stands behind an attention whose queries are parameters, which pools")
+    if attentions:
         return Missing("it is straight behind an attention, in a model without residual streams")
     if not site.used(RESULT):
         return Missing("it stands behind no residual stream")

@@ -7,7 +7,14 @@ from mxcompile.passes.roles.attention import ATTN_OUT, QKV_LAYER
 from mxcompile.passes.roles.chain import inherited
 from mxcompile.passes.roles.conditioning import CONDITIONING
 from mxcompile.passes.roles.embedding import EMBEDDING
-from mxcompile.passes.roles.feed_forward import EXPERT_IN, EXPERT_OUT, FFN_IN, FFN_OUT, LONE_FFN_OUT
+from mxcompile.passes.roles.feed_forward import (
+    EXPERT_IN,
+    EXPERT_OUT,
+    FFN_IN,
+    FFN_OUT,
+    LONE_FFN_OUT,
+    SOFT_EXPERT_OUT,
+)
 from mxcompile.passes.roles.head import HEAD, TIED_HEAD
 from mxcompile.passes.roles.mixer import MIXER_IN, MIXER_OUT
 from mxcompile.passes.roles.router import ROUTER
@@ -19,12 +26,13 @@ STATEMENTS: tuple[Statement, ...] = (
     TIED_HEAD,  # whatever else becomes of the logits
     ROUTER,  # whose result may be an output too, for a loss
     CONDITIONING,  # a gate joins the stream as a branch does
+    SOFT_EXPERT_OUT,  # what combines them is an attention with a query that is a parameter
     QKV_LAYER,  # keys and values may be outputs too, for a cache
     LONE_FFN_OUT,  # a block's feed-forward network, compiled or tried alone
+    MIXER_OUT,
+    MIXER_IN,  # what a filter keeps for the next token may be an output too
     HEAD,  # behind an attention as well
     ATTN_OUT,
-    MIXER_OUT,
-    MIXER_IN,
     EXPERT_OUT,  # a routed feed-forward network is one
     FFN_OUT,
     EXPERT_IN,

@@ -26,7 +26,7 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.passes.flow import origin
-from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes
+from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
 
 if TYPE_CHECKING:
     from mxcompile.passes.roles.feeds import Feeds, Made
@@ -128,18 +128,11 @@ class Products:
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:
         """Whether the product of `data`, made of `scores` alone, and a parameter mixes their batch."""
-        dim = -1 if operands(node)[0] is data else -2
+        dim = contracted(node)
         if any(axes(data, dim, score, self.no_layer) != BATCH for score in scores):
             return False
         self.no_layer[node] = "a mix of the heads' scores: it contracts the batch of a product"
         return True
-
-
-def data_operand(node: fx.Node) -> fx.Node:
-    """The operand of a product with a parameter that is not the parameter."""
-    operand = operands(node)[1 - tags_of(node)[0].tensors.index("w")]
-    assert isinstance(operand, fx.Node)
-    return operand
 
 
 def is_softmax(node: fx.Node) -> bool:

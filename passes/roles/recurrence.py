@@ -30,10 +30,8 @@ class Recurrences:
         self._first: dict[_Place, fx.Node] = {}
         self._over_rows: dict[_Place, bool] = {}
 
-    def visit(
-        self, node: fx.Node, arguments: Sequence[fx.Node], sources: Iterable[fx.Node]
-    ) -> fx.Node | None:
-        """The node that stands for the recurrence that `node` is a step of, or None.
+    def visit(self, node: fx.Node, arguments: Sequence[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes that stand for the recurrences that `node` is a step of: one for each of its inputs.
 
         sources: what `node` is made of.
         """
@@ -41,19 +39,19 @@ class Recurrences:
         if place is not None:
             source, dim, index = place
             self._taken[node] = {(source, dim): index}
-            return None
+            return []
         if self._taken.keys().isdisjoint(arguments):
-            return None
+            return []
         merged: dict[_Place, Any] = {}
-        found = None
+        found: dict[fx.Node, None] = {}
         for argument in arguments:
             for key, index in self._taken.get(argument, merged).items():
                 if merged.setdefault(key, index) != index and self._is_over_rows(key, sources):
                     merged[key] = index
-                    found = found or self._first.setdefault(key, node)
+                    found[self._first.setdefault(key, node)] = None
         if merged:
             self._taken[node] = merged
-        return found
+        return list(found)
 
     def _is_over_rows(self, key: _Place, sources: Iterable[fx.Node]) -> bool:
         if key not in self._over_rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,8 +12,8 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.passes.flow import stored
+from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Feeds, Made, Source
-from mxcompile.passes.roles.products import data_operand
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 
@@ -36,42 +37,49 @@ class Follower:
 class Model:
     """What is known of the graph as a whole.
 
-    followers: the layers that read a layer's result. readers: those that read a residual stream, by its
-    number. joined: the number of the stream that a layer's result joins or starts. together: what joins it
-    there. roles: of the layers that come after the one being looked at.
+    followers: the layers that read a layer's result. reads: the numbers of the residual streams that a layer
+    reads. joined: the number of the stream that a layer's result joins or starts. together: what joins it
+    there. roles: of the layers that come after the one being looked at. read_for: how often a stream is read
+    by them, to condition other streams (True) or for anything else (False).
     """
 
     feeds: Feeds
     uses: dict[fx.Node, int]
     followers: dict[fx.Node, list[Follower]]
-    readers: dict[int, list[fx.Node]]
+    reads: dict[fx.Node, list[int]]
     joined: dict[fx.Node, int]
     together: dict[fx.Node, Made]
     has_streams: bool
     is_cut: bool
     roles: dict[fx.Node, Role] = field(default_factory=dict)
+    read_for: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, feeds: Feeds, uses: dict[fx.Node, int], *, has_streams: bool, is_cut: bool) -> Model:
         """The model of the two sweeps."""
         followers: dict[fx.Node, list[Follower]] = {layer: [] for layer in feeds.layers}
-        readers: dict[int, list[fx.Node]] = {}
+        reads: dict[fx.Node, list[int]] = {}
         for layer in feeds.layers:
             for source, marks in feeds.made.get(data_operand(layer), {}).items():
                 if feeds.kind[source] is Source.STREAM:
-                    readers.setdefault(feeds.number[source], []).append(layer)
+                    reads.setdefault(layer, []).append(feeds.number[source])
                 elif source in followers:
                     followers[source].append(Follower(layer=layer, marks=marks))
         return cls(
             feeds=feeds,
             uses=uses,
             followers=followers,
-            readers=readers,
+            reads=reads,
             joined={source: feeds.number[sum_] for sum_, made in feeds.before.items() for source in made},
             together={source: made for made in feeds.before.values() for source in made},
             has_streams=has_streams,
             is_cut=is_cut,
         )
+
+    def settle(self, layer: fx.Node, role: Role) -> None:
+        """`layer`, before all that are settled, has `role`."""
+        self.roles[layer] = role
+        self.read_for.update((number, role is Role.CONDITIONING) for number in self.reads.get(layer, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

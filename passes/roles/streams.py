@@ -3,11 +3,12 @@
     s' = s + f(s)
 
 The skip s may be scaled, dropped out or summed with other branches on its way; f leads through at least one
-layer or convolution on every path from s, which tells a stream from what happens inside a branch (a
-state-space model's D·x, a value added to its own attention). What a branch reads from elsewhere (a position
-added in every layer, a condition) is no skip: where the branch has joined its stream, only what the skip was
-made of counts. A sum of the model's input and the end of a whole stream is none either, but how a model that
-predicts a difference ends.
+layer or convolution on every path from s, which tells a stream from what happens inside a branch (a state-
+space model's D·x, a value added to its own attention), and is more than a mix of a product's batch, as
+talking heads add one to the scores. What a branch reads from elsewhere (a position added in every layer, a
+condition) is no skip: where the branch has joined its stream, only what the skip was made of counts. A sum
+of the model's input and the end of a whole stream is none either, but how a model that predicts a
+difference ends.
 
 Which values a value was made from is known for the skips alone, each as long as it has a sum ahead: the sets
 stay small and the sweep linear.
@@ -25,7 +26,8 @@ from torch import fx
 from mxcompile.graph.opsets import RANDOM, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import Kind, tags_of, tensor
 from mxcompile.passes.flow import Depends
-from mxcompile.passes.roles.traits import CALL, CONVOLUTION, FACTOR, RANDOMS, SUM, VIEW
+from mxcompile.passes.roles.axes import BATCH, axes, contracted, data_operand, product_behind
+from mxcompile.passes.roles.traits import CALL, CONVOLUTION, FACTOR, MATMUL, RANDOMS, SUM, VIEW
 
 _LAYERS = frozenset({Kind.LINEAR, Kind.OPAQUE})
 _FACTORS = frozenset({aten.mul, aten.div})
@@ -54,6 +56,7 @@ class _Sweep:
     ) -> None:
         self._nodes = nodes
         self._traits = traits
+        self._mixes: set[fx.Node] = set()
         self._past_join: set[fx.Node] = set()
         self._depends = depends
         self._position = {node: index for index, node in enumerate(nodes)}
@@ -116,10 +119,11 @@ class _Sweep:
         joins: dict[fx.Node, fx.Node] = {}
         skips: set[fx.Node] = set()
         for index, node in enumerate(self._nodes):
-            arguments = [arg for arg in node.all_input_nodes if arg in direct]
+            arguments = node.all_input_nodes
             if node in self._bases:
                 self._join(node, direct, worked, joins, skips)
-            near, far = self._union(direct, arguments, index), self._union(worked, arguments, index)
+            near = self._union(direct, arguments, index)
+            far = self._union(worked, arguments, index)
             if node in joins:
                 kept = [arg for arg in arguments if arg is not joins[node]]
                 near = self._union(direct, kept, index)
@@ -150,8 +154,8 @@ class _Sweep:
 
     def _is_work(self, node: fx.Node) -> bool:
         """Whether `node` is a layer or a convolution."""
-        tags = tags_of(node)
-        return bool(self._traits[node] & CONVOLUTION) or (bool(tags) and tags[0].kind in _LAYERS)
+        traits = self._traits[node]
+        return bool(traits & CONVOLUTION) or (bool(traits & MATMUL) and tags_of(node)[0].kind in _LAYERS)
 
     def _join(
         self,
@@ -165,9 +169,34 @@ class _Sweep:
             if isinstance(branch, fx.Node) and branch in worked:
                 for base in bases:
                     overall = base.op == "placeholder" and branch in self._past_join
-                    if base in worked[branch] and base not in direct[branch] and not overall:
+                    made = base in worked[branch] and base not in direct[branch]
+                    if made and not overall and not self._is_mix(base, branch):
                         joins[node] = branch
                         skips.add(base)
+
+    def _is_mix(self, base: fx.Node, branch: fx.Node) -> bool:
+        """Whether `branch` is a layer straight on `base`, the scores of an attention, and mixes the heads."""
+        layer = _origin(branch)
+        tags = tags_of(layer)
+        if not tags or tags[0].kind is not Kind.LINEAR:
+            return False
+        data = data_operand(layer)
+        product = product_behind(data, self._mixes)
+        if product is None or tags_of(product)[0].kind is not Kind.PRODUCT:
+            return False
+        if axes(data, contracted(layer), product, self._mixes) != BATCH:
+            return False
+        if product not in (base, product_behind(base, self._mixes)):
+            return False
+        self._mixes.add(layer)
+        return True
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """`node` behind views."""
+    while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _both(

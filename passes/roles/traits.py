@@ -20,6 +20,7 @@ from mxcompile.graph.opsets import (
     aten,
     packet,
 )
+from mxcompile.graph.tags import KEY
 
 (
     LINEAR,
@@ -35,7 +36,8 @@ from mxcompile.graph.opsets import (
     RANDOMS,
     CONVOLUTION,
     CALL,
-) = (1 << bit for bit in range(13))
+    MATMUL,
+) = (1 << bit for bit in range(14))
 
 _SETS = (
     (LINEAR, LINEAR_OPS),
@@ -54,7 +56,7 @@ _SETS = (
 
 
 def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The traits of every node's operator; 0 for what is no call."""
+    """The traits of every node's operator, and whether the node is tagged; 0 for what is no call."""
     by_operator: dict[int, int] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
@@ -67,5 +69,5 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             what = packet(node)
             traits = CALL | sum(trait for trait, members in _SETS if what in members)
             by_operator[key] = traits
-        found[node] = traits
+        found[node] = traits | MATMUL if KEY in node.meta else traits
     return found

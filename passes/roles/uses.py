@@ -24,7 +24,7 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, hint, tags_of, tensor
 from mxcompile.passes.roles.feeds import MIXERS, Feeds, Source, is_depthwise
 from mxcompile.passes.roles.streams import Streams
-from mxcompile.passes.roles.traits import CONVOLUTION, FACTOR, LINEAR, SELECTION, SUM
+from mxcompile.passes.roles.traits import CONVOLUTION, FACTOR, LINEAR, MATMUL, SELECTION, SUM
 
 QKV, SCORES, MIXED, LAYER, BRANCH, STARTS = 1, 2, 4, 8, 16, 32
 CHOOSES, SHIFTS, SCALES, WEIGHED, RESULT, CUT, CONVOLVED, SELECTS = 64, 128, 256, 512, 1024, 2048, 4096, 8192
@@ -83,10 +83,11 @@ class _Sweeper:
         """What the use of `node` by `user` adds, `there` being the uses of `user`."""
         if user in self._layers:
             return LAYER
-        tags = tags_of(user)
-        if tags and tags[0].kind is not Kind.CONVOLUTION and user not in self._feeds.products.no_layer:
-            return self._into_product(user, tags[0].kind, there)
         traits = self._traits[user]
+        if traits & MATMUL and user not in self._feeds.products.no_layer:
+            kind = tags_of(user)[0].kind
+            if kind is not Kind.CONVOLUTION:
+                return self._into_product(user, kind, there)
         if self._feeds.kind.get(user) is Source.SCAN and there & (LAYER | MIXED):
             return MIXED
         if user in self._streams.joins:

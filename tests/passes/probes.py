@@ -247,3 +247,153 @@ class Biased(nn.Module):
         for block in self.blocks:
             x = block(x, bias)
         return x
+
+
+class Queried(nn.Module):
+    """Attention whose queries a layer makes of one token, copied for every sample. to_q, a: k, v, out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.to_q, self.a = nn.Linear(WIDTH, WIDTH, bias=False), linear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(x.shape[0], -1, -1)
+        k, v, out = self.a
+        return token + out(attend(self.to_q(token), k(x), v(x), 4, True))
+
+
+class Updated(nn.Module):
+    """A body whose first weight is stored as a matrix and a product of two narrow ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.up, self.down = nn.Parameter(torch.randn(3 * WIDTH, 4)), nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.body.a, self.body.b
+        weight = a.weight + self.up @ self.down
+        return x + b(F.gelu(F.linear(F.rms_norm(x, (WIDTH,)), weight, a.bias)))
+
+
+class Scaled(nn.Module):
+    """Attention whose queries are made in two steps; in between, positions are multiplied in or put beside.
+
+    a: the first step, k, v, out. b: the second step. position: makes what is multiplied in or put beside.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.how, self.position = linear(4), how, linear(1)[0]
+        self.b = nn.Linear(2 * WIDTH if how == "beside" else WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, where: Tensor) -> Tensor:
+        y = F.rms_norm(x, (WIDTH,))
+        first, k, v, out = self.a
+        inner, position = first(y), torch.sin(self.position(where))
+        if self.how == "beside":
+            inner = torch.cat([inner, position], -1)
+        elif self.how == "times":
+            inner = inner * position
+        return x + out(attend(self.b(inner), k(y), v(y), 4, False))
+
+
+class TalkingOnTop(nn.Module):
+    """Attention whose scores get a mix of the heads' scores added, by a pointwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mix = linear(4), nn.Conv2d(4, 4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in self.a[:3])
+        scores = q @ k.transpose(-1, -2)
+        weights = torch.softmax(scores + self.mix(scores), -1)
+        return x + self.a[3]((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Pixels(nn.Module):
+    """A network of two pointwise convolutions that is added to the image, whose shape is that of scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.relu(self.a(x)))
+
+
+class Cached(nn.Module):
+    """A gated short filter; what the next step needs of its input is given back beside the result. a, b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.filter = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, value = self.a(F.rms_norm(x, (WIDTH,))).transpose(1, 2).chunk(3, 1)
+        product = first * value
+        mixed = second * self.filter(product)[..., : x.shape[1]]
+        return x + self.b(mixed.transpose(1, 2)), product[..., -2:]
+
+
+class Receptive(nn.Module):
+    """A network whose result another layer gates before it joins the stream. a, b, gate."""
+
+    def __init__(self, activated: bool) -> None:
+        super().__init__()
+        self.body, self.activated = Body(), activated
+        self.a, self.b, self.gate = linear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        y = self.a(x)
+        return x + torch.sigmoid(self.gate(x)) * self.b(F.relu(y) if self.activated else y)
+
+
+class SoftMixture(nn.Module):
+    """Experts, stacks of matrices, over weighted means of all tokens; weights put them together again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.slots = Body(), nn.Parameter(torch.randn(WIDTH, 2, 3))
+        self.a = nn.Parameter(torch.randn(2, WIDTH, 48))
+        self.b = nn.Parameter(torch.randn(2, 48, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        scores = (x @ self.slots.flatten(1)).unflatten(-1, (2, 3))
+        taken = torch.einsum("bnd,bnes->ebsd", x, scores.softmax(1)).flatten(1, 2)
+        made = torch.bmm(F.gelu(torch.bmm(taken, self.a)), self.b).unflatten(1, (x.shape[0], 3))
+        weights = scores.flatten(2).softmax(-1).unflatten(-1, (2, 3))
+        return x + torch.einsum("ebsd,bnes->bnd", made, weights)
+
+
+class Tower(nn.Module):
+    """Two bodies, of which the first one's result is the model's: nothing reads the second's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([Body(), Body()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.body[0](x)
+        self.body[1](kept)
+        return kept
+
+
+class Meeting(nn.Module):
+    """Two streams: what starts the second reads tokens that are the first one's, too. start, a, b."""
+
+    def __init__(self, streams: bool) -> None:
+        super().__init__()
+        self.body, self.start, self.a, self.b, self.streams = Body(), *linear(3), streams
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = self.body(x), self.start(y)
+        if not self.streams:
+            return x + self.b(F.gelu(self.a(x * y)))
+        y = y + self.b(F.gelu(self.a(y + x)))
+        return y + self.b(F.gelu(self.a(y)))

@@ -12,13 +12,23 @@ from probes import (
     Attention,
     Biased,
     Body,
+    Cached,
     Headed,
+    Meeting,
     Mixer,
     Modulated,
+    Pixels,
     Pooled,
+    Queried,
+    Receptive,
     Routed,
+    Scaled,
+    SoftMixture,
     Squeezed,
     Talking,
+    TalkingOnTop,
+    Tower,
+    Updated,
     below,
     linear,
     roles,
@@ -152,3 +162,91 @@ def test_parallel_layers_onto_nothing_are_other():
             return self.a(x)
 
     assert roles(Alone(), tokens()) == {"a": "other"}
+
+
+def test_a_layer_that_reads_a_repeated_parameter_is_what_it_is_elsewhere():
+    assert roles(Queried(), tokens()) == {"to_q": "qkv", "a.0": "qkv", "a.1": "qkv", "a.2": "attn_out"}
+
+
+def test_a_product_of_parameters_that_makes_a_weight_is_no_layer():
+    found = tags(Updated(), tokens())
+    assert {str(tag.role) for name, tag in found.items() if tag.k == 4} == {"other"}
+    assert {str(tag.kind) for name, tag in found.items() if tag.k == 4} == {"Kind.PRODUCT"}
+    assert [str(tag.role) for tag in found.values() if tag.k != 4] == ["ffn_in", "ffn_out"]
+
+
+@pytest.mark.parametrize(("how", "role"), [("alone", "qkv"), ("times", "other"), ("beside", "other")])
+def test_the_first_step_of_two_is_one_only_where_nothing_else_comes_in(how: str, role: str):
+    found = roles(Scaled(how), tokens(), tokens())
+    assert found["a.0"] == role
+    assert {name: found[name] for name in ("b", "a.1", "a.2", "a.3")} == {
+        **dict.fromkeys(("b", "a.1", "a.2"), "qkv"),
+        "a.3": "attn_out",
+    }
+
+
+def test_a_mix_that_is_added_to_the_scores_starts_no_stream():
+    assert roles(TalkingOnTop(), tokens()) == {**ATTENTION, "mix": "attn_scores"}
+
+
+def test_pointwise_convolutions_on_an_image_are_a_network():
+    assert roles(Pixels(), tokens(2, 4, 7, 7)) == {"a": "ffn_in", "b": "ffn_out"}
+
+
+def test_classes_behind_a_pool_are_a_head_without_a_body_too():
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv, self.classes = linear(2), nn.Linear(WIDTH, 5)
+            self.query = nn.Parameter(torch.randn(3, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            k, v = (layer(x) for layer in self.kv)
+            return self.classes(torch.softmax(self.query @ k.transpose(1, 2), -1) @ v)
+
+    expected = {"kv.0": "qkv", "kv.1": "qkv", "query": "attn_scores", "classes": "head"}
+    assert roles(Alone(), tokens()) == expected
+
+
+def test_what_a_filter_keeps_for_the_next_step_makes_no_head():
+    found = roles(Cached(), tokens())
+    assert {name: found[name] for name in ("a", "b")} == {"a": "mixer_in", "b": "mixer_out"}
+
+
+@pytest.mark.parametrize(("activated", "role"), [(True, "ffn_in"), (False, "other")])
+def test_a_gate_on_a_network_belongs_to_it(activated: bool, role: str):
+    found = roles(Receptive(activated), tokens())
+    assert found["gate"] == role
+    assert (found["b"] == "ffn_out") is activated
+
+
+def test_experts_among_whom_a_softmax_divides_tokens():
+    found = roles(SoftMixture(), tokens())
+    assert {name: found[name] for name in ("a", "b")} == {"a": "expert_in", "b": "expert_out"}
+
+
+def test_layers_whose_results_nothing_reads_are_what_they_are():
+    assert roles(Tower(), tokens()) == {**below("body.0"), **below("body.1")}
+
+
+@pytest.mark.parametrize(("streams", "role"), [(True, "embedding"), (False, "conditioning")])
+def test_what_starts_a_stream_conditions_none(streams: bool, role: str):
+    assert roles(Meeting(streams), tokens(), tokens())["start"] == role
+
+
+def test_every_input_of_a_recurrence_is_one():
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            key, value, out = self.a
+            k, v = torch.exp(key(x)), value(x)
+            above, below_, steps = k[:, 0] * v[:, 0], k[:, 0], []
+            for step in range(1, x.shape[1]):
+                above, below_ = above + k[:, step] * v[:, step], below_ + k[:, step]
+                steps.append(above / below_)
+            return x + out(torch.stack([steps[0], *steps], 1))
+
+    assert roles(Weighted(), tokens()) == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_out"}
