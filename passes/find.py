@@ -137,7 +137,7 @@ class _Finder:
         if packet(node) in CONVOLUTIONS and not is_pointwise(node):
             return Kind.CONVOLUTION, ("x", "w")
         weights = self._weights.is_weight(left), self._weights.is_weight(right)
-        if weights == (True, True) and self._weights.makes_layer_of_parameters(node):
+        if weights[1] and self._weights.makes_layer_of_parameters(node):
             return Kind.LINEAR, ("x", "w")
         if weights == (False, True) and self._weights.makes_layer(node, left, right):
             return Kind.LINEAR, ("x", "w")

@@ -58,9 +58,9 @@ class Weights:
         return not self._is_distance(node, stored(weight))
 
     def makes_layer_of_parameters(self, node: fx.Node) -> bool:
-        """Whether `node`, whose operands both rest on parameters alone, is a layer (see `dependencies`)."""
-        made_from = {self._depends[argument] for argument in node.all_input_nodes}
-        return Depends.DATA in self._depends[node] and made_from == {Depends.PARAMETER}
+        """Whether `node`, made from parameters and constants alone, is a layer (see `dependencies`)."""
+        moves = (Depends.DATA in self._depends[argument] for argument in node.all_input_nodes)
+        return Depends.DATA in self._depends[node] and not any(moves)
 
     def _is_distance(self, node: fx.Node, parameter: fx.Node) -> bool:
         """Whether the squares of `parameter`, summed, are added to the result of `node`."""

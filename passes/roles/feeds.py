@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import fx
@@ -236,11 +237,12 @@ class _Sweeper:
 
     def _adds_features(self, node: fx.Node) -> bool:
         """Whether `node` puts features of several origins beside each other."""
-        pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        pieces: Any = node.args[0]
+        dim = node.args[1] if len(node.args) > 1 else 0
         value = tensor(node)
         if value is None or dim not in (-1, value.ndim - 1):
             return False
-        first, *others = (self.feeds.made.get(piece, _NOTHING) for piece in pieces)  # type: ignore[union-attr]
+        first, *others = (self.feeds.made.get(piece, _NOTHING) for piece in pieces)
         return any(other.keys() != first.keys() for other in others)
 
     def _is_gate(self, node: fx.Node) -> bool:

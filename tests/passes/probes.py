@@ -250,15 +250,19 @@ class Biased(nn.Module):
 
 
 class Queried(nn.Module):
-    """Attention whose queries a layer makes of one token, copied for every sample. to_q, a: k, v, out."""
+    """Attention whose queries a layer makes of one token, copied for every sample, or of zeros.
 
-    def __init__(self) -> None:
+    to_q, with a bias for zeros; a: k, v, out.
+    """
+
+    def __init__(self, zeros: bool) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.to_q, self.a = nn.Linear(WIDTH, WIDTH, bias=False), linear(3)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH)) if not zeros else None
+        self.to_q, self.a = nn.Linear(WIDTH, WIDTH, bias=zeros), linear(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        token = self.token.expand(x.shape[0], -1, -1)
+        shape = (x.shape[0], 1, WIDTH)
+        token = self.token.expand(shape) if self.token is not None else torch.zeros(shape)
         k, v, out = self.a
         return token + out(attend(self.to_q(token), k(x), v(x), 4, True))
 

@@ -164,8 +164,9 @@ def test_parallel_layers_onto_nothing_are_other():
     assert roles(Alone(), tokens()) == {"a": "other"}
 
 
-def test_a_layer_that_reads_a_repeated_parameter_is_what_it_is_elsewhere():
-    assert roles(Queried(), tokens()) == {"to_q": "qkv", "a.0": "qkv", "a.1": "qkv", "a.2": "attn_out"}
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_layer_that_reads_no_data_is_what_it_is_elsewhere(zeros: bool):
+    assert roles(Queried(zeros), tokens()) == {"to_q": "qkv", "a.0": "qkv", "a.1": "qkv", "a.2": "attn_out"}
 
 
 def test_a_product_of_parameters_that_makes_a_weight_is_no_layer():
