@@ -80,6 +80,8 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
             reason = convolution_words(node)
         case Kind.QUANTIZED:
             reason = "quantized by the model"
+        case Kind.PRODUCT if tag.whole is not None:
+            reason = "its weight is taken from a parameter outside of the graph"
         case _:
             reason = f"role {tag.role}"
     return Choice(precision=KEPT.name, reason=reason)

@@ -1,10 +1,13 @@
 """follow: give the layers of a part of a model the roles that they have in the whole.
 
+    y = x·w, both inputs of this graph   a layer of the module that runs it, where its sizes leave no choice
+
 A graph that was cut shows a layer without its surroundings: the last one in sight looks like the head, one
 whose activation lies in the next graph like none in particular. The plan has seen the whole. A layer is
 found by its name; of one that runs several times, each run counts if all are here, else the first of its
-sizes does. What the
-plan does not know keeps the role that its surroundings in this graph give.
+sizes does. A product whose weight was taken from a parameter in front of the cut (an expert's, from the stack
+of all) is found by its module. What the plan does not know keeps the role that its surroundings in this graph
+give.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 from torch import fx
@@ -20,7 +24,7 @@ from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.policy import Gemm
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Follow:
     """Options: `known`, the forward GEMMs of the whole model by name."""
 
@@ -37,11 +41,29 @@ class Follow:
         found: dict[str, GemmTag | None] = {}
         for (name, kind), here in forward.items():
             there = [tag for tag in self.known.get(name, ()) if tag.kind is kind]
-            found |= dict(zip((tag.layer for tag in here), _matched(here, there), strict=True))
+            if kind is Kind.PRODUCT and not there:
+                found |= {tag.layer: self._of_module(tag) for tag in here}
+            else:
+                found |= dict(zip((tag.layer for tag in here), _matched(here, there), strict=True))
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
                 set_tag(node, *(_following(tag, found.get(tag.layer)) for tag in tags))
+
+
+    def _of_module(self, product: GemmTag) -> GemmTag | None:
+        """The layer of the module that runs `product` which has its sizes, if all that do have one role."""
+        sizes = product.n, product.k
+        there = [tag for tag in self._by_module.get(product.name, ()) if (tag.n, tag.k) == sizes]
+        return there[0] if len({tag.role for tag in there}) == 1 else None
+
+    @cached_property
+    def _by_module(self) -> Mapping[str, Sequence[GemmTag]]:
+        """The linear layers of the whole model by the path of the module that holds the weight."""
+        found: defaultdict[str, list[GemmTag]] = defaultdict(list)
+        for name, tags in self.known.items():
+            found[name.rpartition(".")[0]] += [tag for tag in tags if tag.kind is Kind.LINEAR]
+        return found
 
 
 def _matched(here: Sequence[GemmTag], there: Sequence[GemmTag]) -> list[GemmTag | None]:

@@ -22,7 +22,8 @@ class Capture:
     """A graph as Dynamo handed it over.
 
     inputs: what each is, by its path below the frame's module. root: the user's model, if known. prefix:
-    path in it of the module whose frame this is. blocks: of the model. owner: that module's source, in
+    path in it of the module whose frame this is, as far as guards on its parameters go. module: the same by
+    the frame's ``self``. blocks: of the model. owner: that module's source, in
     Dynamo's terms. cut: why the graph is but a part of the model, "" if it is all. backward: whether it is
     that of graphs compiled before. planned: for a part,
     what is known of the whole. device: of the first tensor. identity: hash of what names and decides the
@@ -32,6 +33,7 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     root: nn.Module | None
     prefix: str
+    module: str
     blocks: Blocks
     owner: Any
     cut: str
@@ -40,6 +42,11 @@ class Capture:
     device: torch.device
     identity: str
     with_sources: str
+
+    @property
+    def path(self) -> str:
+        """Where the frame's module is in the model: what the names of its layers start with."""
+        return self.prefix or self.module
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
@@ -55,6 +62,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
         inputs=located.inputs,
         root=root,
         prefix=located.prefix,
+        module=located.module,
         blocks=blocks,
         owner=located.owner,
         cut=cut,

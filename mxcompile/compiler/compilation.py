@@ -102,7 +102,7 @@ class Compilation:
             inputs=self.found.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
-            prefix=self.found.prefix,
+            prefix=self.found.path,
             first_index=len(self.part.gemms),
             blocks=self.found.blocks,
             cut=self.found.cut,
@@ -114,7 +114,7 @@ class Compilation:
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
         held, in_bf16 = weight_bytes(graph, self._count)
-        drawn = outline(graph, self.found.inputs, self.found.prefix)
+        drawn = outline(graph, self.found.inputs, self.found.path)
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),

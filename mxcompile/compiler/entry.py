@@ -19,6 +19,7 @@ from mxcompile.compiler import sharing, store
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.inductor import sources_hash
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.plans import no_plan
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import Kind
@@ -37,11 +38,16 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
     `UnsupportedError` for layers that cannot go or are in no part, `PolicyError` for rules.
     """
-    plan, root = compilation.found.planned.plan, compilation.found.root
-    if plan is None or root is None:
+    planned, root = compilation.found.planned, compilation.found.root
+    if root is None:
+        return
+    plan, checked = planned.plan, _CHECKED.setdefault(root, set())
+    if plan is None:
+        if planned.missing and planned.missing not in checked:
+            log.warning(no_plan(root, planned.missing))
+            checked.add(planned.missing)
         return
     options = compilation.options
-    checked = _CHECKED.setdefault(root, set())
     if options.fingerprint() in checked:
         return
     outside = _outside(plan, options, parts) if parts is not None else []

@@ -41,8 +41,9 @@ class Model:
 class Located:
     """The inputs of a graph of `root`, called with `values`.
 
-    inputs: what each is, by its path below the frame's module. prefix: of that module in the model. owner:
-    the source, in Dynamo's terms, of that module; None if it is the model or not known.
+    inputs: what each is, by its path below the frame's module. prefix: of that module in the model, by its
+    parameters among the inputs. module: of the frame's ``self``. owner: the source, in Dynamo's terms, of the
+    module at `prefix`; None if it is the model or not known.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Located:
             if path and relative and f".{path}".endswith(f".{relative}"):
                 prefixes[path.removesuffix(relative).removesuffix(".")] += 1
         self.prefix = prefixes.most_common(1)[0][0] if prefixes else ""
+        self.module = self._model.modules.get(id(frame.locals.get("self")), "")
         self.inputs = tuple(
             GraphInput(path=self._below(path) if path else "", static=path is not None) for path in paths
         )

@@ -50,7 +50,17 @@ def plan_of(root: nn.Module | None, frame: Frame) -> Planned:
     call = frame.call_of(root)
     if call is None:
         return Planned(missing=f"no call of {type(root).__name__} leads here")
-    return _PLANS.setdefault(root, _made(root, call.args, call.kwargs))
+    return planned(root, call.args, call.kwargs)
+
+
+def no_plan(root: nn.Module, missing: str) -> str:
+    """What there is to say where `root` has no plan."""
+    return f"{type(root).__name__} has no plan, so its parts decide for themselves: {missing}"
+
+
+def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
+    """The plan of `root`, called with `args` and `kwargs`; made if there is none yet."""
+    return _PLANS.get(root) or _PLANS.setdefault(root, _made(root, args, kwargs))
 
 
 def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:
@@ -58,7 +68,6 @@ def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     try:
         plan = make_plan(root, args, kwargs, table())
     except ModelError as error:
-        log.warning("%s has no plan, so its parts decide for themselves: %s", type(root).__name__, error)
         return Planned(missing=str(error))
     took_s = time.perf_counter() - start
     log.info("planned %s: %d GEMMs in %.1f s", type(root).__name__, len(plan.tags), took_s)

@@ -22,6 +22,7 @@ from torch._dynamo.eval_frame import remove_from_cache
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import ModelError
 from mxcompile.explain.advice import advised
@@ -129,10 +130,19 @@ class _Explainer:
         """Trace the model called with `args` and `kwargs`."""
         call(self._model, args, kwargs, mode=self._mode, backend=self._trace, training=self._training)
         notes = tuple(f"assumed: {note}" for note in self._mode.notes)
-        gemms = eager_records(self._mode.products, training=self._training)
+        gemms = self._outside(args, kwargs)
         if notes or gemms:
             self._parts.append(self._repeats.expand(Part(gemms=gemms, warnings=notes)))
         return self._parts
+
+    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
+        """Records of what ran outside of compiled graphs, in the roles it has in the whole model."""
+        graph = self._mode.outside.graph
+        if not graph.nodes:
+            return ()
+        plan = planned(self._model, args, kwargs).plan
+        known = {} if plan is None else plan.by_name
+        return eager_records(graph, known, self._repeats.blocks, training=self._training)
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: note what is decided, and go on with fake results."""
@@ -142,19 +152,23 @@ class _Explainer:
         with self._mode.plain():
             trace(compilation, gm, example_inputs)
         gemms = tuple(_kernel_for(target, gemm) for gemm in compilation.part.gemms)
-        self._parts.append(self._repeats.expand(dataclasses.replace(compilation.part, gemms=gemms)))
-        first = self._owners(example_inputs)
+        missing = found.planned.missing
+        part = dataclasses.replace(
+            compilation.part, gemms=gemms, warnings=(no_plan(self._model, missing),) if missing else ()
+        )
+        self._parts.append(self._repeats.expand(part))
+        first = self._owners(example_inputs, found.module)
         calls = itertools.count()
 
         def run(*inputs: Any) -> Any:
             if next(calls) > 0:  # code that serves several layers, or one layer several times
-                again = Part(gemms=moved(gemms, first, self._owners(inputs)))
+                again = Part(gemms=moved(gemms, first, self._owners(inputs, self._mode.module())))
                 self._parts.append(self._repeats.expand(again))
-            with self._mode.inside_graph():
+            with self._mode.outside.paused():
                 return gm.forward(*inputs)
 
         return run
 
-    def _owners(self, inputs: Sequence[Any]) -> list[str]:
-        """Paths of the parameters among `inputs`, "" for what is none."""
-        return [self._paths.get(id(value), "") for value in inputs]
+    def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
+        """The path of the running module, and those of the parameters among `inputs`, "" for what is none."""
+        return [module, *(self._paths.get(id(value), "") for value in inputs)]

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from mxcompile.plan.assumed import EagerProduct
+from torch import fx
+
+from mxcompile.formats import KEPT
+from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.find import Find
+from mxcompile.passes.follow import Follow
+from mxcompile.passes.record import records
+from mxcompile.passes.roles.cuts import Cuts
+from mxcompile.plan.plan import Layers
+from mxcompile.policy import Choice, Gemm
 from mxcompile.report import GemmRecord
 
 NOT_COMPILED = "outside the compiled graphs"
@@ -39,21 +51,31 @@ def _renamed(name: str, heads: dict[str, str]) -> str:
     return name
 
 
-def eager_records(products: Iterable[EagerProduct], *, training: bool) -> tuple[GemmRecord, ...]:
-    """Records of products that ran outside of compiled graphs, with both gradients if `training`."""
-    return tuple(
-        GemmRecord(
-            name=product.path,
-            role="other",
-            gemm=gemm,
-            m=product.flops // 2,
-            n=1,
-            k=1,
-            precision="bf16",
-            reason=NOT_COMPILED,
-            kernel=product.operator,
-            source=product.source,
-        )
-        for product in products
-        for gemm in (("fprop", "dgrad", "wgrad") if training else ("fprop",))
-    )
+def eager_records(
+    graph: fx.Graph, known: Layers, blocks: Blocks, *, training: bool
+) -> tuple[GemmRecord, ...]:
+    """Records of the products in `graph`, which ran outside of compiled graphs, with gradients if `training`.
+
+    known: the GEMMs of the whole model by name, which say what role each has. blocks: of the model.
+    """
+    Find(blocks=blocks).apply(graph)
+    Classify(cuts=Cuts(inputs=None, outputs=None)).apply(graph)
+    Follow(known=known).apply(graph)
+    kept = Choice(precision=KEPT.name, reason=NOT_COMPILED)
+    for node in graph.nodes:
+        kernel = str(packet(node))
+        set_tag(node, *(dataclasses.replace(tag, choice=kept, kernel=kernel) for tag in tags_of(node)))
+    forward = records(graph)
+    if not training:
+        return forward
+    tags = (tag for node in graph.nodes for tag in tags_of(node))
+    return tuple(gemm for tag, first in zip(tags, forward, strict=True) for gemm in _step(tag, first))
+
+
+def _step(tag: GemmTag, fprop: GemmRecord) -> Iterator[GemmRecord]:
+    """`fprop` and the products that are its gradients, with the names that `find` gives them."""
+    second = Gemm.WGRAD if tag.kind in (Kind.LINEAR, Kind.CONVOLUTION) else Gemm.DGRAD
+    m, n, k = fprop.m, fprop.n, fprop.k
+    yield fprop
+    yield dataclasses.replace(fprop, gemm=str(Gemm.DGRAD), n=k, k=n)
+    yield dataclasses.replace(fprop, gemm=str(second), m=n, n=k, k=m)

@@ -39,6 +39,13 @@ class GraphInput:
     static: bool = False
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Describes the placeholder of a parameter or buffer, in the words of AOTAutograd's descriptors."""
+
+    target: str
+
+
 @lru_cache(maxsize=1 << 14)
 def user_path(raw: str) -> str:
     """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.

@@ -71,7 +71,7 @@ OPAQUE = _packets(
 
 _KNOWN_LIBRARIES = frozenset(
     {
-        "aten", "prims", "mx", "inductor", "higher_order", "c10d", "_c10d_functional",
+        "aten", "prim", "prims", "mx", "inductor", "higher_order", "c10d", "_c10d_functional",
         "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem", "rngprims", "debugprims", "profiler",
         "quantized_decomposed", "bucketing", "streams",
     }
@@ -110,6 +110,12 @@ def is_foreign(node: fx.Node) -> bool:
         return False
     values = [tensor(argument) for argument in node.all_input_nodes]
     return sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values) > 1
+
+
+def may_be_product(target: Any) -> bool:
+    """Whether a call of the overload `target` can be matmul-like: all that can be said without operands."""
+    what = target._overloadpacket
+    return what in _MATMUL_LIKE or what in CONVOLUTIONS or str(what).partition(".")[0] not in _KNOWN_LIBRARIES
 
 
 def is_opaque(node: fx.Node) -> bool:

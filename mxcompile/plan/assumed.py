@@ -12,15 +12,11 @@ code raises as it does with any fake tensor, so that graphs break where they do 
 
 from __future__ import annotations
 
-import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,10 +29,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
-from mxcompile.graph.opaque import weights_sizes
-from mxcompile.graph.opsets import OPAQUE
+from mxcompile.graph.names import user_path
+from mxcompile.plan.outside import Outside
+from mxcompile.plan.places import where
 
 aten = torch.ops.aten
 
@@ -49,7 +45,6 @@ _CHOICES = {
 """Operators that choose by value, and where their argument `dim` is; None: always the last."""
 _EMPTY = frozenset({aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.empty_permuted})
 _VALUE = "_mx_value"
-_OUTSIDE = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["mxcompile"]))
 _PATIENCE = 64
 """After how many equal answers at one line the other is given: a loop may wait for it."""
 
@@ -62,63 +57,45 @@ class _Value:
     assumed: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EagerProduct:
-    """A matrix product that ran outside of compiled graphs. path: of its module. flops: of the forward."""
-
-    operator: str
-    flops: int
-    path: str
-    source: str
-
-
 @dataclass(eq=False)
 class _State:
     notes: dict[str, None] = field(default_factory=dict)
-    products: list[EagerProduct] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)
     stale: dict[int, Any] = field(default_factory=dict)
-    compiled: int = 0
     plain: int = 0
 
 
 class Assuming(FakeTensorMode):
-    """A fake mode that answers what a model's code asks of values."""
+    """A fake mode that answers what a model's code asks of values. outside: the products that it sees."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.outside = Outside()
         self._state = _State()
         self._paths: dict[int, str] = {}
+        self._classes: dict[str, str] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed where something was decided by it, a sentence each."""
         return tuple(self._state.notes)
 
-    @property
-    def products(self) -> tuple[EagerProduct, ...]:
-        """The matrix products that ran outside of compiled graphs."""
-        return tuple(self._state.products)
-
     def names(self, model: nn.Module) -> None:
-        """Say where things happen by the paths of `model`."""
+        """Say where things happen, and to which parameters, by the paths of `model`."""
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
+        self.outside.parameters = {id(value): user_path(path) for path, value in model.named_parameters()}
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
         """`fake`, which from now on has the values of `real` if these are at hand and not too many."""
+        if isinstance(real, FakeTensor):
+            if isinstance(real.fake_mode, Assuming) and (value := real.fake_mode._value(real)) is not None:
+                setattr(fake, _VALUE, value)
+            return fake
         plain = type(real) in (Tensor, nn.Parameter, nn.Buffer) and real.layout is torch.strided
-        if plain and real.device.type == "cpu" and real.numel() <= LIMIT and not isinstance(real, FakeTensor):
+        if plain and real.device.type == "cpu" and real.numel() <= LIMIT:
             setattr(fake, _VALUE, _Value(real.detach().clone()))
         return fake
-
-    @contextmanager
-    def inside_graph(self) -> Iterator[None]:
-        """What runs in here is a compiled graph: its products are in the report already."""
-        self._state.compiled += 1
-        try:
-            yield
-        finally:
-            self._state.compiled -= 1
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -137,7 +114,8 @@ class Assuming(FakeTensorMode):
         if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
             return super().dispatch(func, types, args, kwargs)
         result = self._answered(func, types, args, kwargs)
-        if not self._state.compiled:
+        if self._paths:
+            self.outside.follow(func, args, result)
             self._note_product(func, args, kwargs, result)
         return result
 
@@ -146,7 +124,7 @@ class Assuming(FakeTensorMode):
         known = all(value is not None for value in values)
         assumed = frozenset[str]().union(*(value.assumed for value in values if value is not None))
         if func is aten._local_scalar_dense.default:
-            return self._scalar(args[0], values[0])
+            return self.scalar(args[0])
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             return self._on_fakes(func, types, args, kwargs)
         try:
@@ -237,9 +215,20 @@ class Assuming(FakeTensorMode):
                     storage = value.tensor.untyped_storage()
                     self._state.stale[storage._cdata] = storage
 
+    def values(self, fake: FakeTensor) -> Tensor:
+        """What `fake` holds, ones where that is not known."""
+        value = self._value(fake)
+        if value is None:
+            self._note(frozenset({f"computed values that the code reads: taken to be 1 ({self._place()})"}))
+            return torch.ones(fake.shape, dtype=fake.dtype)
+        self._note(value.assumed)
+        return value.tensor
+
     # -- assumptions -----------------------------------------------------------------------------
 
-    def _scalar(self, tensor: Tensor, value: _Value | None) -> Any:
+    def scalar(self, tensor: Tensor) -> Any:
+        """The number that `tensor` holds, or one that is assumed."""
+        value = self._value(tensor)
         if value is not None:
             self._note(value.assumed)
             return value.tensor.item()
@@ -312,19 +301,19 @@ class Assuming(FakeTensorMode):
         path, source = where(sys._getframe(1), self._paths)
         return ", ".join(part for part in (path, source) if part)
 
+    def module(self) -> str:
+        """The path of the innermost module that is running."""
+        return where(sys._getframe(1), self._paths)[0]
+
     def _note_product(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None and "backward" not in str(func):
-            flops = formula(*args, **kwargs, out_val=result)
-        elif func._overloadpacket in OPAQUE:
-            flops = sum(2 * math.prod(sizes) for sizes in weights_sizes(func, args))
-        else:
-            return
-        path, source = where(sys._getframe(1), self._paths)
-        self._state.products.append(EagerProduct(operator=_name(func), flops=flops, path=path, source=source))
+        node = self.outside.note(func, args, kwargs, result)
+        if node is not None:
+            path, source = where(sys._getframe(1), self._paths)
+            file, _, line = source.rpartition(":")
+            node.meta["nn_module_stack"] = {"": (path, self._classes.get(path, ""))}
+            node.meta["stack_trace"] = f'File "{file}", line {line}'
 
 
-_USER_CODE = re.compile(r'File "([^"<]+)", line (\d+), in ')
 _FLAT = frozenset({aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim})
 
 
@@ -336,35 +325,3 @@ def _moved(shape: torch.Size, dim: int) -> list[int]:
 
 def _name(func: Any) -> str:
     return str(func._overloadpacket).removeprefix("aten.")
-
-
-def where(frame: FrameType | None, paths: dict[int, str]) -> tuple[str, str]:
-    """Path of the innermost module and ``file:line`` of the innermost code outside torch, up from `frame`."""
-    path, source = "", ""
-    while frame is not None and not path:
-        if not source and not frame.f_code.co_filename.startswith((*_OUTSIDE, "<")):
-            source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            path = paths.get(id(owner), "")
-        frame = frame.f_back
-    return path, source
-
-
-def where_failed(error: BaseException, model: nn.Module) -> str:
-    """`` in the layer PATH (file:line)``: where in `model` an error was raised, "" if that is not known."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    path, source = "", ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            path = paths.get(id(owner)) or path
-        if not frame.f_code.co_filename.startswith((*_OUTSIDE, "<")):
-            source = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    said = _USER_CODE.findall(str(error))
-    if said:  # Dynamo has traced into the model, and says how far
-        source = ":".join(said[-1])
-    return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

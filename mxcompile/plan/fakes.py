@@ -18,7 +18,9 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.plan.assumed import Assuming, where_failed
+from mxcompile.plan.assumed import Assuming
+from mxcompile.plan.places import where_failed
+from mxcompile.plan.reading import values_read
 from mxcompile.storage import MXTensor
 
 
@@ -68,7 +70,7 @@ def call(
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
     compiled = torch.compile(model, backend=backend)
     gradients = nullcontext() if training else torch.no_grad()
-    with _apart_from_others(), _without_function_modes(), mode, gradients:
+    with _apart_from_others(), _without_function_modes(), values_read(), mode, gradients:
         try:
             compiled(*arguments[0], **arguments[1])
         except MXCompileError:
@@ -87,11 +89,11 @@ def call(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Run a model on fakes in here: apart from the compile around it, as if compiled itself."""
+def quiet(*, compiling: bool = True) -> Iterator[None]:
+    """Run a model on fakes in here: apart from the compile around it, and, if `compiling`, as if compiled."""
     flag = torch.compiler._is_compiling_flag
-    with torch._guards.tracing(None), unset_fake_temporarily(), _without_function_modes():
-        torch.compiler._is_compiling_flag = True  # a model asks `torch.compiler.is_compiling()`
+    with torch._guards.tracing(None), unset_fake_temporarily(), _without_function_modes(), values_read():
+        torch.compiler._is_compiling_flag = compiling  # a model asks `torch.compiler.is_compiling()`
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
     model ─▶ copy on fake tensors ─▶ equal layers left out ─▶ forward recorded ─▶ find, classify ─▶ Plan
 
 A plan knows nothing of a policy: decisions follow from its layers by `Policy.decide`. It is made from shapes
-alone; no value is read and no kernel runs.
+alone; where the code asks for values, from those that the inputs decide and assumptions about the rest (see `assumed`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mxcompile.graph.tags import GemmTag, Kind, tags_of
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import obstacle
 from mxcompile.passes.find import Find
+from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
 from mxcompile.plan.fakes import quiet
 from mxcompile.plan.record import record
@@ -75,12 +76,32 @@ def make_plan(
 
     Nothing of the model, its arguments or the random number generators is changed.
     """
-    model = users_own(model)
-    try:
-        return _planned(model, (tuple(args), dict(kwargs)), decompositions, _foldable)
-    except ModelError as error:
-        log.info("planning with every layer, since some do not stand for all: %s", error)
-        return _planned(model, (tuple(args), dict(kwargs)), decompositions, _unfolded)
+    model, given = users_own(model), (tuple(args), dict(kwargs))
+    failures: list[ModelError] = []
+    for way in _WAYS:
+        try:
+            return _planned(model, given, decompositions, way)
+        except ModelError as error:
+            log.info("no plan this way, %s: %s", way, error)
+            failures.append(error)
+    raise failures[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """How the forward is recorded.
+
+    leave_out: takes layers from the model that others stand for. mode: of the fakes. compiling: whether code
+    that asks is told that it is being compiled; around graph breaks it is not.
+    """
+
+    leave_out: Callable[[nn.Module], Repeats]
+    mode: Callable[[], FakeTensorMode]
+    compiling: bool = True
+
+
+def _shapes_alone() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def _foldable(model: nn.Module) -> Repeats:
@@ -91,13 +112,26 @@ def _unfolded(model: nn.Module) -> Repeats:
     return Repeats(blocks=Blocks.of(model))
 
 
+_WAYS = (
+    _Way(leave_out=_foldable, mode=_shapes_alone),
+    _Way(leave_out=_unfolded, mode=_shapes_alone),
+    _Way(leave_out=_foldable, mode=Assuming),
+    _Way(leave_out=_unfolded, mode=Assuming),
+    _Way(leave_out=_unfolded, mode=Assuming, compiling=False),
+)
+"""Tried in this order: values are assumed where shapes alone do not make a plan."""
+
+
 def _planned(
-    model: nn.Module, given: Any, decompositions: Decompositions, leave_out: Callable[[nn.Module], Repeats]
+    model: nn.Module,
+    given: Any,
+    decompositions: Decompositions,
+    way: _Way,
 ) -> Plan:
-    with quiet(), _random_kept():
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with quiet(compiling=way.compiling), _random_kept():
+        mode = way.mode()
         copied = fake_copy(model, mode)
-        repeats = leave_out(copied)
+        repeats = way.leave_out(copied)
         fakes = fake_values(given, mode)
         if is_wrapped(model):
             fakes = _in_dtype(fakes, copied)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-
-@dataclass(frozen=True)
-class Stored:
-    """Describes the placeholder of a parameter or buffer, in the words of AOTAutograd's descriptors."""
-
-    target: str
+from mxcompile.graph.names import Stored
 
 
 def record(

@@ -40,7 +40,9 @@ def test_a_loop_over_experts_is_counted_as_balanced_and_said():
     experts = [gemm for gemm in report.gemms if not gemm.name.endswith("router")]
     routed = 2 * tokens  # two experts a token
     assert sum(gemm.flops for gemm in experts) == 2 * 2 * (2 * routed * WIDTH * 2 * WIDTH)
-    assert {gemm.name for gemm in experts} == {"0", "1"}
+    roles = {gemm.name: gemm.role for gemm in report.gemms}
+    ends = {"router": "router", "up": "expert_in", "down": "expert_out"}
+    assert roles == {f"{block}.{end}": role for block in (0, 1) for end, role in ends.items()}
     assert {gemm.reason for gemm in experts} == {"outside the compiled graphs"}  # Dynamo leaves the loop out
     assert any("topk of computed values" in warning for warning in report.summary.warnings)
     assert any("test_data_dependent.py" in warning for warning in report.summary.warnings)

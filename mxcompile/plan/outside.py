@@ -1,0 +1,75 @@
+"""The matrix products that run outside of compiled graphs, as a graph of their own.
+
+    x @ w[i].T   ─▶   placeholders x, w (the parameter it is a part of), aten.mm(x, w)
+
+Nothing connects the products: each has placeholders for its operands. `passes` read it as they read any
+graph, so a product has the record that it would have in a compiled one but for what was done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mxcompile.graph.names import Stored
+from mxcompile.graph.opsets import PICKS, TRANSPARENT, is_matmul_like, may_be_product
+
+_PART_OF = "_mx_part_of"
+_PASSED_ON = TRANSPARENT | PICKS
+
+
+class Outside:
+    """Collects products. parameters: paths of the model's parameters, by identity. graph: of the products."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.parameters: dict[int, str] = {}
+        self._inside = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here is no product of its own."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def follow(self, func: Any, args: Any, result: Any) -> None:
+        """Note what `result` is a part of, or the same values as."""
+        if func._overloadpacket not in _PASSED_ON or not args or not isinstance(args[0], Tensor):
+            return
+        path = self._part_of(args[0])
+        for leaf in tree_leaves(result) if path else ():
+            if isinstance(leaf, Tensor):
+                setattr(leaf, _PART_OF, path)
+
+    def _part_of(self, value: Tensor) -> str:
+        """The path of the parameter that `value` is a part of, "" if of none."""
+        known: str = self.parameters.get(id(value)) or getattr(value, _PART_OF, "")
+        return known
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
+        """The node of the call of `func`, if that is a product and not made of others."""
+        if self._inside or not may_be_product(func) or func._can_decompose() or "backward" in str(func):
+            return None
+        node = self.graph.call_function(func, *tree_map_only(Tensor, self._operand, (tuple(args), kwargs)))
+        node.meta["val"] = result
+        if is_matmul_like(node):
+            return node
+        operands = node.all_input_nodes
+        for unused in (node, *operands):
+            self.graph.erase_node(unused)
+        return None
+
+    def _operand(self, value: Tensor) -> fx.Node:
+        node = self.graph.placeholder("operand")
+        node.meta["val"] = value
+        path = self._part_of(value)
+        if path:
+            node.meta["desc"] = Stored(target=path)
+        return node

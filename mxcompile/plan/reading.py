@@ -1,0 +1,75 @@
+"""Python that reads a tensor's values by other ways than operators: formatting, NumPy.
+
+    f"expert_{index}"     the number that a scalar holds, as of any tensor
+    x.cpu().numpy()       an array; what is written to it does not reach the tensor
+
+Neither asks the dispatcher: a fake tensor says ``FakeTensor(…)`` and has no array. In `values_read` those
+that know or assume their values answer (see `assumed`), functional ones with what they wrap. Fake tensors
+of other modes are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._mode_utils import no_dispatch
+
+from mxcompile.plan.assumed import Assuming
+
+
+@contextmanager
+def values_read() -> Iterator[None]:
+    """In here fake tensors of an `Assuming` mode can be formatted and made NumPy arrays."""
+    places = [(kind, name) for kind in (FakeTensor, FunctionalTensor) for name in _READERS]
+    before = [vars(kind).get(name) for kind, name in places]
+    for kind, name in places:
+        setattr(kind, name, _READERS[name])
+    try:
+        yield
+    finally:
+        for (kind, name), own in zip(places, before, strict=True):
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
+
+
+def _answering(tensor: Tensor) -> FakeTensor | None:
+    """The fake that `tensor` is or wraps, if its values can be asked for."""
+    if isinstance(tensor, FunctionalTensor):
+        torch._functionalize_sync(tensor.elem)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    if TracingContext.try_get() is not None or not isinstance(tensor, FakeTensor):
+        return None
+    return tensor if isinstance(tensor.fake_mode, Assuming) else None
+
+
+@_disable_dynamo
+def _format(tensor: Tensor, spec: str) -> str:
+    fake = _answering(tensor)
+    if fake is None or fake.ndim:
+        return object.__format__(tensor, spec)
+    assert isinstance(fake.fake_mode, Assuming)
+    with no_dispatch():
+        return format(fake.fake_mode.scalar(fake), spec)
+
+
+@_disable_dynamo
+def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
+    fake = _answering(tensor)
+    if fake is None:
+        return Tensor.numpy(tensor, force=force)
+    assert isinstance(fake.fake_mode, Assuming)
+    with no_dispatch():
+        return fake.fake_mode.values(fake).numpy(force=force)
+
+
+_READERS: dict[str, Any] = {"__format__": _format, "numpy": _numpy}
