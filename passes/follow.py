@@ -50,19 +50,19 @@ class Follow:
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
                 set_tag(node, *(_following(tag, found.get(tag.layer)) for tag in tags))
 
-
     def _of_module(self, product: GemmTag) -> GemmTag | None:
         """The layer of the module that runs `product` which has its sizes, if all that do have one role."""
         sizes = product.n, product.k
-        there = [tag for tag in self._by_module.get(product.name, ()) if (tag.n, tag.k) == sizes]
+        known = (*self.known.get(product.name, ()), *self._by_module.get(product.name, ()))
+        there = [tag for tag in known if tag.kind is Kind.LINEAR and (tag.n, tag.k) == sizes]
         return there[0] if len({tag.role for tag in there}) == 1 else None
 
     @cached_property
     def _by_module(self) -> Mapping[str, Sequence[GemmTag]]:
-        """The linear layers of the whole model by the path of the module that holds the weight."""
+        """The GEMMs of the whole model by the path of the module that holds the weight."""
         found: defaultdict[str, list[GemmTag]] = defaultdict(list)
         for name, tags in self.known.items():
-            found[name.rpartition(".")[0]] += [tag for tag in tags if tag.kind is Kind.LINEAR]
+            found[name.rpartition(".")[0]] += tags
         return found
 
 

@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import form_of
 
     check_output(options, form_of if options.sweep is None else _picture)
+    if options.why is not None:
+        _check_alone(options)
     if options.compare is not None:
         return _compare(options)
     with quiet():
@@ -86,9 +88,8 @@ def run(options: argparse.Namespace) -> int:
             kwargs=loaded.kwargs,
         )
     if options.why is not None:
-        found = report.why(options.why)
-        print("\n\n".join(map(str, found)) or f"no layer is called {options.why!r}")
-        return 0 if found else 1
+        print("\n\n".join(map(str, report.why(options.why))))
+        return 0
     if options.sweep is not None:
         return _sweep(options, report)
     if options.output is None:
@@ -113,6 +114,14 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
         found.plot(options.output)
         print(f"drawn: {options.output}")
     return 0
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """Raises `OptionError` if --why is given with what makes another output."""
+    others = {"--output": options.output, "--compare": options.compare, "--sweep": options.sweep}
+    for name, value in others.items():
+        if value is not None:
+            raise OptionError(f"--why prints what roles rest on and nothing else: leave out {name}")
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -21,6 +21,10 @@ from mxcompile.graph.names import GraphInput, user_path
 _LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
 
 
+_BELOW_A_LOCAL = len("L[")
+"""From where on in a source a key is one of a dictionary, no name of a local or global variable."""
+
+
 class Model:
     """Parameters, buffers and modules of `root` by identity, under the user's paths."""
 
@@ -84,7 +88,7 @@ class Located:
             return None
         if owner is not None and named in self._model.paths:
             return named
-        key = _LAST_KEY.search(raw)
+        key = _LAST_KEY.search(raw, _BELOW_A_LOCAL)
         path = user_path(str(ast.literal_eval(key[1]))) if key else ""
         return path if path in self._model.paths else None
 

@@ -2,7 +2,8 @@
 
     recurrent and fused layers   every weight matrix [a, b] times all rows of the input: 2·rows·a·b FLOPs
     _trilinear                   one multiply-add for every element of the three operands broadcast
-    others                       a formula registered with `torch.utils.flop_counter`, if there is one
+    others                       a formula registered with `torch.utils.flop_counter`, if there is one; else
+                                 x[…, k], w[n, k] or [k, n] → y[…, n] is taken for what it has the shapes of
 
 What none of this covers has FLOPs that are unknown; sizes of 0 stand for that.
 """
@@ -34,9 +35,30 @@ def opaque_sizes(node: fx.Node) -> list[Sizes]:
         return weights_sizes(node.target, tree_map(_value, node.args)) or [UNKNOWN]
     formula = flop_registry.get(what)
     if formula is None:
-        return [UNKNOWN]
+        return [_by_shapes(node)]
     args, kwargs = tree_map(_value, (node.args, node.kwargs))
     return [(1, formula(*args, **kwargs, out_val=node.meta.get("val")) // 2, 1, 1)]
+
+
+def _by_shapes(node: fx.Node) -> Sizes:
+    """Sizes of the one product that operands and result of `node` have the shapes of, batched or not."""
+    values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
+    matrices = [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
+    result = node.meta.get("val")
+    if len(matrices) != 2 or not isinstance(result, Tensor) or result.ndim < 2:
+        return UNKNOWN
+    x, w = matrices
+    *rows, n = result.shape
+    batch: Any = 1
+    if len(w) == 3 and len(x) == 3 and w[0] == x[0]:
+        batch = w.pop(0)
+        rows, x = rows[1:], x[1:]
+    if len(w) != 2 or rows != x[:-1] or [n, x[-1]] not in (w, w[::-1]):
+        return UNKNOWN
+    m: Any = 1
+    for length in rows:
+        m = m * length
+    return batch, m, n, x[-1]
 
 
 def _value(argument: Any) -> Any:

@@ -24,8 +24,9 @@ def _packets(namespace: Any, *names: str) -> frozenset[Any]:
 
 
 MATMULS = _packets(
-    aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm", "addbmm", "_sparse_mm"
-)
+    aten, "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "_grouped_mm", "addbmm", "_sparse_mm",
+    "_sparse_addmm",
+)  # fmt: skip
 """Operators that are one matrix product of their floating-point operands."""
 
 GROUPED_FALLBACK = "transformers.grouped_mm_fallback"

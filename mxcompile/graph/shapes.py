@@ -22,7 +22,7 @@ from mxcompile.graph.tags import tensor
 Sizes = tuple[Any, Any, Any, Any]
 """batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
 
-_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm})
+_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm, aten._sparse_addmm})
 
 
 def operands(node: fx.Node) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,9 +113,13 @@ class Assuming(FakeTensorMode):
         kwargs = kwargs or {}
         if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
             return super().dispatch(func, types, args, kwargs)
-        result = self._answered(func, types, args, kwargs)
-        if self._paths:
-            self.outside.follow(func, args, result)
+        if not self._paths:
+            return self._answered(func, types, args, kwargs)
+        takes = self.outside.takes(func)
+        with self.outside.paused() if takes else nullcontext():  # a fake may be computed by other operators
+            result = self._answered(func, types, args, kwargs)
+        self.outside.follow(func, args, result)
+        if takes:
             self._note_product(func, args, kwargs, result)
         return result
 
@@ -186,7 +190,12 @@ class Assuming(FakeTensorMode):
 
     def _remember(self, fakes: Any, reals: Any, assumed: frozenset[str]) -> None:
         for fake, real in zip(tree_leaves(fakes), tree_leaves(reals), strict=True):
-            if isinstance(fake, FakeTensor) and isinstance(real, Tensor) and fake.shape == real.shape:
+            if (
+                not (isinstance(fake, FakeTensor) and isinstance(real, Tensor))
+                or real.layout != torch.strided
+            ):
+                continue
+            if fake.shape == real.shape:
                 setattr(fake, _VALUE, _Value(real, assumed))
 
     def _made_from(self, reals: Any, assumed: frozenset[str]) -> Any:
@@ -216,11 +225,13 @@ class Assuming(FakeTensorMode):
                     self._state.stale[storage._cdata] = storage
 
     def values(self, fake: FakeTensor) -> Tensor:
-        """What `fake` holds, ones where that is not known."""
+        """What `fake` holds, ones or False where that is not known."""
         value = self._value(fake)
         if value is None:
-            self._note(frozenset({f"computed values that the code reads: taken to be 1 ({self._place()})"}))
-            return torch.ones(fake.shape, dtype=fake.dtype)
+            taken = fake.dtype is not torch.bool
+            text = f"computed values that the code reads: taken to be {int(taken) if taken else False}"
+            self._note(frozenset({f"{text} ({self._place()})"}))
+            return torch.full(fake.shape, taken, dtype=fake.dtype)
         self._note(value.assumed)
         return value.tensor
 

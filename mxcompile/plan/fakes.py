@@ -47,6 +47,8 @@ class Faker:
             with self._mode:
                 stored = tensor.with_parts(self._empty)
             return nn.Parameter(stored, requires_grad=False) if isinstance(tensor, nn.Parameter) else stored
+        if tensor.layout is not torch.strided:
+            return self._mode.from_tensor(tensor, static_shapes=True)
         with self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):

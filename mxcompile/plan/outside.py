@@ -50,13 +50,17 @@ class Outside:
 
     def _part_of(self, value: Tensor) -> str:
         """The path of the parameter that `value` is a part of, "" if of none."""
-        known: str = self.parameters.get(id(value)) or getattr(value, _PART_OF, "")
-        return known
+        known: str = self.parameters.get(id(value), "")
+        return known or str(getattr(value, _PART_OF, ""))
+
+    def takes(self, func: Any) -> bool:
+        """Whether a call of `func` may be a product that counts: not one that another is made of."""
+        if self._inside or not may_be_product(func):
+            return False
+        return not func._can_decompose() and "backward" not in str(func)
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
-        """The node of the call of `func`, if that is a product and not made of others."""
-        if self._inside or not may_be_product(func) or func._can_decompose() or "backward" in str(func):
-            return None
+        """The node of the call of `func`, if that is a product."""
         node = self.graph.call_function(func, *tree_map_only(Tensor, self._operand, (tuple(args), kwargs)))
         node.meta["val"] = result
         if is_matmul_like(node):

@@ -3,7 +3,8 @@
     model ─▶ copy on fake tensors ─▶ equal layers left out ─▶ forward recorded ─▶ find, classify ─▶ Plan
 
 A plan knows nothing of a policy: decisions follow from its layers by `Policy.decide`. It is made from shapes
-alone; where the code asks for values, from those that the inputs decide and assumptions about the rest (see `assumed`).
+alone; where the code asks for values, those that the inputs decide are computed and the rest is assumed (see
+`assumed`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mxcompile.graph.tags import GemmTag, Kind, tags_of
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import obstacle
 from mxcompile.passes.find import Find
+from mxcompile.passes.roles.cuts import live
 from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
 from mxcompile.plan.fakes import quiet
@@ -114,7 +116,6 @@ def _unfolded(model: nn.Module) -> Repeats:
 
 _WAYS = (
     _Way(leave_out=_foldable, mode=_shapes_alone),
-    _Way(leave_out=_unfolded, mode=_shapes_alone),
     _Way(leave_out=_foldable, mode=Assuming),
     _Way(leave_out=_unfolded, mode=Assuming),
     _Way(leave_out=_unfolded, mode=Assuming, compiling=False),
@@ -142,8 +143,9 @@ def _planned(
             raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
         Find(blocks=repeats.blocks).apply(graph)
         Classify().apply(graph)
-    found = {tag.layer: node for node in graph.nodes for tag in tags_of(node)}
-    tags = tuple(repeats.expanded(tag for node in graph.nodes for tag in tags_of(node)))
+    read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
+    found = {tag.layer: node for node in read for tag in tags_of(node)}
+    tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
     obstacles = {tag.name: obstacle(found[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
     return Plan(tags=tags, obstacles={name: reason for name, reason in obstacles.items() if reason})
 

@@ -1,9 +1,10 @@
-"""Python that reads a tensor's values by other ways than operators: formatting, NumPy.
+"""Python that reads a tensor's values by other ways than operators: formatting, NumPy, lists.
 
     f"expert_{index}"     the number that a scalar holds, as of any tensor
     x.cpu().numpy()       an array; what is written to it does not reach the tensor
+    x.tolist()            of a functional tensor
 
-Neither asks the dispatcher: a fake tensor says ``FakeTensor(…)`` and has no array. In `values_read` those
+None asks the dispatcher: a fake tensor says ``FakeTensor(…)`` and has no array. In `values_read` those
 that know or assume their values answer (see `assumed`), functional ones with what they wrap. Fake tensors
 of other modes are as they were.
 """
@@ -27,7 +28,7 @@ from mxcompile.plan.assumed import Assuming
 
 @contextmanager
 def values_read() -> Iterator[None]:
-    """In here fake tensors of an `Assuming` mode can be formatted and made NumPy arrays."""
+    """In here fake tensors of an `Assuming` mode can be formatted and made arrays and lists."""
     places = [(kind, name) for kind in (FakeTensor, FunctionalTensor) for name in _READERS]
     before = [vars(kind).get(name) for kind, name in places]
     for kind, name in places:
@@ -72,4 +73,15 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
         return fake.fake_mode.values(fake).numpy(force=force)
 
 
-_READERS: dict[str, Any] = {"__format__": _format, "numpy": _numpy}
+@_disable_dynamo
+def _tolist(tensor: Tensor) -> Any:
+    fake = _answering(tensor)
+    if fake is None:
+        return _OWN_LIST[type(tensor)](tensor)
+    assert isinstance(fake.fake_mode, Assuming)
+    with no_dispatch():
+        return fake.fake_mode.values(fake).tolist()
+
+
+_OWN_LIST: dict[type, Any] = {FakeTensor: FakeTensor.tolist, FunctionalTensor: FunctionalTensor.tolist}
+_READERS: dict[str, Any] = {"__format__": _format, "numpy": _numpy, "tolist": _tolist}

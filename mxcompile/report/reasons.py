@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mxcompile.errors import OptionError
 from mxcompile.policy import Match
 from mxcompile.report.fold import fold
 from mxcompile.report.record import GemmRecord
+
+_MOST = 3
+"""How many names are shown in place of one that does not exist."""
+_NEAR = 0.5
+"""How alike two names are for one to be a slip of the other (difflib's ratio)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +43,17 @@ class Reasons:
 
 
 def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
-    """The reasons of the layers of `gemms` whose names `pattern` fits, in the order of the model."""
-    match = Match(name=(pattern,))
-    rows = fold(gemm for gemm in gemms if match.names(gemm.name))
+    """The reasons of the layers of `gemms` whose names `pattern` fits, in the order of the model.
+
+    Raises `OptionError` for a pattern that fits none or is no regular expression.
+    """
+    match, gemms = Match(name=(pattern,)), tuple(gemms)
+    try:
+        rows = fold(gemm for gemm in gemms if match.names(gemm.name))
+    except re.error as error:
+        raise OptionError(f"{pattern!r} is no regular expression: {error}") from None
+    if not rows:
+        raise OptionError(_fits_none(pattern, tuple(dict.fromkeys(gemm.name for gemm in gemms))))
     return tuple(
         Reasons(
             name=row.name,
@@ -50,3 +66,21 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
         )
         for row in rows
     )
+
+
+def _fits_none(pattern: str, names: Sequence[str]) -> str:
+    """What there is to say of a pattern that fits none of `names`: what would, what is spelled nearly so."""
+    said = f"no layer of the report is called {pattern!r}"
+    if not names:
+        return f"{said}: it has no layers"
+    for wider in (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"):
+        match = Match(name=(wider,))
+        fitting = [] if pattern.startswith("re:") else [name for name in names if match.names(name)]
+        if fitting:
+            return (
+                f"{said}; {wider!r} fits {fitting[0]!r}{f' and {len(fitting) - 1} more' * (len(fitting) > 1)}"
+            )
+    near = difflib.get_close_matches(pattern.removeprefix("re:"), names, n=_MOST, cutoff=_NEAR)
+    rows = [row for row in near if row] or [name for name in names if name][:_MOST]
+    what = "nearest" if near else "there are"
+    return f"{said}; {what}: {', '.join(map(repr, rows))}"

@@ -110,6 +110,7 @@ class Report:
         """What the roles of the layers that the glob `layer` fits rest on, equal layers folded.
 
         layer: over whole names, as a policy has it; ``re:`` and a regular expression are allowed too.
+        Raises `OptionError` if it fits no layer, with the names that come nearest.
         """
         return reasons(self.gemms, layer)
 

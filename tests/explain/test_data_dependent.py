@@ -48,6 +48,134 @@ def test_a_loop_over_experts_is_counted_as_balanced_and_said():
     assert any("test_data_dependent.py" in warning for warning in report.summary.warnings)
 
 
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.up(x)))
+        return y
+
+
+class Named(nn.Module):
+    """Experts in a dictionary, taken by a name that is written with their number (Switch Transformers')."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.experts = nn.ModuleDict({f"expert_{i}": FeedForward() for i in range(num_experts)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weights, chosen = scores.amax(-1), scores.argmax(-1)
+        result = torch.zeros_like(x)
+        for number in F.one_hot(chosen, len(self.experts)).sum(0).nonzero():
+            token = torch.where(chosen == number[0])[0]
+            y = self.experts[f"expert_{number[0]}"](x[token])
+            result.index_add_(0, token, y * weights[token, None])
+        return x + result
+
+
+class Counted(nn.Module):
+    """Experts in a list, each for as many rows as NumPy counts (HiDream's)."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.experts = nn.ModuleList(FeedForward() for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        order = chosen.view(-1).argsort()
+        ends = chosen.view(-1).bincount().cpu().numpy().cumsum(0)
+        result = torch.zeros_like(x)
+        for i, end in enumerate(ends):
+            token = order[0 if i == 0 else ends[i - 1] : end]
+            result[token] = self.experts[i](x[token]) * weights[token]
+        return x + result
+
+
+@pytest.mark.parametrize(("kind", "expert"), [(Named, "experts.expert_{}"), (Counted, "experts.{}")])
+def test_python_reads_values_of_fakes_and_experts_compiled_alone_have_their_roles(kind, expert):
+    report = mxcompile.explain(nn.Sequential(kind(), kind()), torch.randn(32, WIDTH), training=False)
+    found = {gemm.name: (gemm.role, gemm.precision, gemm.m) for gemm in report.gemms}
+    inside = {
+        f"{block}.{expert.format(i)}.{name}": (role, "mxfp8", 32 // 4)
+        for block in (0, 1)
+        for i in range(4)
+        for name, role in (("up", "expert_in"), ("down", "expert_out"))
+    }
+    routers = {f"{block}.router": ("router", "bf16", 32) for block in (0, 1)}
+    assert found == {**inside, **routers}
+
+
+class Sliced(nn.Module):
+    """Experts whose weights a submodule is given as plain tensors, cut from one stack (DBRX's)."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, num_experts)
+        self.inner = GivenWeights()
+        self.up = nn.Parameter(torch.randn(num_experts * 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(num_experts * 2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        result = torch.zeros_like(x)
+        up, down = self.up.view(-1, 2 * WIDTH, WIDTH), self.down.view(-1, 2 * WIDTH, WIDTH)
+        for number in F.one_hot(chosen.view(-1), len(up)).sum(0).nonzero():
+            token = torch.where(chosen.view(-1) == number[0])[0]
+            y = self.inner(x[token], up[number[0]], down[number[0]])
+            result.index_add_(0, token, y * weights[token])
+        return x + result
+
+
+class GivenWeights(nn.Module):
+    def forward(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.silu(x @ up.t()) @ down
+
+
+def test_weights_that_reach_a_graph_as_plain_tensors_are_found_by_the_module_that_runs_them():
+    report = mxcompile.explain(Sliced(), torch.randn(32, WIDTH), training=False)
+    experts = [gemm for gemm in report.gemms if gemm.name != "router"]
+    assert {(g.name, g.role) for g in experts} <= {
+        ("inner", "expert_in"), ("inner", "expert_out"), ("up", "expert_in"), ("down", "expert_out"),
+    }  # fmt: skip
+    assert {g.role for g in experts} == {"expert_in", "expert_out"}
+    assert {g.precision for g in experts} == {"bf16"}
+    assert all("outside" in g.reason for g in experts)
+    assert sum(g.flops for g in experts) == 2 * 2 * 32 * WIDTH * 2 * WIDTH
+
+
+class Asks(nn.Module):
+    """Code that fails where it is told that it is compiled, and runs where it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Broken(), Broken()])
+        self.head = nn.Linear(WIDTH, 40)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones_like(x)
+        x = x * mask[:, :]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_code_around_breaks_is_planned_as_the_eager_code_it_is():
+    report = mxcompile.explain(Asks(), torch.randn(32, WIDTH), training=False)
+    roles = {gemm.name: gemm.role for gemm in report.gemms}
+    ends = {"up": "ffn_in", "down": "ffn_out"}
+    assert roles == {
+        "head": "head",
+        **{f"blocks.{i}.{end}": role for i in (0, 1) for end, role in ends.items()},
+    }
+
+
 class Cropped(nn.Module):
     """Layers of equal code with a break in each, behind a size that an input decides."""
 

@@ -35,6 +35,22 @@ def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
     opcheck(ops.scaled_mm, (a, scale_a, b, scale_b, added, BF16), test_utils=WITHOUT_SCHEMA)
 
 
+GROUPED = {  # shapes of the operands, and along what their groups lie
+    "rows": ((50, 64), (4, 64, 48), (10, 10, 30, 46)),
+    "contracted": ((48, 50), (50, 64), (10, 10, 30, 50)),
+    "columns": ((4, 48, 64), (64, 50), (10, 10, 30, 50)),
+    "batch": ((4, 10, 64), (4, 64, 48), (10, 20, 30, 40)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_grouped_products_pass_opcheck(kind: str, dtype: torch.dtype):
+    left, right, ends = GROUPED[kind]
+    a, b = torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype)
+    opcheck(ops.grouped_mm, (a, b, torch.tensor(ends, dtype=torch.int32)))
+
+
 @pytest.mark.parametrize("shape", [(40, 70), (300, 128), (128, 513), (1, 1), (0, 5)])
 def test_tiled_scales(shape: tuple[int, int]):
     """The elements are the same, the scales say the same; the padding is zero."""

@@ -1,0 +1,102 @@
+"""`report.why`: what the role of a layer rests on, what came nearest, and what a name that fits none gets."""
+
+from __future__ import annotations
+
+import pytest
+import why_model
+
+import mxcompile
+from mxcompile.errors import OptionError
+
+
+@pytest.fixture(scope="module")
+def report():
+    model, args, _ = why_model.make()
+    rule = {"match": {"name": "blocks.1.attn.qkv"}, "use": "bf16"}
+    policy = {"version": 1, "rules": [rule]}
+    return mxcompile.explain(model, *args, policy=policy, training=False, target="cpu")
+
+
+def test_a_quantized_layer_says_what_was_found(report):
+    (found,) = report.why("blocks.0.attn.qkv")
+    assert (found.name, found.names) == ("blocks.0.attn.qkv", ("blocks.0.attn.qkv",))
+    assert (found.role, found.precision) == ("qkv", "mxfp8")
+    assert found.reason == "preset nvidia: role qkv"
+    assert found.evidence == "its result is q, k or v of an attention"
+
+
+def test_a_layer_that_a_rule_keeps_has_its_role_and_the_rule(report):
+    (found,) = report.why("blocks.1.attn.qkv")
+    assert (found.role, found.precision) == ("qkv", "bf16")
+    assert "rule 1" in found.reason
+
+
+def test_a_layer_that_is_not_quantized_says_what_came_nearest_and_what_that_lacked(report):
+    (found,) = report.why("blocks.0.experts.router")
+    assert (found.role, found.precision, found.reason) == ("router", "bf16", "role router")
+    assert "top-k" in found.evidence
+    (head,) = report.why("head")
+    assert (head.role, head.precision) == ("head", "bf16")
+    assert "it stands behind the residual stream" in head.evidence
+    lone = mxcompile.explain(why_model.nn.Linear(64, 64), why_model.torch.randn(2, 64), training=False)
+    (other,) = lone.why()
+    assert (other.role, other.precision) == ("other", "bf16")
+    assert other.evidence == "no statement about a role holds"
+    assert other.nearest.startswith("head: ")
+    assert "; but " in other.nearest
+
+
+def test_experts_and_products_of_an_attention_have_reasons_too(report):
+    found = {(reasons.name, reasons.role): reasons for reasons in report.why("blocks.*")}
+    up, down = (
+        found[f"blocks.0-1.experts.{name}", f"expert_{end}"] for name, end in (("up", "in"), ("down", "out"))
+    )
+    assert up.names == ("blocks.0.experts.up", "blocks.1.experts.up")
+    assert (up.precision, down.precision) == ("mxfp8", "mxfp8")
+    assert "blocks.0.experts.down" in up.evidence
+    assert "a top-k chose" in down.evidence or "stack of matrices" in down.evidence
+    scores = found["blocks.0-1.attn", "attn_scores"]
+    assert scores.evidence == "inside an attention operator"
+
+
+def test_a_pattern_fits_several_layers_and_equal_ones_are_one(report):
+    names = [reasons.name for reasons in report.why("*.attn.out")]
+    assert names == ["blocks.0-1.attn.out"]
+    assert [r.name for r in report.why(r"re:blocks\.\d\.attn\.(qkv|out)")] == [
+        "blocks.0.attn.qkv", "blocks.0-1.attn.out", "blocks.1.attn.qkv",
+    ]  # fmt: skip
+    every = {name for reasons in report.why() for name in reasons.names}
+    assert every == {gemm.name for gemm in report.gemms}
+
+
+def test_the_text_has_role_precision_reason_evidence_and_the_nearest(report):
+    (out,) = report.why("*.attn.out")
+    first, *rest = str(out).splitlines()
+    assert first == "blocks.0-1.attn.out ×2: attn_out, mxfp8 (preset nvidia: role attn_out)"
+    assert rest[0] == f"  because  {out.evidence}"
+    assert rest[1:] == ([f"  nearest  {out.nearest}"] if out.nearest else [])
+
+
+def test_records_say_the_same(report):
+    for gemm in report.gemms:
+        (found,) = [r for r in report.why(gemm.name) if r.role == gemm.role]
+        assert (found.reason, found.evidence, found.nearest) == (gemm.reason, gemm.evidence, gemm.nearest)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("blocks.0.attn.qvk", "nearest: 'blocks.0.attn.qkv'"),
+        ("blocks.0.experts", "'blocks.0.experts.*' fits 'blocks.0.experts.router' and 2 more"),
+        ("qkv", "'*.qkv' fits 'blocks.0.attn.qkv' and 1 more"),
+        ("attn", "'*.attn' fits 'blocks.0.attn' and 1 more"),
+        ("zzz", "there are: 'blocks.0.attn.qkv'"),
+        ("re:qkv", "there are"),
+        ("re:(", "is no regular expression"),
+    ],
+)
+def test_a_name_that_fits_no_layer_is_an_error_with_those_that_come_near(report, pattern, said):
+    with pytest.raises(OptionError) as error:
+        report.why(pattern)
+    assert said in str(error.value)
+    assert repr(pattern) in str(error.value)
