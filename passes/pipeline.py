@@ -19,6 +19,7 @@ from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
 from mxcompile.passes.follow import Follow
+from mxcompile.passes.gather import Gather
 from mxcompile.passes.restore import Restore
 from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
@@ -68,6 +69,7 @@ def joint_passes(
         Reuse(),
         Restore(),
         Share(),
+        Gather(),
         Seed(),
         Save(),
     )

@@ -1,0 +1,166 @@
+"""gather: cast an activation before ranks gather it, so that MX bytes travel.
+
+    quantize(move(wait(all_gather(x))))  →  move(wait(all_gather(pack(quantize(x)))))
+
+Ranks of sequence parallelism hold tokens; blocks run along features, so the casts are the same, bit for bit.
+Codes and scales of a token are one row of bytes, which one collective sends: 33/64 of BF16's. `move` is what
+brings the ranks' parts into the order of tokens: views, permutations, splits and concatenations that leave
+the last dimension alone.
+
+Done where the cast along features is all that reads the gathered tensor: in inference, where the weight is
+frozen, and where wgrad's copy is made of the rowwise one (``saved: transcode``). wgrad's own cast, along
+tokens, is of the source: for that the source itself has to travel, and nothing is saved. Numerics do not
+change.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import ScaleLayout
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import COPIES, argument, aten, packet
+from mxcompile.graph.tags import tensor
+
+_VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
+_COLLECTIVES = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """No options: a cast goes in front where that changes nothing but the bytes."""
+
+    name: ClassVar[str] = "gather"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Move casts of `graph` in front of the collectives that make what they read."""
+        if not hasattr(_COLLECTIVES, "all_gather_into_tensor"):
+            return
+        gathers = graph.find_nodes(
+            op="call_function", target=_COLLECTIVES.all_gather_into_tensor.default, sort=False
+        )
+        for node in gathers:
+            moved = _Moved.of(node)
+            if moved is not None:
+                moved.write(Builder(graph, self.name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moved:
+    """A collective `gather` whose result, moved by `steps` in graph order, only `casts` read, all alike."""
+
+    gather: fx.Node
+    steps: tuple[fx.Node, ...]
+    casts: tuple[fx.Node, ...]
+
+    @staticmethod
+    def of(gather: fx.Node) -> _Moved | None:
+        """That of `gather`; None if the casts cannot go in front."""
+        value = tensor(argument(gather))
+        if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
+            return None
+        steps: dict[fx.Node, None] = {}
+        casts: list[fx.Node] = []
+        pending = [gather]
+        while pending:
+            node = pending.pop()
+            for user in node.users:
+                if user.target is ops.quantize:
+                    casts.append(user)
+                elif not _keeps_last(user, value.shape[-1]):
+                    return None
+                elif user not in steps:
+                    steps[user] = None
+                    pending.append(user)
+        if not casts or len({_how(cast) for cast in casts}) > 1 or _how(casts[0]) is None:
+            return None
+        places = {node: place for place, node in enumerate(gather.graph.nodes)}
+        if any(arg not in steps and arg is not gather for step in steps for arg in _tensors(step)):
+            return None
+        return _Moved(gather=gather, steps=tuple(sorted(steps, key=places.__getitem__)), casts=tuple(casts))
+
+    def write(self, build: Builder) -> None:
+        """Cast, send and move bytes instead."""
+        graph, call = build.graph, build.call
+        x, how = argument(self.gather), _how(self.casts[0])
+        value = tensor(x)
+        assert value is not None
+        assert how is not None
+        width, last, byte = value.shape[-1], value.ndim - 1, torch.uint8
+        with graph.inserting_before(self.gather):
+            cast = call(ops.quantize, x, last, *how, like=self.casts[0])
+            qdata, scale = (call(operator.getitem, cast, index, like=cast) for index in (0, 1))
+            codes = call(aten.view.dtype, qdata, byte, like=cast)
+            packed = call(aten.cat.default, [codes, scale], last, like=cast)
+            sent = call(self.gather.target, packed, *self.gather.args[1:], like=self.gather)
+        made = {self.gather: sent}
+        for step in self.steps:
+            with graph.inserting_before(step):
+                made[step] = _repeated(step, made, packed.meta["val"].shape[-1], build)
+        for each in self.casts:
+            with graph.inserting_before(each):
+                parts = _unpacked(made[argument(each)], width, how[0], build)
+            for user in list(each.users):
+                build.replace(user, parts[int(user.args[1])])  # type: ignore[arg-type]
+        for old in (*self.casts, *reversed(self.steps), self.gather):  # a collective is never dead by itself
+            graph.erase_node(old)
+
+
+def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> tuple[fx.Node, fx.Node]:
+    """Codes and scales of `rows` of bytes, `width` codes each."""
+    value, call = tensor(rows), build.call
+    assert value is not None
+    parts = [
+        call(aten.slice.Tensor, rows, value.ndim - 1, start, end, like=rows)
+        for start, end in ((0, width), (width, 2**63 - 1))
+    ]
+    codes, scale = (
+        call(aten.clone.default, part, like=rows, memory_format=torch.contiguous_format) for part in parts
+    )
+    return call(aten.view.dtype, codes, elem, like=rows), scale
+
+
+def _how(cast: fx.Node) -> tuple[Any, ...] | None:
+    """Element type and rounding of a cast along the last dimension; None for others."""
+    source = tensor(cast.args[0])
+    dim, elem, rounding, *rest = cast.args[1:]
+    plain = not any(rest[:1]) and rest[1:] in ([], [ScaleLayout.ROW_MAJOR]) and not cast.kwargs
+    along = source is not None and isinstance(dim, int) and dim % source.ndim == source.ndim - 1
+    return (elem, rounding) if plain and along else None
+
+
+def _tensors(step: fx.Node) -> list[fx.Node]:
+    return [arg for arg in step.all_input_nodes if not isinstance(arg.meta.get("val"), torch.SymInt)]
+
+
+def _keeps_last(step: fx.Node, width: int) -> bool:
+    """Whether `step` moves rows of `width` about and leaves each as it is."""
+    what = packet(step)
+    if what in (_COLLECTIVES.wait_tensor, operator.getitem) or what in COPIES:
+        return True
+    if what is aten.split or what is aten.cat:
+        first = step.args[0] if what is aten.split else step.args[0][0]  # type: ignore[index]
+        value = tensor(first)
+        dim = step.args[2 if what is aten.split else 1] if len(step.args) > (1 + (what is aten.split)) else 0
+        return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
+    value = tensor(step)
+    if value is None or value.shape[-1] != width:
+        return False
+    if what is aten.permute:
+        order: Any = step.args[1]
+        return bool(order[-1] % value.ndim == value.ndim - 1)
+    return what in _VIEWS
+
+
+def _repeated(step: fx.Node, made: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:
+    """`step` of what was made of its arguments, whose rows are `width` long."""
+    args: Any = fx.node.map_arg(step.args, lambda node: made.get(node, node))
+    if packet(step) in _VIEWS:
+        args = (args[0], [*args[1][:-1], width])
+    return build.call(step.target, *args, like=step, **step.kwargs)
