@@ -103,16 +103,27 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
     AOTAutograd describes placeholders: the position of a plain input, the name of a lifted parameter,
     or the attribute of a tensor subclass (a DTensor's local shard) that stands for one of those.
     """
-    descriptor: Any = node.meta.get("desc")
-    while hasattr(descriptor, "base"):
-        descriptor = descriptor.base
-    index = getattr(descriptor, "idx", None)
-    if isinstance(index, int) and index < len(inputs):
+    index = input_index(node)
+    if index is not None and index < len(inputs):
         return inputs[index]
+    descriptor = _descriptor(node)
     target = getattr(descriptor, "target", None)
     if isinstance(target, str):
         return GraphInput(path=target, static=True)
     return None
+
+
+def input_index(node: fx.Node) -> int | None:
+    """The position of the placeholder `node` among the inputs of the captured graph, if it is a plain one."""
+    index = getattr(_descriptor(node), "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def _descriptor(node: fx.Node) -> Any:
+    descriptor: Any = node.meta.get("desc")
+    while hasattr(descriptor, "base"):
+        descriptor = descriptor.base
+    return descriptor
 
 
 def origin(node: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from mxcompile.passes.save import Save
 from mxcompile.passes.seed import Seed
 from mxcompile.passes.share import Share
 from mxcompile.passes.split import Split
+from mxcompile.passes.untap import Untap
 from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
 
@@ -53,19 +54,22 @@ def joint_passes(
     blocks: Blocks | None = None,
     cut: str = "",
     known: Mapping[str, tuple[GemmTag, ...]] | None = None,
+    tapped: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order.
 
     cut: why the graph is but a part of a model, "" if it is all. known: of a part, the GEMMs of the whole.
+    tapped: whether weights come with the state of scales that follow from calls before.
     """
     follow = (Follow(known=known or {}),) if cut else ()
     return (
+        Untap(),
         Split(),
         Find(inputs=inputs, prefix=prefix, first_index=first_index, blocks=blocks or Blocks()),
         Classify(inputs=inputs, cuts=Cuts(inputs=None, outputs=None) if cut else Cuts()),
         *follow,
         Decide(policy=policy, strict=strict, cut=cut),
-        Rewrite(),
+        Rewrite(tapped=tapped),
         Reuse(),
         Restore(),
         Share(),

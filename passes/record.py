@@ -58,6 +58,7 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
             block=str(fmt.tile),
             rounding=STORED if operand == "w" and _is_stored(tag, fmt) else fmt.derivation,
             elements=str(fmt.elements),
+            amax=str(fmt.amax),
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )

@@ -6,14 +6,16 @@
 Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
 they read equal nodes. Casts to stochastic elements are `encode` whatever their product; `seed` gives them
-their random numbers. Numerics change in this pass and in no other.
+their random numbers. Casts whose scale follows from calls before read the state of their layer (see
+`states`); without one they take the amax at hand, and the record of a compiled graph says so. Numerics change
+in this pass and in no other.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +24,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, argument, aten, is_grouped, packet
+from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
 from mxcompile.graph.shapes import offsets
 from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
@@ -30,6 +32,7 @@ from mxcompile.passes.flow import gathered
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
 from mxcompile.passes.split import HALF
+from mxcompile.passes.states import States
 from mxcompile.policy import Gemm, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
@@ -49,29 +52,35 @@ _Casts = tuple[_Cast, _Cast]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewrite:
-    """No options: what to do is in the tags."""
+    """What to do is in the tags. tapped: whether weights come with states."""
 
     name: ClassVar[str] = "rewrite"
+    tapped: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
         """Rewrite the GEMMs of `graph` whose tags carry formats."""
-        writer = _Writer(graph)
+        writer = _Writer(graph, tapped=self.tapped)
         tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
         writer.note_ends(tagged)
         for node, tag in tagged:
             assert tag.formats is not None
             writer.rewrite(node, tag, tag.formats)
+        writer.states.fill()
         graph.eliminate_dead_code()
 
 
 class _Writer:
     """State of one run: the casts made so far."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, tapped: bool) -> None:
         self._graph = graph
+        self._tapped = tapped
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
-        self._casts: dict[tuple[fx.Node, int, _Cast], Quantized] = {}
+        self._casts: dict[tuple[Any, int, _Cast], Quantized] = {}
+        self.states = States(self._build)
+        self._seen: dict[Quantized, fx.Node] = {}
+        self._state: tuple[fx.Node, str] | None = None
         self._ends: set[tuple[fx.Node, fx.Node]] = set()
         self._kept: dict[tuple[fx.Node, int, fx.Node], fx.Node] = {}
 
@@ -87,12 +96,18 @@ class _Writer:
         with self._graph.inserting_before(node):
             left, right = matrices(node, self._build)
             mx = all(fmt.is_mx for fmt in formats)
+            state = None if is_grouped(node) else self.states.of(tag, (left, right))
+            if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
+                tag = _without_state(node, tag)
             casts = _Cast(fmt=formats[0], mx=mx), _Cast(fmt=formats[1], mx=mx)
             if is_grouped(node):
                 result = self._grouped(node, tag, left, right, casts)
             else:
+                self._state = None if state is None else (state, tag.tensors[0])
                 a = self._quantize(left, -1, casts[0], tag, node)
+                self._state = None if state is None else (state, tag.tensors[1])
                 b = self._quantize(right, -2, casts[1], tag, node)
+                self._state = None
                 result = self._product(node, a, b, casts)
         if HALF in node.meta:  # its result is an item of what it returned
             self._build.replace(next(iter(node.users)), result)
@@ -212,21 +227,30 @@ class _Writer:
         return call(source.target, qdata, *rest, like=node), call(source.target, scale, *rest, like=node)
 
     def _cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
-        key = (source, dim, how)
+        stateful = self._state is not None and how.fmt.amax.stateful
+        key = (_same(source) if stateful else source, dim, how)
         if key not in self._casts:
             like = source if source.op == "call_function" else node
             self._casts[key] = self._emit(source, dim, how, like)
-        return self._casts[key]
+        cast = self._casts[key]
+        if stateful and self._state is not None and cast in self._seen:
+            self.states.add(*self._state, self._seen[cast])
+        return cast
 
     def _emit(self, source: fx.Node, dim: int, how: _Cast, like: fx.Node) -> Quantized:
-        fmt = how.fmt
+        fmt, seen = how.fmt, None
         if how.mx and not fmt.stochastic:
             arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
             pair = self._build.call(ops.quantize, source, dim, *arguments, like=like)
+        elif fmt.amax.stateful and self._state is not None:
+            scale, seen = self.states.scale(*self._state, source, fmt, like)
+            pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, scale, like=like)
         else:
             pair = self._build.call(ops.encode, source, dim, str(fmt), like=like)
         qdata = self._build.call(operator.getitem, pair, 0, like=like)
         scale = self._build.call(operator.getitem, pair, 1, like=like)
+        if seen is not None:
+            self._seen[qdata, scale] = seen
         return qdata, scale
 
     def _square_cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
@@ -252,6 +276,20 @@ class _Writer:
             copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, like=node)
             self._casts[key] = self._emit(copy, dim, how, node)
         return self._casts[key]
+
+
+def _same(source: fx.Node) -> Any:
+    """Equal for equal views of one tensor, which `share` will merge."""
+    return (source.target, str(source.args)) if packet(source) in VIEWS else source
+
+
+def _without_state(node: fx.Node, tag: GemmTag) -> GemmTag:
+    """`tag`, its reason with what becomes of scales that cannot follow from calls before; on `node` too."""
+    assert tag.choice is not None
+    reason = f"{tag.choice.reason}; scales of the tensors at hand: the weight is no parameter of the graph"
+    tag = replace(tag, choice=replace(tag.choice, reason=reason))
+    set_tag(node, tag)
+    return tag
 
 
 def _result(node: fx.Node) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Seed:
             return
         seed = _drawn(graph, casts[0])
         for stream, cast in enumerate(casts):
-            cast.args = (*cast.args[:3], seed, stream)
+            cast.args = (*cast.args[:3], seed, stream, *cast.args[5:])
 
 
 def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:

@@ -50,10 +50,11 @@ def _split_casts(graph: fx.Graph, build: Builder) -> None:
     for node in graph.find_nodes(op="call_function", target=ops.encode):
         results = {user.args[1]: user for user in node.users}
         with graph.inserting_before(node):
-            scale = build.call(ops.scale_of, *node.args[:3], like=node)
+            given = node.args[5] if len(node.args) > 5 else None
+            scale = given if given is not None else build.call(ops.scale_of, *node.args[:3], like=node)
             parts = [None, scale]
             if 0 in results and results[0].users:
-                source, *how = node.args
+                source, *how = node.args[:5]
                 parts[0] = build.call(ops.encode_with, source, scale, *how, like=node)
         for index, user in results.items():
             made = parts[int(index)]

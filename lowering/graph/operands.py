@@ -75,7 +75,7 @@ class Operands:
     ) -> fx.Node:
         made = _encoded(qdata, scale)
         if made is not None:
-            source, cast_dim, its, *seed = made.args
+            source, cast_dim, its, *seed = made.args[:5]
             arguments = (source, scale, cast_dim, its, scaled, dtype, *seed)
             return self._build.call(ops.round_with, *arguments, like=like)
         factor = scale if scaled else None

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import AmaxKind, Format, Tile
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.inductor import elements, stochastic
 from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
@@ -26,6 +27,9 @@ from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
+_CLONE = lowerings[torch.ops.aten.clone.default]
+_VIEW = lowerings[torch.ops.aten.view.default]
+_AS_IT_IS = fallback_handler(ops.scale_of, add_to_fallback_set=False)
 
 
 def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> Blocks:
@@ -36,6 +40,9 @@ def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> Blocks:
 def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
     """One scale for every tile of `x`."""
     form = Format.of(fmt)
+    if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
+        made: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt)
+        return made
     x.realize()
     blocks = _blocks(x, block_dim, form)
     amax = blocks.amax(as_float(x))
@@ -103,6 +110,9 @@ class _Scaled:
         y = _quotient(value, factor) if self.form.rounding is None else inductor.mul(value, factor)
         largest = self.form.elem.max
         y = inductor.minimum(inductor.maximum(y, f32(-largest)), f32(largest))
+        if self.form.amax.stateful:  # its scale does not know of what is not finite here
+            finite = inductor.lt(inductor.abs(value), f32(float("inf")))
+            y = inductor.where(finite, y, f32(float("nan")))
         if self._word is not None:
             return stochastic.rounded(y, self.form.elem, self._word(index))
         return elements.rounded(y, self.form.elem, self.target)
@@ -129,10 +139,15 @@ def lower_encode_with(
 
 @register_lowering(ops.encode, type_promotion_kind=None)
 def lower_encode(
-    x: ir.TensorBox, block_dim: int, fmt: str, seed: ir.TensorBox | None = None, stream: int = 0
+    x: ir.TensorBox,
+    block_dim: int,
+    fmt: str,
+    seed: ir.TensorBox | None = None,
+    stream: int = 0,
+    scale: ir.TensorBox | None = None,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Stored elements and scales."""
-    scale = lower_scale_of(x, block_dim, fmt)
+    scale = lower_scale_of(x, block_dim, fmt) if scale is None else _CLONE(scale)
     return lower_encode_with(x, scale, block_dim, fmt, seed, stream), scale
 
 
@@ -173,3 +188,31 @@ def lower_decode(
         return inductor.to_dtype(inductor.mul(found, times(block)) if times else found, dtype)
 
     return blocks.pointwise(dtype, value)
+
+
+@register_lowering(ops.largest, type_promotion_kind=None)
+def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
+    """The largest magnitude of a tensor."""
+    x.realize()
+    blocks = Blocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
+    amax = blocks.amax(as_float(x))
+    amax.realize()
+    made: ir.TensorBox = _VIEW(amax, [1])
+    return made
+
+
+@register_lowering(ops.known_scale, type_promotion_kind=None)
+def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.TensorBox:
+    """The scale that a state gives."""
+    form, load = Format.of(fmt), state.make_loader()
+    margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
+
+    def scale(_: Index) -> Any:
+        amax = inductor.mul(load([sympy.Integer(row)]), f32(margin))
+        return _fp32_scale(amax, form.elem.max)
+
+    made: ir.TensorBox = ir.Pointwise.create(
+        device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ndim
+    )
+    made.realize()
+    return made

@@ -101,6 +101,7 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
         rounding=site.fmt.derivation,
         block=str(site.fmt.tile),
         elements=str(site.fmt.elements),
+        amax_of=str(site.fmt.amax),
         calls=stats.calls,
         numel=stats.sums.numel,
         amax=stats.amax,

@@ -17,7 +17,7 @@ from typing import Any, Never, cast
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-from mxcompile.compiler import sharing
+from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
@@ -63,6 +63,8 @@ class Backend:
         self.options = Options.parse(mode, {**given, **unknown})
         self.root = root
         self.parts = parts
+        if root is not None and histories.needed(self.options.policy):
+            histories.expect(root)
         self._identity = (self.options.fingerprint(), self.options.report, self._within(block))
 
     def _within(self, block: nn.Module | None) -> object:
@@ -111,7 +113,12 @@ def compile_graph(
     """Compile one captured graph and put it in the report."""
     warn_once()
     found = capture(gm, example_inputs, root)
-    compilation = Compilation(options, found, gm, resolve(options.target, found.device))
+    tapped = histories.tap(gm, example_inputs, found, options.policy)
+    compilation = Compilation(
+        options, found, gm, resolve(options.target, found.device), tapped=tapped is not None
+    )
+    if tapped is not None:
+        gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
     check_plan(compilation, parts)
     sharing.guard(found, options.policy, unlimited=parts is not None)
     compiled = compile_fx(
@@ -121,6 +128,10 @@ def compile_graph(
         decompositions=table(),
     )
     publish(compilation, gm, example_inputs)
+    if tapped is not None:
+        return histories.Stateful(
+            cast(Compiled, compiled), tapped, dict(compilation.part.histories), found.root
+        )
     return cast(Compiled, compiled)
 
 

@@ -24,6 +24,7 @@ from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
+from mxcompile.passes.states import histories
 from mxcompile.policy import Gemm
 from mxcompile.report import Part
 from mxcompile.rules import layers_of, with_complaints
@@ -38,7 +39,7 @@ class Compilation:
 
     count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
     what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
-    kernels become known.
+    kernels become known. tapped: whether weights come with the state of scales that follow from calls before.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Compilation:
         gm: fx.GraphModule,
         target: Target,
         count: Callable[[str], int] = _once,
+        *,
+        tapped: bool = False,
     ) -> None:
         self.options = options
         self.found = found
@@ -57,10 +60,11 @@ class Compilation:
         self.lowered = False
         self.changed: Callable[[], None] = _nobody
         self._count = count
+        self._tapped = tapped
 
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
-        return Compilation(self.options, self.found, gm, self.target, self._count)
+        return Compilation(self.options, self.found, gm, self.target, self._count, tapped=self._tapped)
 
     # -- configuration ---------------------------------------------------------------------------
 
@@ -107,6 +111,7 @@ class Compilation:
             blocks=self.found.blocks,
             cut=self.found.cut,
             known=None if plan is None else plan.by_name,
+            tapped=self._tapped,
         )
         start = time.perf_counter()
         try:
@@ -123,6 +128,7 @@ class Compilation:
             weight_bytes=self.part.weight_bytes + held,
             weight_bytes_bf16=self.part.weight_bytes_bf16 + in_bf16,
             cache=_cache_state(),
+            histories=self.part.histories + histories(graph, len(self.found.inputs)),
         )
 
     def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:

@@ -30,7 +30,7 @@ def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence
         torch._guards.tracing(None),
     ):
         compile_fx(
-            _copy(gm),
+            copied(gm),
             list(example_inputs),
             inner_compile=inner_compile,
             config_patches={**compilation.config_patches(), "force_disable_caches": True},
@@ -38,7 +38,7 @@ def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence
         )
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm` with a graph of its own, the same parameters, and what Dynamo has noted about its inputs."""
     result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     result.meta = dict(gm.meta)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from mxcompile.formats import BLOCK, Format, Rounding, ScaleType, Tile, is_quantized
+from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleType, Tile, is_quantized
 from mxcompile.lowering.targets import TARGETS, Peak, Target
 from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 
@@ -69,7 +69,8 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
     cast_bytes = product_bytes = 0.0
     for numel, form, share, said in zip((a, b), forms, shares, gemm.formats, strict=True):
-        reads = 2 * _READ if form.tile == Tile.TENSOR else _READ
+        twice = form.tile == Tile.TENSOR and form.amax.kind is not AmaxKind.DELAYED
+        reads = 2 * _READ if twice else _READ
         held = _QUANTIZED if form.is_mx else form.bytes_per_element
         if said.rounding != STORED:
             cast_bytes += (reads + (held if tflops else _BF16)) * numel / share
@@ -87,7 +88,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
 def _format(operand: OperandFormat) -> Format:
     """The format of a record's operand; of a stored weight how its scales came about does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
-    return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements}")
+    return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
 
 
 def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:

@@ -1,5 +1,8 @@
 """Formats as values (`types`), the table of precisions made of them (`precisions`), casts in plain torch."""
 
+from mxcompile.formats.amax import MAX as MAX
+from mxcompile.formats.amax import Amax as Amax
+from mxcompile.formats.amax import AmaxKind as AmaxKind
 from mxcompile.formats.precisions import KEPT as KEPT
 from mxcompile.formats.precisions import PRECISIONS as PRECISIONS
 from mxcompile.formats.precisions import Choices as Choices

@@ -5,6 +5,9 @@
              stochastic elements rounded so instead (see `stochastic`), by the cast's seed and stream
     value    element · scale, in FP32
 
+An amax may be a percentile of the tile (see `amax`), and a scale may come from calls before: then what is not
+finite becomes NaN by itself, not by its scale.
+
 One scale for every tile of the format; dimensions before the last two are not tiled together, but for tiles
 that span the whole tensor. Sources wider than FP32 are rounded to it first. Elements that torch has no dtype
 for are codes: sign, exponent field, mantissa, from the top of the low bits of a byte.
@@ -24,6 +27,7 @@ from torch.nn import functional as F
 
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
+from mxcompile.formats.amax import AmaxKind
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
 from mxcompile.formats.types import WHOLE, ElemType, Format, Tile
 
@@ -81,23 +85,48 @@ def fp32_scale(amax: Tensor, elem: ElemType) -> Tensor:
 
 
 def encode_tensors(
-    x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+    x: Tensor,
+    block_dim: int,
+    fmt: Format,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Qdata, of the shape of `x`, and scales, of `scale_shape`, of `x` contracted along `block_dim`.
 
-    seed, stream: see `encode_with`.
+    seed, stream: see `encode_with`. scale: instead of that of `x`.
     """
-    scale = scales_of(x, block_dim, fmt)
+    scale = scales_of(x, block_dim, fmt) if scale is None else scale.clone()
     return encode_with(x, scale, block_dim, fmt, seed, stream), scale
 
 
 def scales_of(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
     """Scales of `x` contracted along `block_dim`."""
     tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
-    amax = tiles.abs().amax(list(range(1, tiles.ndim, 2)))
+    inside = list(range(1, tiles.ndim, 2))
+    amax = tiles.abs().amax(inside)
+    if fmt.amax.kind is AmaxKind.PERCENTILE:
+        reached = _percentile(x, block_dim, fmt)
+        amax = torch.where(amax.isfinite(), reached, amax)
     if fmt.rounding is not None:
         return scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
     return fp32_scale(amax, fmt.elem)
+
+
+def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """Of each tile the smallest magnitude that `fmt`'s share of its elements do not exceed."""
+    every = extents(x.ndim, block_dim, fmt.tile)
+    magnitudes = _tiled(x.to(torch.float32).abs(), every)
+    held = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # not what pads the last tiles
+    outer, inside = list(range(0, magnitudes.ndim, 2)), list(range(1, magnitudes.ndim, 2))
+    shape = [magnitudes.shape[dim] for dim in outer]
+    rows = magnitudes.masked_fill(~held, -1.0).permute(*outer, *inside).flatten(len(shape))
+    counts = held.permute(*outer, *inside).flatten(len(shape)).sum(-1)
+    if rows.numel() == 0:
+        return torch.zeros(shape, device=x.device)
+    rank = (counts.to(torch.float64) * (fmt.amax.value / 100)).ceil().to(torch.int64).clamp(min=1)
+    place = (rows.shape[-1] - counts + rank - 1).clamp(0, rows.shape[-1] - 1)
+    return rows.sort(-1).values.gather(-1, place.unsqueeze(-1)).squeeze(-1).clamp(min=0.0)
 
 
 def encode_with(
@@ -113,6 +142,8 @@ def encode_with(
         over = tiles * _spread(inverse_scale_value(scale.to(torch.int32)))
     else:
         over = tiles / _spread(scale)
+    if fmt.amax.stateful:
+        over = torch.where(tiles.isfinite(), over, torch.nan)
     y = _whole(over.clamp(-fmt.elem.max, fmt.elem.max), x.shape)
     if fmt.stochastic:
         if seed is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mxcompile.errors import FormatError
+from mxcompile.formats.amax import MAX, Amax, AmaxKind
 from mxcompile.formats.types import (
     E2M1,
     E2M3,
@@ -30,10 +31,11 @@ from mxcompile.formats.types import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """The extents of scales. x: of input and output gradient. w: of the weight."""
+    """The extents of scales. x: of input and output gradient. w: of the weight. delayed: by a history."""
 
     x: Tile
     w: Tile
+    delayed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,7 @@ class Choices:
 
     elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
     rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of
-    the output gradient's elements.
+    the output gradient's elements. amax: what scales follow from. history, margin: of delayed scales.
     """
 
     elem: ElemType | None = None
@@ -51,6 +53,9 @@ class Choices:
     tiles: tuple[str, ...] = ()
     weight_block: Tile | None = None
     grad_rounding: ElemRounding | None = None
+    amax: Amax | None = None
+    history: int | None = None
+    margin: int | None = None
 
     def over(self, other: Choices) -> Choices:
         """These choices, and `other`'s where there are none."""
@@ -61,6 +66,9 @@ class Choices:
             tiles=self.tiles + other.tiles,
             weight_block=self.weight_block or other.weight_block,
             grad_rounding=self.grad_rounding or other.grad_rounding,
+            amax=self.amax or other.amax,
+            history=self.history or other.history,
+            margin=other.margin if self.margin is None else self.margin,
         )
 
 
@@ -112,6 +120,9 @@ class Precision:
             "rounding": self.quantizes and self.scale is ScaleType.E8M0,
             "weight_block": bool(self.weight_blocks),
             "grad_rounding": self.quantizes,
+            "amax": self.quantizes,
+            "history": any(tiles.delayed for tiles in self.tiles.values()),
+            "margin": any(tiles.delayed for tiles in self.tiles.values()),
             self.tiles_key: len(self.tiles) > 1,
         }
         return frozenset(key for key, means in has.items() if means)
@@ -127,9 +138,16 @@ class Precision:
             block = None
         fp32 = self.scale is ScaleType.FP32
         rounding = None if fp32 else choices.rounding or Rounding.RCEIL
+        amax = choices.amax or MAX
+        if tiles.delayed:
+            amax = Amax(kind=AmaxKind.DELAYED, value=choices.history or HISTORY, margin=choices.margin or 0)
+        elif amax.stateful and not (fp32 and tiles.x == tiles.w == Tile.TENSOR):
+            amax = MAX
 
         def made(elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST) -> Format:
-            return Format(elem=elem, rounding=rounding, tile=tile, scale=self.scale, elements=elements)
+            return Format(
+                elem=elem, rounding=rounding, tile=tile, scale=self.scale, elements=elements, amax=amax
+            )
 
         return Operands(
             x=made(elem or default, tiles.x),
@@ -141,6 +159,9 @@ class Precision:
 def _along(*lengths: int) -> dict[str, Tiles]:
     return {str(length): Tiles(x=Tile(1, length), w=Tile(1, length)) for length in lengths}
 
+
+HISTORY = 1024
+"""Calls that a delayed scale looks back, where a rule does not say."""
 
 KEPT = Precision(name="bf16", label="BF16")
 """The row of GEMMs that are left in the model's own dtype."""
@@ -165,6 +186,7 @@ PRECISIONS: dict[str, Precision] = {
                 "tensor": Tiles(x=Tile.TENSOR, w=Tile.TENSOR),
                 "channel": Tiles(x=Tile.CHANNEL, w=Tile.CHANNEL),
                 "block": Tiles(x=Tile(1, 128), w=Tile(128, 128)),
+                "delayed": Tiles(x=Tile.TENSOR, w=Tile.TENSOR, delayed=True),
             },
             tiles_key="scaling",
         ),

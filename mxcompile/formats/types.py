@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from mxcompile.errors import FormatError, not_allowed
+from mxcompile.formats.amax import MAX, Amax, AmaxKind
 
 BLOCK = 32
 """Elements per block of OCP MX data."""
@@ -155,25 +156,31 @@ NEAREST = "nearest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How one operand of a GEMM is quantized. rounding: of scales, None for FP32 ones. elements: theirs."""
+    """How one operand of a GEMM is quantized.
+
+    rounding: of scales, None for FP32 ones. elements: theirs. amax: what a scale follows from.
+    """
 
     elem: ElemType = E4M3
     rounding: Rounding | None = Rounding.RCEIL
     tile: Tile = Tile.ROW
     scale: ScaleType = ScaleType.E8M0
     elements: ElemRounding = ElemRounding.NEAREST
+    amax: Amax = MAX
 
     def __str__(self) -> str:
         words = [self.elem.name, str(self.tile), self.derivation]
         if self.stochastic:
             words.append(str(self.elements))
+        if self.amax != MAX:
+            words.append(str(self.amax))
         return " ".join(words)
 
     @classmethod
     def of(cls, word: str) -> Format:
         """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none.
 
-        A fourth word says that elements do not round to nearest.
+        Further words say that elements do not round to nearest, and what is not the largest magnitude.
         """
         return _format_of(word)
 
@@ -191,7 +198,10 @@ class Format:
     def is_mx(self) -> bool:
         """Whether it is OCP MXFP8, which has operators and kernels of its own: FP8 in E8M0 blocks of 32."""
         return (
-            self.scale is ScaleType.E8M0 and self.tile in (Tile.ROW, Tile.SQUARE) and not self.elem.is_coded
+            self.scale is ScaleType.E8M0
+            and self.tile in (Tile.ROW, Tile.SQUARE)
+            and not self.elem.is_coded
+            and self.amax == MAX
         )
 
     @property
@@ -203,18 +213,19 @@ class Format:
 
 @functools.cache
 def _format_of(word: str) -> Format:
-    elem, tile, derivation, elements = (*word.split(), "", "", "", "")[:4]
+    elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
+    elements = next((one for one in rest if one in list(ElemRounding)), ElemRounding.NEAREST)
+    amax = next((one for one in rest if one not in list(ElemRounding)), AmaxKind.MAX)
     if elem not in _ELEMENTS:
         raise FormatError(not_allowed("element type", elem, _ELEMENTS))
-    if elements not in ("", *ElemRounding):
-        raise FormatError(not_allowed("rounding of elements", elements, list(ElemRounding)))
     fp32 = derivation == NEAREST
     return Format(
         elem=_ELEMENTS[elem],
         rounding=None if fp32 else rounding(derivation),
         tile=Tile.of(tile),
         scale=ScaleType.FP32 if fp32 else ScaleType.E8M0,
-        elements=ElemRounding(elements or ElemRounding.NEAREST),
+        elements=ElemRounding(elements),
+        amax=Amax.of(amax),
     )
 
 

@@ -21,6 +21,10 @@ PASS_KEY = "mx_pass"
 """Where a node made by a pass says which."""
 
 
+STATE_KEY = "mx_state"
+"""Where the placeholder of a weight holds that of the state of its layer's scales."""
+
+
 class Kind(Enum):
     """What kind of matmul a node is."""
 

@@ -25,6 +25,12 @@ from mxcompile.ops.mx import quantize_mm as quantize_mm
 from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
 from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
+from mxcompile.ops.state import OPERANDS as OPERANDS
+from mxcompile.ops.state import known_scale as known_scale
+from mxcompile.ops.state import largest as largest
+from mxcompile.ops.state import mean as mean
+from mxcompile.ops.state import slot as slot
+from mxcompile.ops.state import tapped as tapped
 
 CASTS = frozenset(
     op.overloadpacket

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("mx", "DEF")
+LIBRARY = torch.library.Library("mx", "DEF")
+"""Of all mx operators."""
 
 Spec = tuple[Sequence[Any], torch.dtype]
 """Shape, of sizes that may be symbolic, and dtype of a result."""
@@ -30,9 +31,9 @@ def define(
         return results[0] if len(results) == 1 else results
 
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mx::{name}", fake, lib=_LIBRARY)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mx::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.mx, name).default
     SPECS[op] = spec
     return op

@@ -11,7 +11,8 @@
 
 Scales are E8M0 bytes or FP32, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that a tile
 spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a byte.
-Casts to stochastic elements read a seed; `stream` tells apart those that share it.
+Casts to stochastic elements read a seed; `stream` tells apart those that share it. A cast whose scale is
+known before its tensor is given it (see `state`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,24 @@ def _spec_draw_seed(like: Tensor) -> list[Spec]:
 
 
 def _encode(
-    x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
+    x: Tensor,
+    block_dim: int,
+    fmt: str,
+    seed: _Seed = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream)
+    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale)
 
 
-def _spec_encode(x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0) -> list[Spec]:
+def _spec_encode(
+    x: Tensor,
+    block_dim: int,
+    fmt: str,
+    seed: _Seed = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
+) -> list[Spec]:
     form = Format.of(fmt)
     return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
@@ -176,7 +189,7 @@ draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
 )
 encode = define(
-    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0)"
+    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? scale=None)"
     " -> (Tensor qdata, Tensor scale)",
     _encode,
     _spec_encode,

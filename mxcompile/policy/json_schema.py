@@ -86,6 +86,7 @@ def _use() -> dict[str, Any]:
                 "minProperties": 1,
                 "additionalProperties": False,
                 "dependentSchemas": {"precision": {"not": one_gemm}},
+                "dependentRequired": {"history": ["scaling"], "margin": ["scaling"]},
             },
         ],
     }

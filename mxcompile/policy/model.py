@@ -13,7 +13,17 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from mxcompile.formats import BLOCK, Choices, ElemRounding, ElemType, Operands, Precision, Rounding, Tile
+from mxcompile.formats import (
+    BLOCK,
+    Amax,
+    Choices,
+    ElemRounding,
+    ElemType,
+    Operands,
+    Precision,
+    Rounding,
+    Tile,
+)
 
 
 class Role(StrEnum):
@@ -191,6 +201,9 @@ class Use:
     weight_block: Tile | None = None
     block: str | None = None
     scaling: str | None = None
+    history: int | None = None
+    margin: int | None = None
+    amax: Amax | None = None
     saved: Saved | None = None
 
     @property
@@ -201,6 +214,9 @@ class Use:
             grad_elem=self.grad_dtype,
             rounding=self.rounding,
             grad_rounding=self.grad_rounding,
+            amax=self.amax,
+            history=self.history,
+            margin=self.margin,
             weight_block=self.weight_block,
             tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mxcompile.errors import PolicyError, not_allowed, shown
-from mxcompile.formats import PRECISIONS
+from mxcompile.formats import PRECISIONS, Choices, Precision, ScaleType, Tile
 from mxcompile.policy import schema
 from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
@@ -173,8 +173,23 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Sourc
         if key in every and key not in means:
             has = f"it has {_words(sorted(means))}" if means else "it has no choices"
             raise source.error((*path, key), f"{key!r} is no choice of {_words(rows)}: {has}")
+    tiles = use.formats.over(preset.formats).tiles
+    delayed = tiles[:1] == ("delayed",)
+    for key in ("history", "margin"):
+        if getattr(use, key) is not None and use.scaling != "delayed":
+            raise source.error((*path, key), f"{key!r} goes with scaling: delayed alone")
+    if use.amax is not None and delayed:
+        raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
+    if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, tiles):
+        raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
+
+
+def _has_tensor_scales(rows: dict[str, Precision], tiles: tuple[str, ...]) -> bool:
+    """Whether all of `rows` have FP32 scales of whole tensors under the choice `tiles`."""
+    formats = [row.formats(Choices(tiles=tiles)).x for row in rows.values()]
+    return all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
 
 
 def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Source) -> None:

@@ -182,6 +182,8 @@ def _use(use: Use) -> dict[str, Any] | str:
     values = {key: getattr(use, key) for key in schema.USE if key != "precision"}
     if use.block is not None:
         values["block"] = int(use.block)
+    if use.amax is not None:
+        values["amax"] = {str(use.amax.kind): use.amax.value}
     plain = {key: _plain(value) for key, value in values.items() if value is not None}
     if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
         return plain

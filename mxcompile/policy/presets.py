@@ -28,6 +28,8 @@ PRESETS = {
         ),
         # 1×128 of activations and gradients, 128×128 of weights: DeepSeek-V3, arXiv 2412.19437 §3.3
         Preset(name="fp8_block", precision=_FP8, formats=Choices(tiles=("block",))),
+        # scales from a history of amax, E5M2 gradients: Transformer Engine's DelayedScaling
+        Preset(name="fp8_delayed", precision=_FP8, formats=Choices(tiles=("delayed",), grad_elem=E5M2)),
         Preset(name="inference", precision=_MXFP8, gemms=frozenset({Gemm.FPROP})),
         Preset(name="bf16", precision=_MXFP8, gemms=frozenset(), roles=frozenset()),
     )

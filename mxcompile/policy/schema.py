@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.formats import ELEM_TYPES, PRECISIONS, ElemRounding, Rounding
+from mxcompile.formats import ELEM_TYPES, PRECISIONS, Amax, AmaxKind, ElemRounding, Rounding
 from mxcompile.policy.model import Ends, Role, Saved
 from mxcompile.policy.presets import PRESETS
 
@@ -144,6 +144,29 @@ def _block(value: Any) -> str:
     return str(value)
 
 
+def _margin(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -16 <= value <= 16:
+        raise Invalid(f"expected a whole number from -16 to 16, found {shown(value)}")
+    return value
+
+
+_AMAX = {"percentile": (100.0, True), "ema": (1.0, False)}
+"""By kind the upper end of its number, and whether that is allowed; 0 never is."""
+
+
+def _amax(value: Any) -> Amax:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise Invalid(f"expected {{percentile: 99.99}} or {{ema: 0.9}}, found {shown(value)}")
+    ((kind, number),) = value.items()
+    if kind not in _AMAX:
+        raise Invalid(not_allowed("key", kind, _AMAX), kind)
+    end, inclusive = _AMAX[kind]
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not (0 < number < end or (inclusive and number == end)):
+        raise Invalid(f"expected a number between 0 and {end:g}, found {shown(number)}", kind)
+    return Amax(kind=AmaxKind(kind), value=float(number))
+
+
 POSITIVE = Value(_positive, {"type": "integer", "minimum": 1})
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
@@ -195,6 +218,23 @@ USE: dict[str, Value] = {
     "scaling": word("scaling", {name: name for name in _words("scaling")}).says(
         "What one FP32 scale is for: the tensor, a row along the contraction, or a block."
     ),
+    "history": POSITIVE.says("Of scaling: delayed: how many calls a scale looks back."),
+    "margin": Value(_margin, {"type": "integer", "minimum": -16, "maximum": 16}).says(
+        "Of scaling: delayed: powers of two that a scale has to spare."
+    ),
+    "amax": Value(
+        _amax,
+        {
+            "type": "object",
+            "properties": {
+                "percentile": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+                "ema": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            },
+            "minProperties": 1,
+            "maxProperties": 1,
+            "additionalProperties": False,
+        },
+    ).says("What a scale follows from in the place of the largest magnitude; larger elements saturate."),
     "saved": word("saved form", _table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."
     ),

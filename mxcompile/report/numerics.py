@@ -35,7 +35,8 @@ class TensorNumerics:
     (weight) or "dy" (output gradient). layout: "rowwise" if blocks run along the last dimension of the tensor
     as it is stored, else "columnwise". gemms: "fprop", "dgrad", "wgrad", those that read it. shared_with:
     paths of the other layers that read it. elem: "e4m3" or "e5m2". block: "1x32" or "32x32". rounding: of the
-    scale. elements: how they round. calls: how often the cast ran; the rest is over all calls together.
+    scale. elements: how they round. amax_of: what the scale
+    follows from. calls: how often the cast ran; the rest is over all calls together.
 
     numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
     underflow: share of the elements that are not 0 but were cast to 0, 0 to 1. saturation: share of the
@@ -53,6 +54,7 @@ class TensorNumerics:
     rounding: str
     block: str = "1x32"
     elements: str = "nearest"
+    amax_of: str = "max"
     shared_with: tuple[str, ...] = ()
     calls: int = 1
     numel: int

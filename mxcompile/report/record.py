@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mxcompile.formats import ElemRounding, is_quantized
+from mxcompile.formats import MAX, ElemRounding, is_quantized
 from mxcompile.report.outline import Outline
 
 SCHEMA = 1
@@ -21,7 +21,7 @@ class OperandFormat:
 
     operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
     along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`. elements: how they
-    round.
+    round. amax: what the scale follows from if not the largest magnitude, "percentile:99.9" say.
     """
 
     operand: str
@@ -29,15 +29,22 @@ class OperandFormat:
     block: str
     rounding: str
     elements: str = str(ElemRounding.NEAREST)
+    amax: str = "max"
 
     def __str__(self) -> str:
         return f"{self.operand}:{self.format}"
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The format, as `Format.of` reads it."""
+        return self.elem, self.block, self.rounding, self.elements, self.amax
+
+    @property
     def format(self) -> str:
-        """The words of the format."""
-        unusual = (self.elements,) if self.elements != ElemRounding.NEAREST else ()
-        return " ".join((self.elem, self.block, self.rounding, *unusual))
+        """The same in one string, without what is as usual."""
+        *always, elements, amax = self.words
+        unusual = [elements] * (elements != ElemRounding.NEAREST) + [amax] * (amax != str(MAX))
+        return " ".join([*always, *unusual])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +127,8 @@ class Part:
     """What is known of one compiled graph: its records, its picture, its share of the summary's numbers.
 
     prefix: path of the module that the graph was compiled for. twins: path and
-    block of the modules that run the same code.
+    block of the modules that run the same code. histories: of the tapped weights whose scales follow
+    from calls before, the position and how many calls count.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
@@ -135,6 +143,7 @@ class Part:
     outline: Outline = field(default_factory=Outline)
     prefix: str = ""
     twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()
+    histories: tuple[tuple[int, int], ...] = ()
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 from tabulate import tabulate
 
-from mxcompile.formats import ElemRounding
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
@@ -57,16 +56,13 @@ def _decided(policy: Policy, row: Row) -> list[str]:
 
 def _formats(policy: Policy, row: Row) -> str:
     """The format of the input, and what differs from it by operand; with what is saved if that is unusual."""
-    operands = {
-        f.operand: (f.elem, f.block, f.rounding, f.elements) for gemm in row.gemms for f in gemm.formats
-    }
+    operands = {f.operand: f for gemm in row.gemms for f in gemm.formats}
     if not operands:
         return ""
     common = operands.get("x") or next(iter(operands.values()))
-    *usual, elements = common
-    parts = [" ".join(usual if elements == ElemRounding.NEAREST else common)]
-    for operand, words in operands.items():
-        differs = [word for word, usual in zip(words, common, strict=True) if word != usual]
+    parts = [common.format]
+    for operand, form in operands.items():
+        differs = [word for word, usual in zip(form.words, common.words, strict=True) if word != usual]
         if differs:
             parts.append(" ".join((operand, *differs)))
     saved = {policy.decide(layer).saved for layer in layers_of(row.gemms)} - {Saved.COLUMNWISE}

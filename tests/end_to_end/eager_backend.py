@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from mxcompile.compiler import sharing
+from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
@@ -48,7 +48,10 @@ class EagerBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         found = capture(gm, example_inputs, self.root)
-        compilation = Compilation(self.options, found, gm, TARGETS["cpu"])
+        tapped = histories.tap(gm, example_inputs, found, self.options.policy)
+        compilation = Compilation(self.options, found, gm, TARGETS["cpu"], tapped=tapped is not None)
+        if tapped is not None:
+            gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
         check_plan(compilation, self.parts)
         sharing.guard(found, self.options.policy, unlimited=self.parts is not None)
 
@@ -83,4 +86,6 @@ class EagerBackend:
         )(gm, example_inputs)
         compilation.lowered = True  # there is nothing to lower, and nothing to look up
         publish(compilation, gm, example_inputs)
+        if tapped is not None:
+            return histories.Stateful(compiled, tapped, dict(compilation.part.histories), found.root)
         return compiled

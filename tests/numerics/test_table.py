@@ -72,7 +72,16 @@ def test_a_word_is_taken_once(toy: Precision):
         ({"precision": "mxfp4", "elem_dtype": "e5m2"}, "'elem_dtype' is no choice of mxfp4"),
         ({"precision": "mxfp8", "block": 48}, "unknown block 48"),
         ({"precision": "mxfp8", "block": 64, "weight_block": "32x32"}, "blocks of 32 alone"),
-        ({"precision": "fp8", "scaling": "delayed"}, "unknown scaling 'delayed'"),
+        ({"precision": "fp8", "scaling": "late"}, "unknown scaling 'late'"),
+        ({"precision": "fp8", "history": 16}, "'history' goes with scaling: delayed alone"),
+        ({"precision": "fp8", "scaling": "delayed", "history": 0}, "expected a positive integer"),
+        ({"precision": "fp8", "scaling": "delayed", "margin": 0.5}, "expected a whole number from -16 to 16"),
+        ({"precision": "fp8", "scaling": "delayed", "amax": {"ema": 0.9}}, "which has its own"),
+        ({"precision": "fp8", "scaling": "channel", "amax": {"ema": 0.9}}, "one scale a tensor alone"),
+        ({"precision": "mxfp8", "amax": {"ema": 0.9}}, "one scale a tensor alone"),
+        ({"precision": "mxfp8", "amax": {"percentile": 0}}, "a number between 0 and 100"),
+        ({"precision": "mxfp8", "amax": {"median": 1}}, "unknown key 'median'"),
+        ({"precision": "mxfp8", "amax": 99}, "expected {percentile: 99.99}"),
     ],
 )
 def test_choices_a_precision_does_not_have_are_errors(use: dict[str, object], said: str):

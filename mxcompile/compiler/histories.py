@@ -1,0 +1,229 @@
+"""Scales that follow from calls before: their state is buffers of the model, one beside each weight.
+
+    q_proj.weight   →   q_proj.weight_amax_history     FP32 [3, history]: of x, w and dy, the newest first
+
+The graph gets one input more for every weight, [3], what the history says of each operand, and gives one
+output more, what this call saw of x and w; what it saw of dy comes as the "gradient" of that input, so it
+takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not ask for it. Histories move on after
+the forward, and after the backward, of calls that compute gradients; a call that checkpointing runs again
+reads what it read the first time. What is not finite leaves no mark. The history of a rank is its own.
+
+The buffers are registered when a graph that has such scales is compiled: they are saved with the model, and
+follow it to other devices. A state dict that has them can be loaded before that where the model is known: by
+`mxcompile.compile` and `Backend(root=…)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mxcompile import ops
+from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.trace import copied
+from mxcompile.policy import Policy
+
+log = logging.getLogger(__name__)
+
+SUFFIX = "_amax_history"
+"""Of a buffer, behind the name of its weight."""
+
+_EXPECTING: WeakSet[nn.Module] = WeakSet()
+
+
+def needed(policy: Policy) -> bool:
+    """Whether `policy` has scales that follow from calls before."""
+    return any(
+        choices.tiles[:1] == ("delayed",) or (choices.amax is not None and choices.amax.stateful)
+        for choices in (policy.base.formats, *(rule.use.formats for rule in policy.rules))
+    )
+
+
+def expect(root: nn.Module) -> None:
+    """Let `root` load state dicts that have histories before it has any."""
+    if root in _EXPECTING:
+        return
+    _EXPECTING.add(root)
+    root.register_load_state_dict_pre_hook(_make_room)
+
+
+def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
+    modules = dict(root.named_modules())
+    for key, value in state.items():
+        path, _dot, name = key.removeprefix(prefix).rpartition(".")
+        module = modules.get(path) if key.startswith(prefix) and name.endswith(SUFFIX) else None
+        weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
+        if module is not None and weight is not None and name not in module._buffers:
+            module.register_buffer(name, torch.zeros_like(value, device=weight.device))
+
+
+def tap(gm: fx.GraphModule, values: Sequence[Any], found: Capture, policy: Policy) -> Tapped | None:
+    """`gm` with the weights tapped that may need it under `policy`; None if none does."""
+    if found.backward or not needed(policy):
+        return None
+    weights = [index for index, given in enumerate(found.inputs) if given.static and given.path]
+    return Tapped.of(gm, values, weights)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tapped:
+    """A graph whose weights are tapped.
+
+    states: fake inputs it has beside those it had. positions: of the weights among its inputs. outputs: how
+    many it had.
+    """
+
+    gm: fx.GraphModule
+    states: tuple[Tensor, ...]
+    positions: tuple[int, ...]
+    outputs: int
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, values: Sequence[Any], weights: Iterable[int]) -> Tapped | None:
+        """A copy of `gm`, the plain matrices among its inputs at `weights` tapped; None if there are none."""
+        gm = copied(gm)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        (output,) = gm.graph.find_nodes(op="output")
+        (results,) = output.args
+        chosen = tuple(
+            index
+            for index in weights
+            if _is_matrix(values[index]) and inputs[index].users and output not in inputs[index].users
+        )
+        if not chosen or not isinstance(results, tuple | list):
+            return None
+        with gm.graph.inserting_after(inputs[-1]):
+            states = [gm.graph.placeholder(f"mx_state_{index}") for index in reversed(chosen)][::-1]
+        seen = [_tap(gm.graph, states[-1], inputs[i], s) for i, s in zip(chosen, states, strict=True)]
+        output.args = ((*results, *seen),)
+        gm.recompile()
+        trains = torch.is_grad_enabled() and any(
+            isinstance(value, Tensor) and value.requires_grad for value in values
+        )
+        made = tuple(_example(values[index], trains) for index in chosen)
+        return cls(gm=gm, states=made, positions=chosen, outputs=len(results))
+
+
+def _is_matrix(value: Any) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter) or isinstance(value, FakeTensor)
+    return plain and value.ndim > 1 and value.is_floating_point() and value.layout is torch.strided
+
+
+def _tap(graph: fx.Graph, last: fx.Node, weight: fx.Node, state: fx.Node) -> fx.Node:
+    """Tap `weight` behind the inputs of `graph`, of which `last` is the last. Gives what a call sees."""
+    state._dynamo_source = None
+    with graph.inserting_after(last):
+        tapped = graph.call_function(ops.tapped, (weight, state))
+    with graph.inserting_after(tapped):
+        itself = graph.call_function(operator.getitem, (tapped, 0))
+        seen = graph.call_function(operator.getitem, (tapped, 1))
+    weight.replace_all_uses_with(itself, delete_user_cb=lambda user: user is not tapped)
+    return seen
+
+
+def _example(weight: Tensor, trains: bool) -> Tensor:
+    context = TracingContext.try_get()
+    device = weight.device
+    if context is None or context.fake_mode is None:
+        return torch.zeros(3, device=device, requires_grad=trains)
+    with context.fake_mode:
+        return torch.zeros(3, device=device, requires_grad=trains)
+
+
+class Stateful:
+    """The compiled code of a tapped graph, called as the graph was.
+
+    lengths: by position among the tapped weights, of those whose scales follow from calls before.
+    """
+
+    def __init__(
+        self, compiled: Callable[..., Any], tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None
+    ) -> None:
+        self._compiled = compiled
+        self._tapped = tapped
+        self._lengths = dict(lengths)
+        self._trains = any(state.requires_grad for state in tapped.states)
+        self._root = None if root is None else weakref.ref(root)
+        self._owned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._apart: list[nn.Module] = []
+        self._read: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one call, and let its histories move on."""
+        weights = [args[position] for position in self._tapped.positions]
+        histories = {index: self._history(weights[index], self._lengths[index]) for index in self._lengths}
+        again = _in_backward() and all(weights[index] in self._read for index in histories)
+        states = self._states(weights, histories, again=again)
+        results = self._compiled(*args, *states.unbind(0))
+        outputs, seen = results[: self._tapped.outputs], results[self._tapped.outputs :]
+        if states.requires_grad and not again:
+            _move_on({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
+        return outputs
+
+    def _states(self, weights: list[Tensor], histories: dict[int, Tensor], *, again: bool) -> Tensor:
+        """What the histories say, [weights, 3]; their gradient moves them on."""
+        with torch.no_grad():
+            rows = [weights[0].new_zeros(3, dtype=torch.float32)] * len(weights)
+            for index, history in histories.items():
+                said = self._read.pop(weights[index]) if again else history.amax(-1)
+                rows[index] = said.to(weights[index].device)
+            states = torch.stack(rows)
+        if self._trains and torch.is_grad_enabled():
+            if not _in_backward():
+                self._read.update({weights[index]: rows[index] for index in histories})
+            states.requires_grad_()
+            states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
+        return states
+
+    def _history(self, weight: Tensor, length: int) -> Tensor:
+        """The buffer beside `weight`, new if the model has none of that length."""
+        module, name = self._owner(weight)
+        found = module._buffers.get(name)
+        if found is None or found.shape != (3, length):
+            kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
+            if found is not None and found.ndim == 2:
+                count = min(length, found.shape[1])
+                kept[:, :count] = found[:, :count]
+            module.register_buffer(name, kept)
+            found = kept
+        return found
+
+    def _owner(self, weight: Tensor) -> tuple[nn.Module, str]:
+        """The module that has `weight`, and the name of the buffer beside it."""
+        if weight not in self._owned:
+            root = self._root() if self._root is not None else None
+            for module in root.modules() if root is not None else ():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        self._owned[parameter] = weakref.ref(module), f"{name}{SUFFIX}"
+        if weight not in self._owned:
+            log.warning("a weight is not one of the model's: its amax history is not saved with the model")
+            self._apart.append(nn.Module())
+            self._owned[weight] = weakref.ref(self._apart[-1]), f"weight{SUFFIX}"
+        reference, name = self._owned[weight]
+        module = reference()
+        assert module is not None
+        return module, name
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
+    """Put what was seen in front of `rows` of the histories, whose oldest goes."""
+    for index, history in histories.items():
+        new = seen[index][rows].to(history.device).nan_to_num(0.0, posinf=0.0)
+        history[rows] = torch.cat([new.unsqueeze(1), history[rows, :-1]], dim=1)

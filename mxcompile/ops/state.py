@@ -1,0 +1,91 @@
+"""Operators of scales that follow from calls before: what a layer carries from call to call.
+
+    tapped       w, state → w, slot            on the weights of Dynamo's graph; the passes take it out
+    slot         → what the state of an operand becomes, filled in by the passes: [3], of x, w and dy
+    largest      x → max |x|, [1]
+    mean         state, amax → decay · state + (1 − decay) · amax; amax where the state is 0
+    known_scale  state → the scale it gives
+
+A state is FP32 [3]: what stands for the largest magnitudes of x, w and dy, 0 before the first call. It is a
+differentiable input, whose "gradient" is the slot of dy, known in backward alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import AmaxKind, Format
+from mxcompile.formats.encoding import fp32_scale
+from mxcompile.ops.define import LIBRARY, Spec, define
+
+OPERANDS = ("x", "w", "dy")
+"""In the order of a state."""
+
+
+def _tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return w.clone(), torch.zeros_like(state)
+
+
+def _fake_tapped(w: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(w), torch.empty_like(state)
+
+
+def _slot(state: Tensor) -> Tensor:
+    return torch.zeros_like(state)
+
+
+def _spec_slot(state: Tensor) -> list[Spec]:
+    return [(state.shape, state.dtype)]
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+
+
+def _spec_largest(x: Tensor) -> list[Spec]:
+    return [((1,), torch.float32)]
+
+
+def _mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> Tensor:
+    decay, before = Format.of(fmt).amax.value, state[row : row + 1]
+    mean = decay * before + (1 - decay) * amax
+    return torch.where(before == 0, amax, torch.where(amax.isfinite(), mean, before))
+
+
+def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
+    return [((1,), torch.float32)]
+
+
+def _known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
+    form = Format.of(fmt)
+    margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
+    return fp32_scale(state[row] * margin, form.elem).reshape([1] * ndim)
+
+
+def _spec_known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> list[Spec]:
+    return [((1,) * ndim, torch.float32)]
+
+
+def _keep_state(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _gradients(ctx: Any, dw: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+    return dw, slot(*ctx.saved_tensors)
+
+
+slot = define("slot(Tensor state) -> Tensor", _slot, _spec_slot)
+largest = define("largest(Tensor x) -> Tensor", _largest, _spec_largest)
+mean = define("mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor", _mean, _spec_mean)
+known_scale = define(
+    "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _known_scale, _spec_known_scale
+)
+
+LIBRARY.define("tapped(Tensor w, Tensor state) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("tapped", _tapped, "CompositeExplicitAutograd")
+torch.library.register_fake("mx::tapped", _fake_tapped, lib=LIBRARY)
+torch.library.register_autograd("mx::tapped", _gradients, setup_context=_keep_state, lib=LIBRARY)
+tapped = torch.ops.mx.tapped.default

@@ -1,0 +1,95 @@
+"""What the casts of a graph read and leave of the state of scales that follow from calls before.
+
+    scale of x, w or dy  ←  state of the layer            slot of the layer  ←  what its casts saw
+
+One cast may serve several layers (q, k and v): it reads the state of the first, and all of them get what it
+saw. Of a layer that runs several times in a graph the largest counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import AmaxKind, Format
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument, aten
+from mxcompile.graph.tags import STATE_KEY, GemmTag, tensor
+from mxcompile.passes.flow import input_index, stored
+from mxcompile.policy import Gemm
+
+FORWARD = "mx_forward_slot"
+"""Where a slot says that it is the one of forward, of x and w."""
+
+
+class States:
+    """Those of one graph."""
+
+    def __init__(self, build: Builder) -> None:
+        self._build = build
+        self._of_layer: dict[str, fx.Node] = {}
+        self._seen: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+
+    def of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
+        """The state of the layer of a GEMM, from the weight that it reads or that its forward did."""
+        if "w" in tag.tensors:
+            found = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
+            if found is not None and tag.gemm is Gemm.FPROP:
+                self._of_layer[tag.layer] = found
+        return self._of_layer.get(tag.layer)
+
+    def scale(
+        self, state: fx.Node, operand: str, source: fx.Node, fmt: Format, like: fx.Node
+    ) -> tuple[fx.Node, fx.Node]:
+        """The scale for `source`, and what this call adds to the state."""
+        call, row, value = self._build.call, ops.OPERANDS.index(operand), tensor(source)
+        assert value is not None
+        seen = call(ops.largest, source, like=like)
+        if fmt.amax.kind is AmaxKind.EMA:
+            seen = call(ops.mean, state, row, seen, str(fmt), like=like)
+            return call(ops.known_scale, seen, 0, str(fmt), value.ndim, like=like), seen
+        return call(ops.known_scale, state, row, str(fmt), value.ndim, like=like), seen
+
+    def add(self, state: fx.Node, operand: str, seen: fx.Node) -> None:
+        """Leave `seen` in the slot of `operand`."""
+        found = self._seen.setdefault((state, operand), [])
+        if seen not in found:
+            found.append(seen)
+
+    def fill(self) -> None:
+        """Put into the slots of the graph what was left for them, 0 where nothing was."""
+        graph = self._build.graph
+        (output,) = graph.find_nodes(op="output")
+        for node in graph.find_nodes(op="call_function", target=ops.slot):
+            of_forward = node.meta.get(FORWARD, False)
+            with graph.inserting_before(output):
+                rows = [self._row(node, operand, of_forward) for operand in ops.OPERANDS]
+                self._build.replace(node, self._build.call(aten.cat.default, rows, like=node))
+
+    def _row(self, node: fx.Node, operand: str, of_forward: bool) -> fx.Node:
+        state = argument(node)
+        found = self._seen.get((state, operand), []) if (operand != "dy") == of_forward else []
+        if found:
+            most = found[0]
+            for other in found[1:]:
+                most = self._build.call(aten.maximum.default, most, other, like=node)
+            return most
+        value = tensor(node)
+        assert value is not None
+        options = {"dtype": torch.float32, "device": value.device}
+        return self._build.call(aten.full.default, [1], 0.0, like=node, **options)
+
+
+def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
+    """Of the states that `graph` reads: the position among them, and how many calls count.
+
+    first: position of the first state among the inputs of the captured graph.
+    """
+    found: dict[int, int] = {}
+    for op, word in ((ops.known_scale, 2), (ops.mean, 3)):
+        for node in graph.find_nodes(op="call_function", target=op):
+            position = input_index(argument(node))
+            if position is not None:
+                found[position - first] = Format.of(str(node.args[word])).amax.history
+    return tuple(sorted(found.items()))

@@ -1,0 +1,289 @@
+"""Scales that follow from calls before: against casts by hand, saved, loaded, moved on when they should."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import mxcompile
+from mxcompile import ops
+
+MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def policy(**use: Any) -> dict[str, Any]:
+    use = {"precision": "fp8", "grad_dtype": "e5m2", **(use or {"scaling": "delayed", "history": 3})}
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+
+
+class ByHand:
+    """One linear layer in FP64 from FP8 operands; histories are lists, the newest first."""
+
+    def __init__(self, weight: Tensor, length: int, margin: int = 0, decay: float | None = None) -> None:
+        self.weight = weight.detach()
+        self.length, self.margin, self.decay = length, margin, decay
+        self.seen: dict[str, list[float]] = {"x": [], "w": [], "dy": []}
+
+    def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        now, before = float(value.abs().max()), self.seen[name]
+        if self.decay is None:
+            amax = max(before, default=0.0) * 2.0**self.margin
+            self.seen[name] = [now, *before][: self.length]
+        else:
+            amax = now if not before else self.decay * before[0] + (1 - self.decay) * now
+            self.seen[name] = [amax]
+        scale = torch.tensor(amax, dtype=torch.float32) / MAX[dtype] if amax else torch.tensor(1.0)
+        over = (value / scale).clamp(-MAX[dtype], MAX[dtype])
+        return over.to(dtype).double() * scale.double()
+
+    def step(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x8, w8 = (
+            self.cast("x", x, torch.float8_e4m3fn),
+            self.cast("w", self.weight, torch.float8_e4m3fn),
+        )
+        dy8 = self.cast("dy", dy, torch.float8_e5m2)
+        return x8 @ w8.t(), dy8 @ w8, dy8.t() @ x8
+
+
+def steps(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and output gradients that grow and shrink, so that every entry of a history counts once."""
+    torch.manual_seed(1)
+    sizes = [1.0, 8.0, 0.5, 0.25, 0.1, 4.0][:count]
+    return [(torch.randn(24, 40) * size, torch.randn(24, 16) * size / 100) for size in sizes]
+
+
+def run(model: Any, weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    weight.grad = None
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad
+
+
+def compiled(model: nn.Module, options: dict[str, Any], backend: str = "eager") -> Any:
+    torch._dynamo.reset()
+    if backend == "eager":
+        return torch.compile(model, backend=EagerBackend(policy=options))
+    return torch.compile(model, backend=backend, options={"policy": options})
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(40, 16, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "use"),
+    [
+        ("eager", {"scaling": "delayed", "history": 3}),
+        ("eager", {"scaling": "delayed", "history": 2, "margin": 1}),
+        ("eager", {"scaling": "tensor", "amax": {"ema": 0.75}}),
+        pytest.param("mxfp8", {"scaling": "delayed", "history": 2, "margin": 1}, id="inductor"),
+        pytest.param(
+            "mxfp8", {"scaling": "tensor", "amax": {"ema": 0.75}}, id="inductor-ema", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_six_steps_are_those_by_hand(backend: str, use: dict[str, Any]):
+    model = linear()
+    decay = use.get("amax", {}).get("ema")
+    by_hand = ByHand(model.weight, use.get("history", 1), use.get("margin", 0), decay)
+    call = compiled(model, policy(**use), backend)
+    for x, dy in steps(6):
+        found, expected = run(call, model.weight, x, dy), by_hand.step(x, dy)
+        for one, other in zip(found, expected, strict=True):
+            assert sqnr_db(other, one) > 100
+    kept = model.weight_amax_history
+    assert kept.shape == (3, use.get("history", 1))
+    for row, name in zip(kept, ("x", "w", "dy"), strict=True):
+        torch.testing.assert_close(row, torch.tensor(by_hand.seen[name]), rtol=1e-6, atol=0)
+
+
+def test_a_saved_model_goes_on_where_it_was():
+    model = linear()
+    call = compiled(model, policy())
+    for x, dy in steps(3):
+        run(call, model.weight, x, dy)
+    saved = copy.deepcopy(model.state_dict())
+    assert saved["weight_amax_history"].any(dim=1).all()
+    x, dy = steps(4)[3]
+    expected = run(call, model.weight, x, dy)
+
+    fresh = linear()
+    backend = mxcompile.Backend(policy=policy(), root=fresh)
+    fresh.load_state_dict(saved)  # strict: the model has no histories yet, and makes room
+    assert torch.equal(fresh.weight_amax_history, saved["weight_amax_history"])
+    assert backend.options.policy.rules
+    again = run(compiled(fresh, policy()), fresh.weight, x, dy)
+    for one, other in zip(again, expected, strict=True):
+        assert torch.equal(one, other)
+    cold = linear()
+    assert not torch.equal(run(compiled(cold, policy()), cold.weight, x, dy)[0], expected[0])
+
+
+def test_the_front_door_makes_room_too():
+    saved = {"0.weight": torch.ones(8, 8), "0.weight_amax_history": torch.ones(3, 1024)}
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    mxcompile.compile(model, policy="fp8_delayed", blocks=["0"])
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].weight_amax_history, torch.ones(3, 1024))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**saved, "0.nothing_amax_history": torch.ones(3, 1024)})
+
+
+def test_only_calls_that_train_move_histories_on():
+    model = linear()
+    call = compiled(model, policy())
+    (x, dy), (other, _) = steps(2)
+    run(call, model.weight, x, dy)
+    before = model.weight_amax_history.clone()
+    with torch.no_grad():
+        call(other)
+    assert torch.equal(model.weight_amax_history, before)
+    call(other)  # no backward: the gradient's stays
+    assert torch.equal(model.weight_amax_history[2], before[2])
+    assert not torch.equal(model.weight_amax_history[0], before[0])
+
+
+def test_what_is_not_finite_surfaces_and_leaves_no_mark():
+    model = linear()
+    call = compiled(model, policy())
+    x, dy = steps(1)[0]
+    run(call, model.weight, x, dy)
+    x[3, 5] = torch.inf
+    y, dx, dw = run(call, model.weight, x, dy)
+    assert y[3].isnan().all()
+    assert y[:3].isfinite().all()
+    assert dw[:, 5].isnan().all()
+    assert dx.isfinite().all()
+    assert model.weight_amax_history[0, 0] == 0
+    assert model.weight_amax_history.isfinite().all()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(40, 64, bias=False), nn.Linear(64, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool = False, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.recompute, self.reentrant = recompute, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=self.reentrant) if self.recompute else block(x))
+        return x
+
+
+def gradients(model: nn.Module, call: Any, count: int = 3) -> list[Tensor]:
+    for x, _ in steps(count):
+        model.zero_grad()
+        call(x.requires_grad_()).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_blocks_that_share_code_have_histories_of_their_own():
+    whole, parts = Blocks(), Blocks()
+    expected = gradients(whole, compiled(whole, policy()))
+    torch._dynamo.reset()
+    backend = EagerBackend(policy=policy(), root=parts)
+    for block in parts.blocks:
+        block.compile(backend=backend)
+    found = gradients(parts, parts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for name, kept in whole.named_buffers():
+        torch.testing.assert_close(parts.get_buffer(name), kept)
+    first, second = (block.up.weight_amax_history for block in parts.blocks)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["around code", "inside code"])
+def test_what_is_recomputed_reads_what_it_read(outside: bool):
+    plain, model = Blocks(), Blocks(recompute=True, reentrant=outside)
+    expected = gradients(plain, compiled(plain, policy()))
+    if outside:
+        torch._dynamo.reset()
+        backend = EagerBackend(policy=policy(), root=model)
+        for block in model.blocks:
+            block.compile(backend=backend)
+        found = gradients(model, model)
+    else:
+        found = gradients(model, compiled(model, policy()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for name, kept in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), kept)
+
+
+def test_micro_batches_move_on_one_by_one_and_nothing_compiles_again():
+    model, counter = linear(), CompileCounter()
+    backend = EagerBackend(policy=policy())
+
+    def count(gm: Any, inputs: Any) -> Any:
+        counter.frame_count += 1
+        return backend(gm, inputs)
+
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=count, dynamic=True, fullgraph=True)
+    for tokens in (24, 7, 50):
+        call(torch.full((tokens, 40), float(tokens), requires_grad=True)).sum().backward()
+    assert counter.frame_count == 1
+    assert model.weight_amax_history[0].tolist() == [50.0, 7.0, 24.0]
+    assert model.weight_amax_history[2].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_layers_that_read_one_tensor_share_its_cast():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(40, 16, bias=False), nn.Linear(40, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) * self.k(x)
+
+    torch.manual_seed(0)
+    model, backend = Shared(), EagerBackend(policy=policy())
+    torch._dynamo.reset()
+    call = torch.compile(model, backend=backend)
+    call(torch.randn(3, 8, 40)).sum().backward()
+    forward = backend.graphs[0].graph.find_nodes(op="call_function", target=ops.encode)
+    assert len(forward) == 3  # x and two weights
+    assert torch.equal(model.q.weight_amax_history[0], model.k.weight_amax_history[0])
+    assert model.q.weight_amax_history[0, 0] > 0
+
+
+def test_a_weight_that_is_computed_takes_the_amax_at_hand_and_the_record_says_so():
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(16, 40)), nn.Parameter(torch.randn(16, 40))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.a * self.b)
+
+    torch.manual_seed(0)
+    model = Computed()
+    mxcompile.clear_reports()
+    y = compiled(model, policy())(torch.randn(8, 40))
+    y.sum().backward()
+    assert not dict(model.named_buffers())
+    reasons = {gemm.reason for gemm in mxcompile.reports()[0].gemms}
+    assert reasons == {
+        "policy: rule 1; scales of the tensors at hand: the weight is no parameter of the graph"
+    }

@@ -1,0 +1,99 @@
+"""What scales follow from beside the largest magnitude: percentiles, and the operators of states."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch.library import opcheck
+
+from mxcompile import ops
+from mxcompile.errors import FormatError
+from mxcompile.formats import Amax, AmaxKind, Format
+from mxcompile.formats.encoding import decode_tensors, encode_tensors
+
+
+@pytest.mark.parametrize("percent", [50.0, 90.0, 99.9, 100.0])
+@pytest.mark.parametrize(
+    ("word", "rows", "columns"),
+    [("e4m3 tensor nearest", 60, 70), ("e5m2 channel nearest", 1, 70), ("e4m3 1x128 nearest", 1, 128)],
+)
+def test_a_percentile_by_hand(word: str, rows: int, columns: int, percent: float):
+    """The smallest magnitude that so many percent of a tile do not exceed; larger elements saturate."""
+    fmt = Format.of(f"{word} percentile:{percent:g}")
+    assert Format.of(str(fmt)) == fmt
+    gen = torch.Generator().manual_seed(2)
+    x = torch.randn(60, 70, generator=gen) * torch.exp2(torch.randint(-6, 6, (60, 70), generator=gen).float())
+    value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
+    dtype = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[fmt.elem.name]
+    for top in range(0, 60, rows):
+        for left in range(0, 70, columns):
+            tile = x[top : top + rows, left : left + columns].numpy()
+            reached = np.sort(np.abs(tile).ravel())[math.ceil(tile.size * percent / 100) - 1]
+            scale = np.float32(reached) / np.float32(fmt.elem.max)
+            over = np.clip(tile / scale, -fmt.elem.max, fmt.elem.max)
+            expected = over.astype(dtype).astype(np.float32) * scale
+            np.testing.assert_array_equal(value[top : top + rows, left : left + columns].numpy(), expected)
+
+
+def test_a_percentile_of_mx_blocks_saturates_what_lies_above():
+    x = torch.ones(2, 32)
+    x[0, 7] = 1000.0
+    plain, robust = (Format.of(f"e2m1 1x32 rceil{rest}") for rest in ("", " percentile:90"))
+    lost = decode_tensors(*encode_tensors(x, -1, plain), -1, plain, torch.float32)
+    kept = decode_tensors(*encode_tensors(x, -1, robust), -1, robust, torch.float32)
+    assert not lost[0, 0]
+    assert kept[0, 0] == 1
+    assert kept[0, 7] == 1.5  # the largest E2M1, 6, under the scale of 1
+    assert torch.equal(lost[1], kept[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_surfaces_under_a_percentile(bad: float):
+    fmt = Format.of("e4m3 channel nearest percentile:50")
+    x = torch.ones(3, 16)
+    x[1, 4] = bad
+    value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
+    assert value[1].isnan().all()
+    assert (value[[0, 2]] == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (2, 3, 40)])
+def test_shapes(shape: tuple[int, ...]):
+    fmt = Format.of("e4m3 1x32 rceil percentile:90")
+    qdata, scale = encode_tensors(torch.ones(shape), -1, fmt)
+    assert qdata.shape == shape
+    assert scale.shape == (*shape[:-1], -(-shape[-1] // 32))
+
+
+def test_operators_pass_opcheck():
+    state, x = torch.tensor([1.0, 0.0, 3.0]), torch.randn(20, 30)
+    delayed, ema = "e4m3 tensor nearest delayed:4:1", "e5m2 tensor nearest ema:0.5"
+    opcheck(ops.largest, (x,))
+    opcheck(ops.largest, (x[:0],))
+    opcheck(ops.known_scale, (state, 2, delayed, 2))
+    opcheck(ops.mean, (state, 0, ops.largest(x), ema))
+    opcheck(ops.slot, (state,))
+    w = torch.randn(8, 8, requires_grad=True)
+    opcheck(ops.tapped, (w, state.clone().requires_grad_()))
+    given = torch.full((1, 1), 0.25)
+    opcheck(ops.encode, (x, -1, "e4m3 tensor nearest delayed:4:0", None, 0, given), test_utils=(
+        "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic",
+    ))  # fmt: skip
+
+
+def test_scales_that_states_give():
+    state = torch.tensor([448.0, 0.0, torch.inf])
+    found = [float(ops.known_scale(state, row, "e4m3 tensor nearest delayed:4:1", 2)) for row in range(3)]
+    assert found[:2] == [2.0, 1.0]
+    assert math.isnan(found[2])
+
+
+def test_words():
+    assert str(Amax(kind=AmaxKind.DELAYED, value=1024, margin=-2)) == "delayed:1024:-2"
+    assert Amax.of("delayed:1024:-2").history == 1024
+    assert Amax.of("ema:0.9").history == 1
+    assert Amax.of("max") == Amax()
+    with pytest.raises(FormatError, match="unknown amax 'most'"):
+        Amax.of("most")
