@@ -39,19 +39,16 @@ class Decide:
         refused: list[str] = []
         wanted: set[str] = set()
         layers = linear_layers(graph)
-        for node in graph.nodes:
-            tags = tags_of(node)
-            if tags and tags[0].kind is not Kind.LINEAR:
-                set_tag(node, *(replace(tag, choice=_kept(node, tag)) for tag in tags))
+        keep_products(graph)
         for gemms in layers.values():
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
-                decided = self._explained(_decided(node, tag, decision))
-                set_tag(node, decided)
-                if decided.formats is None and _wanted(tag, decision):
-                    assert decided.choice is not None
-                    refused.append(f"{tag.name} {tag.gemm}: {decided.choice.reason}")
-                    wanted.add(decision.choice(tag.gemm).precision)
+                choice = decision.choice(tag.gemm)
+                hindered = obstacle(node) if choice.formats is not None else None
+                set_tag(node, self._explained(decided(tag, decision, hindered)))
+                if hindered is not None:
+                    refused.append(f"{tag.name} {tag.gemm}: {hindered}")
+                    wanted.add(choice.precision)
         if refused and self.strict:
             raise UnsupportedError(
                 f"strict: the policy sends these to {labels(wanted)}, but they cannot go there:\n  "
@@ -66,8 +63,12 @@ class Decide:
         return replace(tag, choice=replace(tag.choice, reason=reason))
 
 
-def _wanted(tag: GemmTag, decision: Decision) -> bool:
-    return decision.choice(tag.gemm).formats is not None
+def keep_products(graph: fx.Graph) -> None:
+    """Set the choice in the tags of all that is no linear layer: no policy decides there."""
+    for node in graph.nodes:
+        tags = tags_of(node)
+        if tags and tags[0].kind is not Kind.LINEAR:
+            set_tag(node, *(replace(tag, choice=_kept(node, tag)) for tag in tags))
 
 
 def _kept(node: fx.Node, tag: GemmTag) -> Choice:
@@ -87,15 +88,19 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     return Choice(precision=KEPT.name, reason=reason)
 
 
-def _decided(node: fx.Node, tag: GemmTag, decision: Decision) -> GemmTag:
+def decided(tag: GemmTag, decision: Decision, hindered: str | None) -> GemmTag:
+    """`tag`, of a linear layer, with what `decision` says of it.
+
+    hindered: what keeps its operands from being quantized (see `obstacle`), or None.
+    """
     choice = decision.choice(tag.gemm)
-    if choice.formats is not None:
-        found = obstacle(node)
-        if found is None:
-            left, right = map(choice.formats.of, tag.tensors)
-            return replace(tag, choice=choice, formats=(left, right), saved=decision.saved)
-        choice = Choice(precision=KEPT.name, reason=found)
-    return replace(tag, choice=choice, saved=decision.saved)
+    formats = None
+    if choice.formats is not None and hindered is None:
+        left, right = map(choice.formats.of, tag.tensors)
+        formats = left, right
+    elif choice.formats is not None:
+        choice = Choice(precision=KEPT.name, reason=str(hindered))
+    return replace(tag, choice=choice, formats=formats, saved=decision.saved)
 
 
 def obstacle(node: fx.Node) -> str | None:

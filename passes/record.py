@@ -24,10 +24,11 @@ def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
     first = tags[0].index if tags else 0
     if untagged or [tag.index for tag in tags] != list(range(first, first + len(tags))):
         raise VerificationError(f"matmuls without a record: {untagged or 'lost in a pass'}")
-    return tuple(map(_record, tags))
+    return tuple(map(record_of, tags))
 
 
-def _record(tag: GemmTag) -> GemmRecord:
+def record_of(tag: GemmTag) -> GemmRecord:
+    """The record of a GEMM that is decided."""
     assert tag.choice is not None
     return GemmRecord(
         name=tag.name,

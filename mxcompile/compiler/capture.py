@@ -23,11 +23,12 @@ class Capture:
 
     inputs: what each is, by its path below the frame's module. root: the user's model, if known. prefix:
     path in it of the module whose frame this is, as far as guards on its parameters go. module: the same by
-    the frame's ``self``. blocks: of the model. owner: that module's source, in
-    Dynamo's terms. cut: why the graph is but a part of the model, "" if it is all. backward: whether it is
-    that of graphs compiled before. planned: for a part,
-    what is known of the whole. device: of the first tensor. identity: hash of what names and decides the
-    graph's layers; with_sources: the same with the lines of the user's code, and the inputs' shapes.
+    the frame's ``self``. blocks: of the model. owner: that module's source, in Dynamo's terms. cut: why the
+    graph is but a part of the model, "" if it is all. stage: whether the model is a stage of a pipeline,
+    whose other layers are in other processes. backward: whether it is that of graphs compiled before.
+    planned: for a part, what is known of the whole. device: of the first tensor. identity: hash of what names
+    and decides the graph's layers; with_sources: the same with the lines of the user's code, and the inputs'
+    shapes.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -37,6 +38,7 @@ class Capture:
     blocks: Blocks
     owner: Any
     cut: str
+    stage: bool
     backward: bool
     planned: Planned
     device: torch.device
@@ -53,9 +55,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
     """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
     frame = Frame.of(gm)
     root = frame.root(root)
-    cut = frame.cut(root)
-    planned = plan_of(root, frame) if cut else Planned()
+    cut = frame.cut(root) or _sharded(example_inputs)
     located = Located(gm, example_inputs, root or _called(gm, frame), frame)
+    planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
     about = (blocks, located.prefix, cut, planned.below(located.prefix))
     return Capture(
@@ -66,12 +68,19 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
         blocks=blocks,
         owner=located.owner,
         cut=cut,
+        stage=frame.is_stage,
         backward=frame.backward,
         planned=planned,
         device=_device(example_inputs),
         identity=_hash(_identity(gm, about)),
         with_sources=_hash(_details(gm, example_inputs, about)),
     )
+
+
+def _sharded(example_inputs: Sequence[Any]) -> str:
+    """Why the layers of a graph are but shards of the model's, or ""."""
+    names = {kind.__name__ for value in example_inputs for kind in type(value).__mro__}
+    return "shards of tensor parallelism" if "DTensor" in names else ""
 
 
 def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:

@@ -17,23 +17,29 @@ from torch._guards import CompileContext
 
 from mxcompile.compiler import sharing, store
 from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.frames import is_running
 from mxcompile.compiler.inductor import sources_hash
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
+from mxcompile.formats import is_quantized
 from mxcompile.graph.tags import Kind
 from mxcompile.plan.plan import Plan
 from mxcompile.report import REGISTRY, Ledger
-from mxcompile.rules import check_layers, complaints, layers_of
+from mxcompile.rules import check_layers, complaints, layers_of, spelled
 
 log = logging.getLogger(__name__)
 
-_CHECKED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Plan | None]] = WeakKeyDictionary()
+_RAN: WeakKeyDictionary[nn.Module, dict[str, Plan]] = WeakKeyDictionary()
+"""By model and options, the plan that was held against: what the policy says, and what has run."""
 
 
 def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> None:
     """Hold the policy against the whole model, before any part of it is compiled, once for a policy.
+
+    From then on every layer of the plan is in the report.
 
     parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
     `UnsupportedError` for layers that cannot go or are in no part, `PolicyError` for rules.
@@ -41,24 +47,54 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     planned, root = compilation.found.planned, compilation.found.root
     if root is None:
         return
-    plan, checked = planned.plan, _CHECKED.setdefault(root, set())
+    plan, checked = planned.plan, _CHECKED.setdefault(root, {})
     if plan is None:
         if planned.missing and planned.missing not in checked:
             log.warning(no_plan(root, planned.missing))
-            checked.add(planned.missing)
+            checked[planned.missing] = None
         return
     options = compilation.options
-    if options.fingerprint() in checked:
+    if checked.get(options.fingerprint()) is plan:
         return
     outside = _outside(plan, options, parts) if parts is not None else []
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
         log.warning("%s; name a module that holds it in blocks=…", layer)
+    layers = () if compilation.found.stage else plan.layers  # rules are for the layers of other stages too
     if refused:
         said = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(refused)
-        raise UnsupportedError("\n".join([said, *complaints(options.policy, plan.layers)]))
-    check_layers(options, plan.layers)
-    checked.add(options.fingerprint())
+        raise UnsupportedError("\n".join([said, *(complaints(options.policy, layers) if layers else ())]))
+    if layers:
+        check_layers(options, layers)
+    checked[options.fingerprint()] = plan
+    REGISTRY.plan(root, options.fingerprint(), plan.records(options.policy))
+
+
+def check_ran(compilation: Compilation) -> None:
+    """Hold what was compiled against the plan, once the call that it was made for is over.
+
+    A backward that is lowered late tells: the forward has run then, and a layer without a record ran where
+    Dynamo left Python to itself. Strict mode raises `UnsupportedError`, else there is a warning.
+    """
+    plan, root = compilation.found.planned.plan, compilation.found.root
+    options = compilation.options
+    if plan is None or root is None or is_running(root):
+        return
+    ran = _RAN.setdefault(root, {})
+    if ran.get(options.fingerprint()) is plan:
+        return
+    ran[options.fingerprint()] = plan
+    pending = REGISTRY.pending(root, options.fingerprint())
+    names = [gemm.name for gemm in pending if is_quantized(gemm.precision)]
+    if not names:
+        return
+    said = (
+        f"{options.policy.label} quantizes these, but they ran outside of compiled code (see"
+        f" TORCH_LOGS=graph_breaks): {spelled([layer for layer in plan.layers if layer.name in set(names)])}"
+    )
+    if options.strict:
+        raise UnsupportedError(f"strict: {said}")
+    log.warning("%s", said)
 
 
 def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
@@ -91,7 +127,7 @@ def publish(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequen
     if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
         entry.recall(gm, example_inputs)
     entry.put()
-    compilation.changed = entry.put
+    compilation.changed = entry.hear
     if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
         check_layers(compilation.options, layers_of(REGISTRY.layers(entry.ledger.group)))
 
@@ -132,6 +168,11 @@ class _Entry:
         self._index = REGISTRY.put(self.ledger, self._index, part)
         if compilation.lowered:
             store.save(self._key(), part)
+
+    def hear(self) -> None:
+        """Kernels have become known after the graph was published."""
+        self.put()
+        check_ran(self._compilation)
 
     def _key(self) -> str:
         compilation = self._compilation

@@ -22,6 +22,8 @@ from mxcompile.plan.bare import users_own
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _RESUMED = "torch_dynamo_resume_in"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
+STAGE = "a pipeline stage"
+"""What makes a model a part of one that no process has whole."""
 _TORCH = f"{torch.__path__[0]}/"
 
 
@@ -101,6 +103,11 @@ class Frame:
         """The call of `root` that is going on; of several, the outermost."""
         return next((one for one in reversed(self.running) if users_own(one.module) is root), None)
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether the model is but a stage of a pipeline."""
+        return STAGE in self.parts
+
     def cut(self, root: nn.Module | None) -> str:
         """Why the graph is but a part of `root`, or "" if it is all of it."""
         if self.parts:
@@ -111,6 +118,15 @@ class Frame:
         if users_own(innermost.module) is root and innermost.directly:
             return ""
         return f"a frame inside {type(root).__name__}"
+
+
+def is_running(root: nn.Module) -> bool:
+    """Whether a call of `root` is going on in this thread."""
+    calls = (frame for frame in _frames() if frame.f_code.co_name in _CALLS)
+    return any(
+        isinstance(module := frame.f_locals.get("self"), nn.Module) and users_own(module) is root
+        for frame in calls
+    )
 
 
 def _frames() -> Iterator[FrameType]:
@@ -146,7 +162,7 @@ def _split(frame: FrameType) -> Iterator[str]:
     if "SubmodCompiler" in names:
         yield "a bucket of DistributedDataParallel"
     if "_PipelineStageBase" in names and not (owner.is_first and owner.is_last):  # type: ignore[union-attr]
-        yield "a pipeline stage"
+        yield STAGE
 
 
 def _add(running: list[Running], module: nn.Module, frame: FrameType, directly: bool) -> None:

@@ -56,6 +56,10 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     `TargetError`.
     """
     root = users_own(model)
+    if any(getattr(module, "_fsdp_use_orig_params", True) is False for module in root.modules()):
+        raise OptionError(
+            "Dynamo compiles nothing of an FSDP1 model with use_orig_params=False: set it to True"
+        )
     chosen = dict(_parts(root, blocks))
     backend = Backend(
         policy=policy,

@@ -45,9 +45,10 @@ class Model:
 class Located:
     """The inputs of a graph of `root`, called with `values`.
 
-    inputs: what each is, by its path below the frame's module. prefix: of that module in the model, by its
-    parameters among the inputs. module: of the frame's ``self``. owner: the source, in Dynamo's terms, of the
-    module at `prefix`; None if it is the model or not known.
+    inputs: what each is, by its path below the frame's module. matrices: paths in the model of the parameters
+    and buffers of more than one dimension. prefix: of that module in the model, by its parameters among the
+    inputs. module: of the frame's ``self``. owner: the source, in Dynamo's terms, of the module at `prefix`;
+    None if it is the model or not known.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class Located:
         self.module = self._model.modules.get(id(frame.locals.get("self")), "")
         self.inputs = tuple(
             GraphInput(path=self._below(path) if path else "", static=path is not None) for path in paths
+        )
+        self.matrices = tuple(
+            path
+            for path, value in zip(paths, values, strict=False)
+            if path and isinstance(value, Tensor) and value.ndim > 1
         )
         owners = (self._owner(source, outermost=True) for source in sources)
         self.owner = next((s for s, path in owners if path == self.prefix != ""), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from torch import nn
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.frames import Frame
 from mxcompile.errors import ModelError
+from mxcompile.graph.names import user_path
 from mxcompile.plan.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
@@ -40,17 +42,30 @@ class Planned:
 _PLANS: WeakKeyDictionary[nn.Module, Planned] = WeakKeyDictionary()
 
 
-def plan_of(root: nn.Module | None, frame: Frame) -> Planned:
-    """The plan of `root`, a call of which leads to `frame`; made if there is none yet."""
+def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Planned:
+    """The plan of `root`, a call of which leads to `frame`; made if there is none yet.
+
+    matrices: paths of the matrices that are read here. If the plan's call did not read one of them, the
+    layers that the present call adds are added to the plan: what it knows stays as it is.
+    """
     if root is None:
         return Planned(missing="not part of a module")
     known = _PLANS.get(root)
-    if known is not None:
+    if known is not None and (known.plan is None or not _owned(root, set(matrices) - known.plan.read)):
         return known
     call = frame.call_of(root)
     if call is None:
-        return Planned(missing=f"no call of {type(root).__name__} leads here")
-    return planned(root, call.args, call.kwargs)
+        return known or Planned(missing=f"no call of {type(root).__name__} leads here")
+    if known is None or known.plan is None:
+        return planned(root, call.args, call.kwargs)
+    more = _made(root, call.args, call.kwargs)
+    _PLANS[root] = Planned(plan=known.plan.with_more(more.plan, matrices))
+    return _PLANS[root]
+
+
+def _owned(root: nn.Module, paths: set[str]) -> set[str]:
+    """Those of `paths` that a plan of `root` may know: a parameter shared by modules has but one there."""
+    return paths.intersection(user_path(raw) for raw, _ in root.named_parameters()) if paths else paths
 
 
 def no_plan(root: nn.Module, missing: str) -> str:

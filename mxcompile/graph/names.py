@@ -21,6 +21,7 @@ _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _CONTAINERS = frozenset({"__dict__", "_modules", "_parameters", "_buffers"})
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_METHODS = frozenset({"forward", "__call__", "_call_impl"})
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -51,13 +52,18 @@ def user_path(raw: str) -> str:
     """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.
 
     ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with its own
-    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``.
+    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``. What a
+    method is bound to is the module that has it: ``layers.0.forward.args.0.__self__.fc``, of a checkpoint.
     """
     while raw.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         raw = raw.removeprefix("getattr(")
     quoted_or_plain = _STEP.findall(_ROOT.sub("", raw))
     steps = [ast.literal_eval(key or name) if key or name else index or plain
              for key, name, index, plain in quoted_or_plain]  # fmt: skip
+    if "__self__" in steps:
+        bound = len(steps) - steps[::-1].index("__self__")
+        method = next((at for at, step in enumerate(steps[:bound]) if step in _METHODS), bound - 1)
+        steps = steps[:method] + steps[bound:]
     return ".".join(step for step in steps if step not in _CONTAINERS | _WRAPPERS)
 
 

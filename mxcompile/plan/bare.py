@@ -1,8 +1,9 @@
 """A model as its author wrote it, on fake tensors: copied without what distributes or compiles it.
 
-What ``fully_shard``, ``parallelize_module`` and ``DistributedDataParallel`` add to a model are classes, hooks
-and sharded parameters; the copy has the class before, no hooks of ``torch.distributed`` and parameters of
-the whole size. Modules are copied attribute by attribute: wrapped ones refuse ``copy.deepcopy``.
+What ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
+to a model are classes, modules around modules, hooks and sharded parameters; the copy has the class before,
+no wrappers, no hooks of ``torch.distributed`` and parameters of the whole size. Modules are copied attribute
+by attribute: wrapped ones refuse ``copy.deepcopy``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -26,8 +28,9 @@ log = logging.getLogger(__name__)
 
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 _COMPILED = "_compiled_call_impl"
-_WRAPPED = ("_orig_mod",)
-"""What the modules that compile a module call it."""
+_FSDP1 = "_fsdp_wrapped_module"
+_WRAPPED = ("_orig_mod", _FSDP1, "_checkpoint_wrapped_module")
+"""What the modules that compile, shard or checkpoint a module call it."""
 
 
 def users_own(model: nn.Module) -> nn.Module:
@@ -47,10 +50,11 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     What cannot be copied (a process group, a lock) is the model's own.
     """
     model = users_own(model)
-    modules, fake = list(model.modules()), Faker(mode)
+    modules, fake = [m for m in model.modules() if _wrapped(m) is m], Faker(mode)
     memo: dict[int, Any] = {
         id(module): plain_class(module).__new__(plain_class(module)) for module in modules
     }
+    memo |= {id(module): memo[id(_wrapped(module))] for module in model.modules()}
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor) and id(value) not in memo:
@@ -58,6 +62,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     with _AsFakes(fake, memo):
         for module in modules:
             _fill(memo[id(module)], module, memo)
+        for module in model.modules():
+            _unflatten(module, memo, fake)
     made: nn.Module = memo[id(model)]
     return made
 
@@ -83,7 +89,9 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether any module of `model` is distributed by hooks or by its class."""
     return any(
-        plain_class(module) is not type(module) or any(map(_is_distributed, _hooks_of(module)))
+        plain_class(module) is not type(module)
+        or _FSDP1 in module._modules
+        or any(map(_is_distributed, _hooks_of(module)))
         for module in model.modules()
     )
 
@@ -101,19 +109,42 @@ def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
             kept = {number: hook for number, hook in value.items() if not _is_distributed(hook)}
             made.__dict__[key] = type(value)(_copied(kept, memo))
         elif key == "_modules":
-            made.__dict__[key] = {name: _member(child, memo) for name, child in value.items()}
+            made.__dict__[key] = {
+                name: None if child is None else memo[id(child)] for name, child in value.items()
+            }
         else:
             made.__dict__[key] = _copied(value, memo)
 
 
-def _member(child: nn.Module | None, memo: dict[int, Any]) -> Any:
-    """The copy of what a module holds, out of what compiles or shards it."""
-    while (
-        child is not None
-        and (inner := next(filter(None, map(child._modules.get, _WRAPPED)), None)) is not None
-    ):
-        child = inner
-    return None if child is None else memo[id(child)]
+def _wrapped(module: nn.Module) -> nn.Module:
+    """What `module` wraps, or itself."""
+    while True:
+        held = (module._modules.get(name) for name in _WRAPPED)
+        inner = next((one for one in held if one is not None), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
+    """Give the copies of what FSDP1's `module` has flattened the parameters that they had before."""
+    handle = module.__dict__.get("_handle") if _FSDP1 in module._modules else None
+    if handle is None:
+        return
+    flat = handle.flat_param
+    if not hasattr(flat, "_param_infos"):
+        raise ModelError("cannot tell what the flat parameters of this torch's FSDP1 hold")
+    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+        whole = torch.empty(shape, dtype=flat.dtype, device="meta")
+        _put(memo[id(info.module)], info.param_name, fake(nn.Parameter(whole, flat.requires_grad)))
+    for info in flat._shared_param_infos:
+        shared = memo[id(info.prim_module)]._parameters[info.prim_param_name]
+        _put(memo[id(info.module)], info.param_name, shared)
+
+
+def _put(made: nn.Module, name: str, parameter: Any) -> None:
+    made.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
+    made._parameters[name] = parameter
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

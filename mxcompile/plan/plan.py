@@ -12,24 +12,26 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.names import Stored
 from mxcompile.graph.tags import GemmTag, Kind, tags_of
 from mxcompile.passes.classify import Classify
-from mxcompile.passes.decide import obstacle
+from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
+from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
 from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
@@ -37,6 +39,7 @@ from mxcompile.plan.fakes import quiet
 from mxcompile.plan.record import record
 from mxcompile.plan.repeats import Repeats, fold
 from mxcompile.policy import Layer, Policy
+from mxcompile.report import GemmRecord
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +52,12 @@ class Plan:
     """Every layer and every product of a model.
 
     tags: of the forward GEMMs in order, under their full names. obstacles: by layer, what keeps it from any
-    block-scaled format.
+    block-scaled format. read: paths of the parameters and buffers that the forward reads.
     """
 
     tags: tuple[GemmTag, ...]
     obstacles: Mapping[str, str] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> Layers:
@@ -67,6 +71,28 @@ class Plan:
     def layers(self) -> tuple[Layer, ...]:
         """The linear layers and attention products, as a policy's rules see them."""
         return tuple(tag.as_layer() for tag in self.tags)
+
+    def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
+        """What `policy` decides for the forward of every layer, and what becomes of every product."""
+        return tuple(record_of(self._decided(tag, policy)) for tag in self.tags)
+
+    def _decided(self, tag: GemmTag, policy: Policy) -> GemmTag:
+        if tag.kind is not Kind.LINEAR:
+            return tag
+        return decided(tag, policy.decide(tag.as_layer()), self.obstacles.get(tag.name))
+
+    def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
+        """What is known, and of `other`, of another call of the model, the layers that only that one runs.
+
+        read: parameters that count as read by either.
+        """
+        if other is None:
+            return replace(self, read=self.read.union(read))
+        return Plan(
+            tags=(*self.tags, *(tag for tag in other.tags if tag.name not in self.by_name)),
+            obstacles={**other.obstacles, **self.obstacles},
+            read=self.read.union(other.read, read),
+        )
 
 
 def make_plan(
@@ -143,11 +169,25 @@ def _planned(
             raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
         Find(blocks=repeats.blocks).apply(graph)
         Classify().apply(graph)
+        keep_products(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     found = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
     obstacles = {tag.name: obstacle(found[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
-    return Plan(tags=tags, obstacles={name: reason for name, reason in obstacles.items() if reason})
+    return Plan(
+        tags=tags,
+        obstacles={name: reason for name, reason in obstacles.items() if reason},
+        read=frozenset(_read(graph, repeats)),
+    )
+
+
+def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
+    """Paths of the parameters and buffers that `graph` reads, those of layers left out too."""
+    for node in graph.find_nodes(op="placeholder"):
+        stored = node.meta.get("desc")
+        if isinstance(stored, Stored) and node.users:
+            yield stored.target
+            yield from repeats.others(stored.target)
 
 
 def _in_dtype(given: Any, model: nn.Module) -> Any:

@@ -13,12 +13,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from mxcompile.errors import OptionError
+from mxcompile.formats import is_quantized
+from mxcompile.report.fold import fold
 from mxcompile.report.outline import Outline
-from mxcompile.report.record import GemmRecord, Part, Summary, flop_share
+from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part, Summary, flop_share
 
-NOT_COMPILED = "not compiled yet"
-"""The kernel of a GEMM that is planned, and in no graph that was compiled."""
-
+_OUTSIDE = "not compiled yet, or run outside of compiled code:"
+_NAMED = 4
 _Key = tuple[str, str, str, str, str, bool]
 
 
@@ -75,6 +76,19 @@ def with_plan(
     pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
     place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
     return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
+
+
+def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
+    """A warning about the layers in `gemms` that are to be quantized and that no compiled graph has; or none.
+
+    They are yet to be called, or run where Dynamo left Python to itself: in a loop that it could not follow.
+    """
+    pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
+    names = [row.name for row in fold(dataclasses.replace(gemm, source="") for gemm in pending)]
+    if not names:
+        return ()
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (f"{_OUTSIDE} {', '.join(names[:_NAMED])}{more}",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +154,10 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
         graphs=sum(s.graphs for s in summaries),
         graph_breaks=sum(s.graph_breaks for s in summaries),
         cache=together(s.cache for s in summaries),
-        warnings=tuple(dict.fromkeys(w for s in summaries for w in s.warnings)),
+        warnings=(
+            *dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE)),
+            *outside(gemms),
+        ),
         estimate_us=_estimate(gemm.estimate_us for gemm in gemms),
         estimate_bf16_us=_estimate(gemm.estimate_bf16_us for gemm in gemms),
     )

@@ -11,6 +11,9 @@ from mxcompile.report.outline import Outline
 SCHEMA = 1
 """Version of the JSON form."""
 
+NOT_COMPILED = "not compiled yet"
+"""The kernel of a GEMM that is planned, and in no graph that was compiled."""
+
 STORED = "stored"
 """In place of a rounding: of a weight that the model holds in MXFP8, and that no cast of this GEMM makes."""
 
@@ -147,7 +150,8 @@ class Part:
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:
-    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none."""
+    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none. What is but planned is not."""
     gemms = tuple(gemms)
     total = sum(gemm.flops for gemm in gemms)
-    return sum(gemm.flops for gemm in gemms if is_quantized(gemm.precision)) / total if total else 0.0
+    compiled = (gemm for gemm in gemms if gemm.kernel != NOT_COMPILED)
+    return sum(gemm.flops for gemm in compiled if is_quantized(gemm.precision)) / total if total else 0.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mxcompile.report.files import is_mine, of_rank
 from mxcompile.report.merge import latest
-from mxcompile.report.record import GemmRecord, Part
+from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part
 from mxcompile.report.report import Report
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}
-        self._planned: dict[object, tuple[GemmRecord, ...]] = {}
+        self._planned: dict[tuple[weakref.ref[nn.Module], str], tuple[GemmRecord, ...]] = {}
         self._failing: set[Path] = set()
         self._lock = threading.RLock()
 
@@ -108,7 +108,10 @@ class Registry:
         """The report of `ledgers`, which have one target and policy."""
         last = ledgers[-1]
         planned = dict.fromkeys(
-            gemm for ledger in ledgers for gemm in self._planned.get((ledger.model, ledger.group), ())
+            gemm
+            for ledger in ledgers
+            if ledger.model is not None
+            for gemm in self._planned.get((ledger.model, ledger.group), ())
         )
         return Report.of(
             latest([(ledger.frame, ledger.parts) for ledger in ledgers]),
@@ -116,6 +119,14 @@ class Registry:
             policy=last.policy,
             planned=tuple(planned),
         )
+
+    def pending(self, model: nn.Module, group: str) -> list[GemmRecord]:
+        """What is planned of `model` under the options `group`, and in no graph that was compiled."""
+        with self._lock:
+            whose = _reference(model)
+            same = [own for own in self._ledgers.values() if own.model == whose and own.group == group]
+            found = self._report(same).gemms if same else ()
+            return [gemm for gemm in found if gemm.kernel == NOT_COMPILED]
 
     def layers(self, group: str) -> list[GemmRecord]:
         """The records of all ledgers of `group`."""
@@ -136,6 +147,7 @@ class Registry:
         """Forget all reports."""
         with self._lock:
             self._ledgers.clear()
+            self._planned = {key: gemms for key, gemms in self._planned.items() if key[0]() is not None}
             self._failing.clear()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import schema
 from mxcompile.report.files import load, publish
-from mxcompile.report.merge import merge, of_twins, together, total, with_plan
+from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
@@ -63,7 +63,7 @@ class Report:
                 graphs=len(parts),
                 graph_breaks=sum(part.graph_breaks for part in parts),
                 cache=together(part.cache for part in parts),
-                warnings=tuple(dict.fromkeys(w for part in parts for w in part.warnings)),
+                warnings=(*dict.fromkeys(w for part in parts for w in part.warnings), *outside(gemms)),
             ),
         )
 

@@ -10,7 +10,7 @@ from mxcompile.rules.check import (
     with_complaints,
 )
 from mxcompile.rules.fit import RuleFit, fits
-from mxcompile.rules.layers import folded, layers_of
+from mxcompile.rules.layers import folded, layers_of, spelled
 from mxcompile.rules.shared import name_signature
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "mistakes",
     "name_signature",
     "near_misses",
+    "spelled",
     "unused_rules",
     "with_complaints",
 ]

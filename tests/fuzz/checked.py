@@ -2,15 +2,16 @@
 
 - Nothing raises, and the report has every matrix product: its sizes are those that an eager run dispatches.
 - Outputs and gradients are those of the model with the reference casts in the layers that the report names.
-- Under the policy bf16 they are, bit for bit, those of the same path without the passes.
-- Where the program is one graph, names, roles and decisions are explain's.
+- Of every sixth, under the policy bf16 they are, bit for bit, those of the same path without the passes.
+- Of every second whose program is one graph, names, roles and decisions are explain's.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ import mxcompile
 
 LEAST_DB = {"float32": 36.0, "bfloat16": 15.0, "autocast": 15.0}
 """Between this and an unquantized product (about 27 dB) lies what FP32 cases can tell apart."""
+COARSE_DB = 9.0
+"""Gradients in E5M2 of sources in BF16: one that differs in its last bit rounds to 12 to 25 % more."""
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
@@ -42,7 +45,7 @@ def check(case: Drawn) -> None:
     found = _run(case, model, x, _backend(case, policy=case.policy))
     (report,) = mxcompile.reports()
     model.wrapper = "none"
-    with _Products() as products:
+    with _Products() as products, _without_fast_path():
         _values(case, model, x, model)
     _check_records(case, report, products)
     with reference_linears(model, report) as replaced:
@@ -50,14 +53,16 @@ def check(case: Drawn) -> None:
     in_mxfp8 = {gemm.name for gemm in report.gemms if gemm.precision == "mxfp8"}
     assert in_mxfp8 <= replaced.used, f"not in the model: {in_mxfp8 - replaced.used}"
     largest = max(value.float().norm().item() for value in expected.values())
+    coarse = any(fmt.elem == "e5m2" for gemm in report.gemms for fmt in gemm.formats)
+    least = COARSE_DB if coarse and case.dtype != "float32" else LEAST_DB[case.dtype]
     for name, value in expected.items():
         if name.endswith(".k.bias"):  # softmax does not feel it: its gradient is nothing but rounding
             continue
         got = _db(value.float(), found[name].float(), largest)
-        assert got > LEAST_DB[case.dtype], f"{name}: {got:.1f} dB from the reference"
-    if case.whole:
+        assert got > least, f"{name}: {got:.1f} dB from the reference"
+    if case.whole and case.number % 2:
         _check_explained(case, model, x, report)
-    if case.number % 3 == 0 and not case.real:
+    if case.number % 6 == 0 and not case.real:
         _check_bf16(case)
 
 
@@ -147,6 +152,16 @@ def _values(case: Drawn, model: Model, x: Tensor, call: Any) -> dict[str, Tensor
             f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
         }
     return values
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """``nn.MultiheadAttention`` in inference as products of matrices, and not as one operator."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 class _Products(TorchDispatchMode):

@@ -57,7 +57,7 @@ def draw(seed: int, number: int) -> Drawn:
         heads=heads,
         kv_heads=r.choice([h for h in (1, 2, 4) if heads % h == 0]),
         ffn=r.choice((64, 80, 100, 129)),
-        depth=r.choice((1, 2, 3)),
+        depth=r.choice((1, 1, 1, 2, 2, 3)),
         norm=r.choice(["layer", "rms", "none"]),
         attention=r.choice(["separate", "fused", "eager", "module", "none"]),
         feed_forward=r.choice(["gelu", "relu", "swiglu", "fused swiglu", "experts"]),
@@ -67,10 +67,10 @@ def draw(seed: int, number: int) -> Drawn:
         wrapper=r.choice(WRAPPERS),
         training=r.random() < 0.75,
         dtype=r.choice(["float32"] * 6 + ["bfloat16", "autocast"]),
-        dynamic=r.choice([None, None, True, False]),
+        dynamic=r.choice([None, None, None, None, False, False, True]),
         shape=(r.choice((1, 2, 3)), r.choice((1, 2, 7, 16, 33))),
         policy=_policy(r),
-        real=r.random() < 0.03,
+        real=r.random() < 0.025,
     )
 
 

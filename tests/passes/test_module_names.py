@@ -21,6 +21,8 @@ from mxcompile.graph.names import user_path
         ("L['stages'][0].fc", "0.fc"),
         ("_orig_mod._fsdp_wrapped_module.layers.0", "layers.0"),
         ("L['self']", ""),
+        ("L['self']._modules['layers'][0].forward.args[0].__self__._modules['fc']", "layers.0.fc"),
+        ("L['fn'].__self__.fc", "fc"),
     ],
 )
 def test_source_names_become_paths(raw: str, path: str) -> None:

@@ -187,11 +187,13 @@ def test_what_one_rank_compiled_wins_over_what_another_planned():
     ]
     assert [g.kernel for g in stages[1].gemms] == ["not compiled yet"] * 3 + ["mm"] * 3
     assert stages[1].summary.graphs == 1
-    assert stages[1].summary.flop_share == 1.0
+    assert stages[1].summary.flop_share == 0.5
+    assert stages[1].summary.warnings == ("not compiled yet, or run outside of compiled code: 0.up",)
     assert Report.from_json(stages[0].to_json()) == stages[0]
     assert "not compiled yet" in str(stages[0])
     merged = Report.merged([stages[1], stages[0], stages[1]])
     assert [(g.name, g.kernel) for g in merged.gemms] == [(f"{i}.up", "mm") for i in (1, 1, 1, 0, 0, 0)]
+    assert merged.summary.warnings == ()
     halves = Report.merged(stages[:1])
     assert sum(g.kernel == "not compiled yet" for g in halves.gemms) == 3
 

@@ -1,0 +1,166 @@
+"""What a large model costs before its first step: planning it whole, and a cold compile.
+
+Usage: python benchmarks/large_models.py [--planning 8 32 126] [--repeats 3] [--only planning|compile]
+
+Planning: a Llama of Llama-3.1-405B's width on the meta device, as its depth grows; seconds, and how much the
+process has grown. Cold compile: forward and backward with empty caches, in processor seconds of the process
+and of the compilers that it starts, each in a process of its own, in turns; `mxcompile.compile` against
+``backend="inductor"`` whole and block by block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+
+WAYS = ("inductor whole", "inductor by block", "mxfp8 whole", "mxcompile.compile")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--planning", type=int, nargs="*", default=[8, 32, 126])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["planning", "compile"])
+    parser.add_argument("--child", nargs=2, metavar=("WHAT", "WHICH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        what, which = options.child
+        print(json.dumps(planned(int(which)) if what == "planning" else compiled(which)))
+        return
+    rows = []
+    if options.only != "compile":
+        rows += [apart("planning", str(layers)) for layers in options.planning]
+        common.show(rows)
+    if options.only != "planning":
+        found = cold(options.repeats)
+        common.show(found)
+        rows += found
+    common.write("large_models", rows)
+
+
+def apart(what: str, which: str) -> dict[str, Any]:
+    """One measurement, in a process and with caches of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", __file__, "--child", what, which]
+        done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+# -- planning --------------------------------------------------------------------------------------------
+
+
+def planned(layers: int) -> dict[str, Any]:
+    """The plan of a model of 405B's width: seconds, memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from mxcompile.compiler.decompositions import table
+    from mxcompile.plan.plan import make_plan
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    ids = torch.zeros(1, 8192, dtype=torch.int64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, cpu = time.perf_counter(), time.process_time()
+    plan = make_plan(model, (), {"input_ids": ids, "labels": ids}, table())
+    took_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "measure": "planning",
+        "layers": layers,
+        "parameters": f"{sum(p.numel() for p in model.parameters()) / 1e9:.0f}B",
+        "gemms": len(plan.tags),
+        "wall_s": round(took_s, 2),
+        "cpu_s": round(cpu_s, 2),
+        "memory_gb": round((before + grown) / 2**20, 2),
+        "of_which_planning_gb": round(grown / 2**20, 2),
+    }
+
+
+# -- cold compile ----------------------------------------------------------------------------------------
+
+
+def cold(repeats: int) -> list[dict[str, Any]]:
+    """Medians of processor seconds, and their ratio to Inductor's in the same round."""
+    rounds = [{way: apart("compile", way)["cpu_s"] for way in WAYS} for _ in range(repeats)]
+
+    def ratio(way: str, peer: str) -> str:
+        return f"{statistics.median(one[way] / one[peer] for one in rounds):.2f}"
+
+    return [
+        {
+            "measure": "cold compile",
+            "way": way,
+            "cpu_s": round(statistics.median(one[way] for one in rounds), 1),
+            "to_inductor_whole": ratio(way, "inductor whole"),
+            "to_inductor_by_block": ratio(way, "inductor by block"),
+        }
+        for way in WAYS
+    ]
+
+
+def _by_block(model: nn.Module) -> nn.Module:
+    for block in model.model.layers:
+        block.compile(backend="inductor")
+    return model
+
+
+def _front_door(model: nn.Module) -> nn.Module:
+    import mxcompile
+
+    return mxcompile.compile(model)
+
+
+COMPILE: dict[str, Callable[[nn.Module], Any]] = {
+    "inductor whole": lambda model: torch.compile(model, backend="inductor"),
+    "inductor by block": _by_block,
+    "mxfp8 whole": lambda model: torch.compile(model, backend="mxfp8"),
+    "mxcompile.compile": _front_door,
+}
+
+
+def _processor_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def compiled(way: str) -> dict[str, Any]:
+    """A first step of a Llama of four blocks, compiled in `way`; one before it pays for imports."""
+    import mxcompile  # noqa: F401 - part of no compile
+
+    torch.compile(nn.Linear(8, 8), backend="inductor")(torch.zeros(2, 8)).sum().backward()
+    model = common.llama(layers=4, width=256, feed_forward=704, vocabulary=1024)
+    ids = torch.randint(1024, (2, 64))
+    run = COMPILE[way](model)
+    start = _processor_s()
+    run(input_ids=ids, labels=ids).loss.backward()
+    return {"way": way, "cpu_s": _processor_s() - start}
+
+
+if __name__ == "__main__":
+    main()
