@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.policy.importers import llm_compressor, torchao, transformer_engine
+from mxcompile.policy.importers import llm_compressor, recipes, torchao, transformer_engine
 from mxcompile.policy.importers.draft import Draft, Imported
 from mxcompile.policy.importers.foreign import read
 
-FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao)}
+FORMATS = {module.NAME: module for module in (transformer_engine, llm_compressor, torchao, recipes)}
 """By name: modules with `recognises`, `TOOL`, `PRESET` and `convert`."""
 
 __all__ = ["FORMATS", "Imported", "import_policy"]
@@ -19,7 +19,8 @@ def import_policy(path: str | Path, format: str | None = None) -> Imported:  # n
     """The policy in the file `path`, which another tool reads.
 
     format: "te" (Transformer Engine debug YAML), "llm-compressor" (a recipe, or the config.json of a
-    compressed model) or "torchao" (an FqnToConfig as JSON or YAML); None tells by the content.
+    compressed model), "torchao" (an FqnToConfig as JSON or YAML) or "recipe" (an FP8 recipe's name and
+    fields); None tells by the content.
 
     Raises `PolicyError` if the file cannot be read, is of no such format, or is broken.
     """

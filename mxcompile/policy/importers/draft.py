@@ -60,11 +60,15 @@ class Draft:
         self._notes: list[str] = []
         self._shadows = Shadows()
 
-    def rule(self, match: dict[str, Any], use: dict[str, str] | str, path: Path, origin: str) -> None:
+    def stands_for(self, preset: str) -> None:
+        """What the tool's defaults are here, where the file says."""
+        self._preset = preset
+
+    def rule(self, match: dict[str, Any], use: dict[str, Any] | str, path: Path, origin: str) -> None:
         """Add a rule made of what is at `path`; raises `PolicyError` if that holds no valid pattern."""
         raw = {"match": match, "use": use}
         try:
-            _, (rule,) = parse_data({"version": VERSION, "rules": [raw]}, Source(""))
+            _, (rule,) = parse_data({"version": VERSION, "preset": self._preset, "rules": [raw]}, Source(""))
         except PolicyError as error:
             raise self.source.error(path, _OWN_PATH.sub("", str(error))) from None
         if raw in self._rules:

@@ -89,7 +89,8 @@ def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], P
 
 
 def _note_different_ignores(modifiers: list[tuple[str, dict[str, Any], Path]], draft: Draft) -> None:
-    sets = [frozenset(map(str, settings.get("ignore") or ())) for _, settings, _ in modifiers]
+    given = [settings.get("ignore") for _, settings, _ in modifiers]
+    sets = [frozenset(map(str, names)) if isinstance(names, list) else frozenset() for names in given]
     for (_, _, path), names in zip(modifiers, sets, strict=True):
         alone = sorted(names - frozenset.intersection(*sets))
         if alone:

@@ -1,0 +1,124 @@
+"""FP8 training recipes: those of Transformer Engine and torchao, by name, with their fields.
+
+    recipe: DelayedScaling          the class (Transformer Engine) or the name (torchao's Float8LinearConfig)
+    amax_history_len: 16            its fields, as in Python; an enumeration by its member's name
+
+Source: transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mxcompile.errors import not_allowed, shown
+from mxcompile.policy.importers.draft import Draft
+from mxcompile.policy.model import Gemm
+
+NAME = "recipe"
+TOOL = "an FP8 training recipe; the layers are those of its preset here"
+PRESET = "nvidia"
+
+_KEY = "recipe"
+_EVERY = {"name": "*"}
+_GRADIENTS = {"HYBRID": "e5m2", "E4M3": "e4m3"}
+_COMMON = frozenset({_KEY, "fp8_format", "override_linear_precision"})
+
+
+def recognises(data: Any) -> bool:
+    """Whether `data` names a recipe."""
+    return isinstance(data, dict) and isinstance(data.get(_KEY), str)
+
+
+def convert(data: Any, draft: Draft) -> None:
+    """Let `draft` stand for the recipe in `data`."""
+    if not isinstance(data, dict) or _KEY not in data:
+        raise draft.source.error((), f"a recipe is a mapping with the key {_KEY!r} and the recipe's fields")
+    name = data[_KEY]
+    if not isinstance(name, str) or name not in _RECIPES:
+        raise draft.source.error((_KEY,), not_allowed("recipe", name, _RECIPES))
+    preset, fields, read = _RECIPES[name]
+    draft.stands_for(preset)
+    use = read(data, draft)
+    for key in data:
+        if key not in fields and key not in _COMMON:
+            draft.note((key,), "has no counterpart here")
+    use |= _overridden(data, use, draft)
+    if use:
+        draft.rule(_EVERY, use, (_KEY,), f"recipe {name}")
+
+
+def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    algorithm = data.get("amax_compute_algo", "max")
+    if algorithm not in ("max", "most_recent"):
+        draft.note(("amax_compute_algo",), f"{shown(algorithm)} is no rule of a policy: the largest counts")
+    history = 1 if algorithm == "most_recent" else data.get("amax_history_len", 1024)
+    use = {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
+    if data.get("reduce_amax", True) is not False:
+        draft.note((_KEY,), "amax is reduced over ranks there; here every rank has its own history")
+    return {**use, **_gradient(data, "HYBRID", draft)}
+
+
+def _current(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    return _gradient(data, "HYBRID", draft)
+
+
+def _block(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    if data.get("use_f32_scales") is not True:
+        draft.note((_KEY,), "scales are rounded up to powers of two there; here they are FP32")
+    for key, usual in _BLOCK_DIMS.items():
+        if data.get(key, usual) != usual:
+            draft.note((key,), f"{shown(data[key])} is not to be had: it is {usual} here")
+    return _gradient(data, "E4M3", draft)
+
+
+def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    return _gradient(data, "E4M3", draft)
+
+
+def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    return {}
+
+
+def _rowwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    draft.note((_KEY,), "scales are rounded down to powers of two there; here they are FP32")
+    return {}
+
+
+def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    draft.note((_KEY,), "the weight has one scale in dgrad there; here it has one a channel")
+    return _rowwise(data, draft)
+
+
+def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
+    """The element type of gradients; inputs and weights are E4M3."""
+    given = data.get("fp8_format", usual)
+    word = given.rpartition(".")[2] if isinstance(given, str) else given
+    if word not in _GRADIENTS:
+        raise draft.source.error(("fp8_format",), not_allowed("format", given, _GRADIENTS))
+    return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
+
+
+def _overridden(data: dict[str, Any], use: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    """The GEMMs that a recipe leaves in high precision."""
+    given = data.get("override_linear_precision", [False, False, False])
+    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, bool) for one in given):
+        raise draft.source.error(
+            ("override_linear_precision",), f"expected three of true and false, found {shown(given)}"
+        )
+    return {str(gemm): "bf16" for gemm, kept in zip(Gemm, given, strict=True) if kept}
+
+
+_BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+_HISTORY = frozenset({"margin", "amax_history_len", "amax_compute_algo", "reduce_amax"})
+_Read = Callable[[dict[str, Any], Draft], dict[str, Any]]
+_RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
+    "DelayedScaling": ("fp8_delayed", _HISTORY, _delayed),
+    "Float8CurrentScaling": ("fp8_tensor", frozenset(), _current),
+    "Float8BlockScaling": ("fp8_block", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
+    "MXFP8BlockScaling": ("nvidia", frozenset({"margin"}), _mxfp8),
+    "tensorwise": ("fp8_tensor", frozenset(), _tensorwise),
+    "rowwise": ("fp8_rowwise", frozenset(), _rowwise),
+    "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset(), _rowwise_hp),
+}
+"""By name: the preset it is, the fields that are read, and what differs from the preset."""

@@ -1,0 +1,80 @@
+"""FP8 recipes of Transformer Engine and torchao: what becomes of each layer, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from import_checks import imported, layer
+
+from mxcompile.errors import PolicyError
+from mxcompile.policy import Gemm
+
+
+def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
+    chosen = policy.decide(layer("model.layers.0.self_attn.q_proj")).choice(gemm)
+    return {} if chosen.formats is None else {name: str(chosen.formats.of(name)) for name in ("x", "w", "dy")}
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "w", "dy"),
+    [
+        (
+            "recipe: DelayedScaling\n",
+            *["e4m3 tensor nearest delayed:1024:0"] * 2,
+            "e5m2 tensor nearest delayed:1024:0",
+        ),
+        (
+            "recipe: DelayedScaling\namax_history_len: 16\nmargin: 1\nfp8_format: E4M3\nreduce_amax: false\n",
+            *["e4m3 tensor nearest delayed:16:1"] * 3,
+        ),
+        (
+            "recipe: DelayedScaling\namax_compute_algo: most_recent\n",
+            *["e4m3 tensor nearest delayed:1:0"] * 2,
+            "e5m2 tensor nearest delayed:1:0",
+        ),
+        ("recipe: Float8CurrentScaling\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
+        ("recipe: Float8CurrentScaling\nfp8_format: Format.E4M3\n", *["e4m3 tensor nearest"] * 3),
+        ("recipe: Float8BlockScaling\n", "e4m3 1x128 nearest", "e4m3 128x128 nearest", "e4m3 1x128 nearest"),
+        ("recipe: MXFP8BlockScaling\n", *["e4m3 1x32 rceil"] * 3),
+        ("recipe: MXFP8BlockScaling\nfp8_format: HYBRID\n", *["e4m3 1x32 rceil"] * 2, "e5m2 1x32 rceil"),
+        ("recipe: tensorwise\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
+        ("recipe: rowwise\n", *["e4m3 channel nearest"] * 3),
+        ("recipe: rowwise_with_gw_hp\n", *["e4m3 channel nearest"] * 3),
+    ],
+)  # fmt: skip
+def test_formats(tmp_path: Path, text: str, x: str, w: str, dy: str):
+    made = imported(text, tmp_path)
+    assert formats(made.policy) == {"x": x, "w": w, "dy": dy}
+    kept = formats(made.policy, Gemm.WGRAD) == {}
+    assert kept == ("gw_hp" in text)
+
+
+def test_gemms_in_high_precision_stay(tmp_path: Path):
+    made = imported("recipe: Float8BlockScaling\noverride_linear_precision: [false, false, true]\n", tmp_path)
+    assert formats(made.policy)
+    assert not formats(made.policy, Gemm.WGRAD)
+
+
+def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
+    made = imported("recipe: DelayedScaling\nfp8_dpa: true\namax_compute_algo: mine\n", tmp_path)
+    said = " ".join(made.notes)
+    assert "fp8_dpa: has no counterpart here" in said
+    assert "'mine' is no rule of a policy" in said
+    assert "every rank has its own history" in said
+    assert "powers of two there" in " ".join(imported("recipe: Float8BlockScaling\n", tmp_path).notes)
+    assert not imported("recipe: Float8BlockScaling\nuse_f32_scales: true\n", tmp_path).notes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recipe: DelayedScalin\n", "DelayedScaling"),
+        ("recipe: DelayedScaling\nfp8_format: E5M2\n", "unknown format 'E5M2'"),
+        ("recipe: DelayedScaling\namax_history_len: 0\n", "positive integer"),
+        ("recipe: rowwise\noverride_linear_precision: yes\n", "three of true and false"),
+    ],
+)
+def test_errors(tmp_path: Path, text: str, said: str):
+    with pytest.raises(PolicyError, match=said):
+        imported(text, tmp_path)
