@@ -31,6 +31,7 @@ def plot(found: Comparison, path: Path) -> None:
     right.axhspan(-limit, limit, color="#8a8f98", alpha=0.2, label=f"±{limit:.2g} %")
     right.axhline(0, color="#8a8f98", linewidth=1)
     right.set_yscale("symlog", linthresh=_LINEAR)
+    right.yaxis.set_major_formatter("{x:g}")
     right.set(xlabel="step", ylabel="%", title="Gap to BF16 with the same seed")
     for axes in (left, right):
         axes.grid(alpha=0.3)

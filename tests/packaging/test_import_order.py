@@ -1,0 +1,63 @@
+"""Imports point one way: no module needs, to be imported, one that needs it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).parents[2]
+TREES = {
+    "mxcompile": ROOT / "mxcompile",
+    "mxcompile.passes": ROOT / "passes",
+    "mxcompile.lowering": ROOT / "lowering",
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for root, folder in TREES.items():
+        for path in folder.rglob("*.py"):
+            if path.is_relative_to(ROOT / "mxcompile" / root.rpartition(".")[2]) and root != "mxcompile":
+                continue
+            steps = path.relative_to(folder).with_suffix("").parts
+            if root == "mxcompile" and steps[0] in ("passes", "lowering"):
+                continue
+            found[".".join((root, *steps)).removesuffix(".__init__")] = path
+    return found
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """What importing the module imports: neither what functions do nor what only type checkers see."""
+    waiting: list[ast.stmt] = [*tree.body]
+    while waiting:
+        match waiting.pop():
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.FunctionDef() | ast.ClassDef():
+                pass
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.If(body=body, orelse=orelse) | ast.Try(body=body, orelse=orelse):
+                waiting += [*body, *orelse]
+
+
+def test_no_module_is_in_a_circle():
+    known = modules()
+    assert len(known) > 150
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for name, path in known.items():
+        for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            needed = target if target in known else target.rpartition(".")[0]
+            if needed in known and needed != name:
+                graph.add_edge(name, needed)
+    assert graph.number_of_edges() > 300
+    circles = [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    assert circles == []
+
+
+def test_the_walk_sees_what_runs_at_import():
+    source = "if TYPE_CHECKING:\n    import a\nimport b\ntry:\n    from c import d\nfinally:\n    pass\n"
+    assert sorted(imported(ast.parse(source + "def f():\n    import e\n"))) == ["b", "c.d"]
