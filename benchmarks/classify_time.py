@@ -29,27 +29,27 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 BLOCKS = 8
 REPEATS = 3
-ROUNDS = 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="*", default=[6_000, 25_000, 100_000])
     parser.add_argument("--baseline", type=Path, nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--measure", action="store_true", help="measure the mxcompile that is imported")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps([measured(nodes) for nodes in options.nodes]))
         return
-    compare(options.nodes, options.baseline)
+    compare(options.nodes, options.baseline, options.rounds)
 
 
-def compare(sizes: list[int], baselines: list[Path]) -> None:
+def compare(sizes: list[int], baselines: list[Path], rounds: int) -> None:
     """Measure this checkout and `baselines` in turns; show and write the least time of each."""
     import common
 
     best: dict[tuple[str, int], dict[str, Any]] = {}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for checkout in (common.ROOT, *baselines):
             commit = _commit(checkout)
             for found in _in_process(checkout, sizes):
