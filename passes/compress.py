@@ -19,8 +19,8 @@ and FP32. Runs on the partitioned graphs, where what crosses between them is kno
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +78,7 @@ class _Crossing:
         self._ends = {node.name: node for node in backward.find_nodes(op="placeholder")}
         self._place = {node: place for place, node in enumerate(backward.nodes)}
         self._named = {node.name: node for node in forward.nodes}
+        self._copies = _saved_copies(self._saved)
 
     def candidates(self) -> list[fx.Node]:
         """What is saved and may be compressed."""
@@ -99,39 +100,26 @@ class _Crossing:
         """Save an MX copy instead of `node`; not where two different ones would be needed."""
         end = self._ends[node.name]
         casts = [user for user in _users(end) if packet(user) in ops.CASTS]
-        saved = self._saved_copy(node)
+        root, steps = chain_to(node)
+        saved = self._copies.get(root)
         if len(casts) + (saved is not None) > 1:
             return False
         copy = self._moved(casts[0]) if casts else saved or self._made(node, tag)
         if copy is None:
             return False
-        value = self._restored(node, copy, chain_to(node)[1] if copy is saved else ())
-        if value is None:
-            return False
-        for cast in casts:
-            self._read_saved(cast, copy)
-        end.replace_all_uses_with(value)
-        self._backward.graph.erase_node(end)
-        self._saved.remove(node)
+        value = self._restored(node, copy, steps if copy is saved else ())
+        if value is not None:
+            for cast in casts:
+                self._read_saved(cast, copy)
+            end.replace_all_uses_with(value)
+            self._backward.graph.erase_node(end)
+            self._saved.remove(node)
+            if copy is not saved:
+                self._copies[root] = replace(copy, steps=(*steps, *copy.steps))
         self._output.args = ((*self._results, *self._saved),)
         return True
 
     # -- copies in forward -----------------------------------------------------------------------
-
-    def _saved_copy(self, node: fx.Node) -> _Copy | None:
-        """An MX copy of what `node` shows that is saved already."""
-        root, _ = chain_to(node)
-        for qdata in self._saved:
-            if not isinstance(qdata, fx.Node) or packet(qdata) is not operator.getitem or qdata.args[1] != 0:
-                continue
-            cast = argument(qdata)
-            if cast.target is not ops.quantize:
-                continue
-            scales = [user for user in cast.users if user.args[1] == 1 and user in self._saved]
-            source, steps = chain_to(argument(cast))
-            if source is root and scales:
-                return _Copy(qdata=qdata, scale=scales[0], dim=_dim(cast), steps=steps)
-        return None
 
     def _moved(self, cast: fx.Node) -> _Copy | None:
         """The cast of backward, done in forward; None of other formats, or if that lacks what it reads."""
@@ -187,12 +175,22 @@ class _Crossing:
         end, value = self._ends[node.name], tensor(node)
         assert value is not None
         qdata, scale = (self._input(part, end) for part in (copy.qdata, copy.scale))
-        build = self._backward
-        with build.graph.inserting_before(min(end.users, key=self._place.__getitem__)):
+        build, readers = self._backward, list(end.users)
+        known = end.meta.pop("val")  # what is about to go is no source of sizes
+        with build.graph.inserting_before(self._first(readers)):
             result = build.call(ops.dequantize, qdata, scale, copy.dim, value.dtype, like=end)
             begun = undone(copy.steps, result, build)
             found = None if begun is None else repeated(after, begun, build)
+            end.meta["val"] = known
             return None if found is None else self._laid_out(found, value)
+
+    def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
+        """That of `readers` which comes first in backward."""
+        if all(node in self._place for node in readers):
+            return min(readers, key=self._place.__getitem__)
+        wanted = set(readers)  # a size that was taken of what they read, since the places were noted
+        found: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
+        return found
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """`node` with its dimensions in memory in the order of `like`."""
@@ -223,6 +221,21 @@ class _Crossing:
             user.replace_all_uses_with(self._ends[part.name])
             self._backward.graph.erase_node(user)
         self._backward.graph.erase_node(cast)
+
+
+def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
+    """The MX copies among what is saved, by where the elements of their sources come from."""
+    found: dict[fx.Node, _Copy] = {}
+    nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
+    for qdata in nodes:
+        if packet(qdata) is not operator.getitem or qdata.args[1] != 0:
+            continue
+        cast = argument(qdata)
+        scales = [user for user in cast.users if user.args[1] == 1 and user in nodes]
+        if cast.target is ops.quantize and scales:
+            root, steps = chain_to(argument(cast))
+            found.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=_dim(cast), steps=steps))
+    return found
 
 
 def _dim(cast: fx.Node) -> int:

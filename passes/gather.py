@@ -16,6 +16,7 @@ change.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,8 +46,8 @@ class Gather:
         gathers = graph.find_nodes(
             op="call_function", target=_COLLECTIVES.all_gather_into_tensor.default, sort=False
         )
-        for node in gathers:
-            moved = _Moved.of(node)
+        places = {node: place for place, node in enumerate(graph.nodes)} if gathers else {}
+        for moved in [_Moved.of(node, places) for node in gathers]:
             if moved is not None:
                 moved.write(Builder(graph, self.name))
 
@@ -60,8 +61,8 @@ class _Moved:
     casts: tuple[fx.Node, ...]
 
     @staticmethod
-    def of(gather: fx.Node) -> _Moved | None:
-        """That of `gather`; None if the casts cannot go in front."""
+    def of(gather: fx.Node, places: Mapping[fx.Node, int]) -> _Moved | None:
+        """That of `gather`; None if the casts cannot go in front. places: of the nodes in their graph."""
         value = tensor(argument(gather))
         if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
             return None
@@ -80,7 +81,6 @@ class _Moved:
                     pending.append(user)
         if not casts or len({_how(cast) for cast in casts}) > 1 or _how(casts[0]) is None:
             return None
-        places = {node: place for place, node in enumerate(gather.graph.nodes)}
         if any(arg not in steps and arg is not gather for step in steps for arg in _tensors(step)):
             return None
         return _Moved(gather=gather, steps=tuple(sorted(steps, key=places.__getitem__)), casts=tuple(casts))
