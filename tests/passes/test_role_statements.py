@@ -251,3 +251,27 @@ def test_every_input_of_a_recurrence_is_one():
             return x + out(torch.stack([steps[0], *steps], 1))
 
     assert roles(Weighted(), tokens()) == {"a.0": "mixer_in", "a.1": "mixer_in", "a.2": "mixer_out"}
+
+
+class _Best(nn.Module):
+    """Scores whose maximum is taken: for where it is, which picks a weight, or for its value alone."""
+
+    def __init__(self, picks: bool) -> None:
+        super().__init__()
+        self.body, self.scores, self.picks = Body(), nn.Linear(WIDTH, 4), picks
+        self.up, self.down = (nn.Parameter(torch.randn(4, WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        rows = x.reshape(-1, WIDTH, 1)
+        best, place = self.scores(rows.squeeze(-1)).max(-1)
+        chosen = place if self.picks else torch.arange(len(rows)) % 4
+        y = torch.bmm(self.down[chosen], torch.nn.functional.silu(torch.bmm(self.up[chosen], rows)))
+        return x + (y * torch.sigmoid(best).view(-1, 1, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("picks", [False, True])
+def test_the_place_of_a_maximum_routes_and_its_value_does_not(picks: bool):
+    found = roles(_Best(picks), tokens())
+    assert (found["scores"] == "router") == picks
+    assert (found["up"], found["down"]) == ("expert_in", "expert_out")
