@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from import_checks import imported
 
@@ -26,6 +26,7 @@ FILES: dict[str, dict[str, Any]] = {
     },
     "llm-compressor": {"q_stage": {"q_modifiers": {"QuantizationModifier": {"scheme": "MXFP8"}}}},
     "torchao": {"head": None, "_default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+    "recipe": {"recipe": "DelayedScaling", "fp8_dpa": True},
 }
 
 
@@ -136,6 +137,7 @@ DATA = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(data=DATA, name=st.sampled_from([*FORMATS]))
+@example(data={"ignore": True, "config_groups": None}, name="llm-compressor")
 def test_any_data_is_a_policy_or_one_error(data: Any, name: str, tmp_path_factory):
     try:
         imported(yaml.safe_dump(data), tmp_path_factory.getbasetemp(), name)

@@ -71,6 +71,7 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
     [
         ("recipe: DelayedScalin\n", "DelayedScaling"),
         ("recipe: DelayedScaling\nfp8_format: E5M2\n", "unknown format 'E5M2'"),
+        ("recipe: DelayedScaling\nfp8_format: [E4M3]\n", "unknown format"),
         ("recipe: DelayedScaling\namax_history_len: 0\n", "positive integer"),
         ("recipe: rowwise\noverride_linear_precision: yes\n", "three of true and false"),
     ],

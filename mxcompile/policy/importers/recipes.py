@@ -94,7 +94,7 @@ def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
     """The element type of gradients; inputs and weights are E4M3."""
     given = data.get("fp8_format", usual)
     word = given.rpartition(".")[2] if isinstance(given, str) else given
-    if word not in _GRADIENTS:
+    if not isinstance(word, str) or word not in _GRADIENTS:
         raise draft.source.error(("fp8_format",), not_allowed("format", given, _GRADIENTS))
     return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
 
