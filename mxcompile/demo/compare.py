@@ -43,7 +43,7 @@ def variants(policies: Iterable[Policy]) -> list[Variant]:
 
 
 def quick_settings(device: str = "cpu", steps: int | None = None) -> Settings:
-    """The size of the demonstration: about two minutes on two cores for three variants and two seeds."""
+    """The size of the demonstration: a few minutes on two cores for three variants and two seeds."""
     return Settings(device=device, batch=16, steps=steps or 150, validate_every=25, validation_batches=8)
 
 
