@@ -25,6 +25,7 @@ USED: dict[str, tuple[str, ...]] = {
         "ops._c10d_functional",
     ),
     "torch._C": ("_len_torch_function_stack",),
+    "torch._compile": ("_disable_dynamo",),
     "torch._dispatch.python": ("enable_python_dispatcher",),
     "torch._dynamo": ("device_interface",),
     "torch._dynamo.backends.common": ("aot_autograd",),
@@ -77,6 +78,7 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "torch._inductor.lowering": (
         "empty_strided",
+        "fallback_handler",
         "lowerings",
         "register_lowering",
         "to_dtype",

@@ -161,7 +161,8 @@ class _Writer:
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
-        else:  # whose results there are 0 anyway: what wgrad casts, so that one read serves both casts
+        elif tag.gemm is Gemm.FPROP:  # 0 there anyway: what wgrad casts, so that one read serves both casts;
+            # of gradients not, whose routing, mask and two casts in one kernel outgrow its registers
             left, right = (
                 self._zero_past_end(side, rows, offs, node)
                 if (untransposed(side)[0], offs) in self._ends
