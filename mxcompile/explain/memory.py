@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.report import GemmRecord, Report
@@ -35,8 +36,21 @@ def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all of them; a weight stored quantized counts as it is stored."""
-    return sum(int(getattr(tensor, "stored_bytes", tensor.nbytes)) for tensor in tensors)
+    """Of all of them; a weight stored quantized counts as it is stored, a sparse one with its indices."""
+    return sum(map(_size, tensors))
+
+
+def _size(tensor: Tensor) -> int:
+    stored = getattr(tensor, "stored_bytes", None)
+    if stored is not None:
+        return int(stored)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes
 
 
 def _largest(gemms: Iterable[GemmRecord]) -> int:
