@@ -149,6 +149,7 @@ def test_experts_on_other_chips(target: str, form: type[nn.Module]):
     _native(codegen(form(experts, width, hidden), *inputs, target=target, policy=ALL), target, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # torch 2.11, of the router's
 def test_mixtral():
     """As transformers writes it: tokens sorted by expert, grouped products, in a block with attention."""

@@ -49,7 +49,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     ("sizes", "form"),
     [
         ((70, 72, 104), "mx_scaled_mm 128x128x128"),  # rows that the accelerator cannot read
-        ((150, 160, 272), "mx_scaled_mm_tiled 128x128x128"),
+        pytest.param((150, 160, 272), "mx_scaled_mm_tiled 128x128x128", marks=pytest.mark.slow),
     ],
 )
 def test_a_feed_forward_layer(sizes, form, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import interpret
+from paces import mostly_slow
 from reference import round_trip, sqnr_db
 from stored_weights import LEAST_DB, FeedForward, StoredLinear, binades, expected, with_stored_weights
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def generate(model: nn.Module, x: Tensor, target: str, elem: str, folder: Path) 
     return result
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "one_row", "rows_in_fp32"))
 def test_a_layer(name, tmp_path):
     case = CASES[name]
     linear = nn.Linear(case.k, case.n, bias=case.bias)
@@ -75,7 +76,7 @@ def test_a_layer(name, tmp_path):
     assert_within(out, *wanted, case.k)
 
 
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("rows", mostly_slow([1, 7], 1))
 def test_what_follows_is_fused_and_right(rows, tmp_path):
     model = with_stored_weights(FeedForward(88, 650).to(BF16))
     x = binades(rows, 88).to(BF16)

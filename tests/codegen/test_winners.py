@@ -152,6 +152,7 @@ def _train(kernel: str, monkeypatch: pytest.MonkeyPatch) -> tuple[mxcompile.Repo
     return mxcompile.reports()[-1], made
 
 
+@pytest.mark.slow
 def test_the_report_and_the_one_kept_for_warm_caches(monkeypatch):
     first, made = _train("chosen 1x2x3", monkeypatch)
     assert first.gemms[0].kernel == "chosen 1x2x3"

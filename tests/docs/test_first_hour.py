@@ -34,6 +34,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in re.findall(r"^(mxcompile .*)$", PAGE, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]):
     said = {}
     for command in commands():

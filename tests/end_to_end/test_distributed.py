@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from eager import NVIDIA, product, reference_linears
 from eager_backend import EagerBackend
+from paces import mostly_slow
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,7 +129,9 @@ def merged(reports: list[mxcompile.Report]) -> mxcompile.Report:
     return mxcompile.Report(gemms=gemms(reports), summary=reports[0].summary)
 
 
-@pytest.mark.parametrize("run", [data_parallel, fully_sharded], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", mostly_slow([data_parallel, fully_sharded], fully_sharded), ids=lambda run: run.__name__
+)
 def test_data_parallel(run: Callable[[int], Any], tmp_path: Path):
     """Each rank's output is that of its own batch, the gradients are the mean over ranks."""
     found = two_ranks(run, tmp_path)

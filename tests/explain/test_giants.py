@@ -34,6 +34,7 @@ def test_every_layer_has_its_role_and_reason(name):
     assert len(products) == 2 * len(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GIANTS)
 def test_module_names_play_no_part(name):
     _, inputs, _, _ = GIANTS[name]

@@ -97,6 +97,7 @@ mxcompile.quantize(x, bloc_dim=1)
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_slips(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -79,6 +79,7 @@ def test_the_front_door_compiles_all_of_it_and_each_kind_once(monkeypatch: pytes
     assert torch.allclose(found["output"], values(other, whole(other.model, policy=decided))["output"])
 
 
+@pytest.mark.slow
 def test_more_kinds_than_dynamo_keeps_codes(monkeypatch: pytest.MonkeyPatch):
     family = deep(10, monkeypatch)
     kinds = [{"match": {"name": f"blocks.{i}.*", "min_n": 8 + i}, "use": "mxfp8"} for i in range(10)]
