@@ -1,9 +1,9 @@
 """What must hold of every drawn case.
 
 - Nothing raises, and the report has every matrix product: its sizes are those that an eager run dispatches.
-- Outputs and gradients are those of the model with the reference casts in the layers that the report names. In
-  BF16 a last bit may choose another expert or another element of E5M2; a case that comes out further off there
-  is held to FP32's bound in FP32.
+- Outputs and gradients are those of the model with the reference casts in the layers that the report names.
+  In BF16 a last bit may choose another expert or another element of E5M2: a case that comes out further off
+  there is held to FP32's bound in FP32.
 - Of every sixth, under the policy bf16 they are, bit for bit, those of the same path without the passes.
 - Of every second whose program is one graph, names, roles and decisions are explain's.
 """

@@ -130,6 +130,7 @@ def test_pieces_change_nothing(name: str, way: str, uncut: Any, alone: None):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # of one rank
 def test_flat_parameters_are_refused(alone: None):
     """Dynamo takes no frame of such a model: it would run in its own dtype without a word."""
     from torch.distributed.fsdp import FullyShardedDataParallel
