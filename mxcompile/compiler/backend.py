@@ -82,6 +82,10 @@ class Backend:
         """Compile `gm`. Called by Dynamo."""
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts)
 
+    def __deepcopy__(self, memo: object) -> Backend:
+        """Itself, of its own `root`: Lightning copies what ``torch.compile`` is called with."""
+        return self
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Backend) and self._identity == other._identity
 

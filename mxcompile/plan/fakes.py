@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C import _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import _pop_mode, _push_mode
@@ -70,7 +70,11 @@ def call(
     Raises `ModelError` with what Dynamo or the backend met, and where.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
-    compiled = torch.compile(model, backend=backend)
+
+    def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:  # a function is never copied with its model
+        return backend(gm, inputs)
+
+    compiled = torch.compile(model, backend=traced)
     gradients = nullcontext() if training else torch.no_grad()
     with _apart_from_others(), _without_function_modes(), values_read(), mode, gradients:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+import mxcompile
 from mxcompile import Backend
 from mxcompile.compiler.options import Options
 from mxcompile.errors import MXCompileError, OptionError, PolicyError, TargetError
@@ -271,3 +273,20 @@ def test_a_block_does_not_share_with_the_whole_model():
 def test_a_mistake_in_a_backend_is_an_error_at_once(settings: dict[str, Any], message: str):
     with pytest.raises(OptionError, match=re.escape(message)):
         Backend(**settings)
+
+
+def test_what_copies_the_arguments_of_a_compile_copies_no_model(monkeypatch):
+    """Lightning deep-copies them: a backend that knows its model, what `explain` compiles with."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    copied = copy.deepcopy({"backend": mxcompile.Backend(root=model)})
+    assert copied["backend"].root is model
+    plain, given = torch.compile, []
+
+    def copying(*args, **keywords):
+        given.append((keywords, copy.deepcopy(keywords)))
+        return plain(*args, **keywords)
+
+    monkeypatch.setattr(torch, "compile", copying)
+    mxcompile.explain(model, torch.randn(4, 64))
+    assert given
+    assert all(made["backend"] is own["backend"] for own, made in given)
