@@ -2,8 +2,9 @@
 
 All train copies of one Llama on the same tokens: forward, backward, no optimizer (it is the same for all).
 They alternate in one process. Beside the times: bytes that autograd is given to keep, of each storage once
-and without inputs and parameters; bytes of parameters; casts of weights and of all tensors in a forward and
-its backward. Usage: python benchmarks/training_step.py [--repeats 15] [--no-torchao] [--models …]
+and without inputs and parameters; bytes of parameters.
+
+Usage: python benchmarks/training_step.py [--repeats 15] [--no-torchao] [--models …]
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ from typing import Any
 
 import common
 import torch
-from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-
-from mxcompile import ops
+from torch import Tensor, nn
 
 MODELS = {
     "llama 2×512": {"layers": 2, "width": 512, "feed_forward": 1408, "vocabulary": 4096},
@@ -52,14 +50,10 @@ def measure(name: str, repeats: int, *, with_torchao: bool) -> list[dict[str, An
     """One row per way of training the model `name`."""
     model = common.llama(**MODELS[name])
     tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, LENGTH))
-    casts = {way: Casts() for way in ("mxcompile mxfp8", *SAVED)}
     models: dict[str, nn.Module] = {BASELINE: torch.compile(copy.deepcopy(model))}
-    for way, counted in casts.items():
+    for way in ("mxcompile mxfp8", *SAVED):
         rule = {"match": {"role": SAVED[way]}, "use": {"saved": "mxfp8"}} if way in SAVED else None
-        options = {
-            "policy": {"version": 1, "rules": [rule] if rule else []},
-            "inductor": {"post_grad_custom_pre_pass": counted},
-        }
+        options = {"policy": {"version": 1, "rules": [rule] if rule else []}}
         models[way] = torch.compile(copy.deepcopy(model), backend="mxfp8", options=options)
     if with_torchao:
         models["torchao mxfp8 (emulated)"] = torch.compile(common.torchao_model(model, emulated=True))
@@ -76,32 +70,10 @@ def measure(name: str, repeats: int, *, with_torchao: bool) -> list[dict[str, An
             "saved_bytes": saved[way],
             "saved_to_bf16": round(saved[way] / saved[BASELINE], 3),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in models[way].parameters()),
-            "weight_casts": casts[way].of_weights if way in casts else None,
-            "casts": casts[way].all if way in casts else None,
             "times_ms": [round(t, 2) for t in taken],
         }
         for way, taken in times.items()
     ]
-
-
-class Casts(CustomGraphPass):
-    """Counts the casts of the graphs that Inductor compiles, and turns its cache off so that it sees them."""
-
-    def __init__(self) -> None:
-        self.all = self.of_weights = 0
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Count."""
-        for node in graph.find_nodes(op="call_function", target=ops.quantize):
-            source = node.args[0]
-            while source.op == "call_function" and len(source.all_input_nodes) == 1:
-                source = source.all_input_nodes[0]
-            self.all += 1
-            self.of_weights += source.op == "placeholder" and "primals" in source.name
-
-    def uuid(self) -> Any:
-        """None: what is not compiled cannot be counted."""
-        return None
 
 
 def step(model: Any, tokens: Tensor) -> Callable[[], None]:
