@@ -57,11 +57,15 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+INSTALLING = @echo "Installing PyTorch and the rest into $(VENV): a minute or more, without a word until it is done."
+
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALLING)
 	$(BIN)/python -m pip install --quiet --editable '.[demo]' -c $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	$(INSTALLING)
 	$(BIN)/python -m pip install --quiet --editable '.[demo,test,trainers,lint,docs]' -c $(CONSTRAINTS)
 	touch $@ $(VENV)/.demo
 

@@ -75,7 +75,7 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     """Why a node that is not a linear layer stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
-            known = tag.batch * tag.m * tag.n * tag.k > 0
+            known = tag.flops > 0
             reason = f"opaque operator {packet(node)}" + ("" if known else ", FLOPs unknown")
         case Kind.CONVOLUTION:
             reason = convolution_words(node)

@@ -14,7 +14,6 @@ from mxcompile.audit.session import Outcome, Session
 from mxcompile.audit.sites import CastSite, ProductSite
 from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
-from mxcompile.graph.tags import GemmTag
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.rules import unused_rules
@@ -107,14 +106,10 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
         amax=stats.amax,
         underflow=stats.underflow / numel,
         saturation=stats.saturation / numel,
-        flops=stats.calls * sum(_flops(tag) for tag, _ in site.readers),
+        flops=stats.calls * sum(tag.flops for tag, _ in site.readers),
         scale_histogram=tuple((byte, count) for byte, count in enumerate(stats.histogram) if count),
         **_measures(stats.sums),
     )
-
-
-def _flops(tag: GemmTag) -> int:
-    return 2 * tag.batch * tag.m * tag.n * tag.k
 
 
 def _gemm(site: ProductSite, stats: ProductStats) -> GemmNumerics:

@@ -20,7 +20,7 @@ from mxcompile.plan.plan import Layers
 from mxcompile.policy import Choice, Gemm
 from mxcompile.report import GemmRecord
 
-NOT_COMPILED = "outside the compiled graphs"
+OUTSIDE = "outside the compiled graphs"
 
 
 def moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str]) -> tuple[GemmRecord, ...]:
@@ -61,7 +61,7 @@ def eager_records(
     Find(blocks=blocks).apply(graph)
     Classify(cuts=Cuts(inputs=None, outputs=None)).apply(graph)
     Follow(known=known).apply(graph)
-    kept = Choice(precision=KEPT.name, reason=NOT_COMPILED)
+    kept = Choice(precision=KEPT.name, reason=OUTSIDE)
     for node in graph.nodes:
         kernel = str(packet(node))
         set_tag(node, *(dataclasses.replace(tag, choice=kept, kernel=kernel) for tag in tags_of(node)))

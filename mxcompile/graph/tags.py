@@ -83,6 +83,11 @@ class GemmTag:
     saved: Saved = Saved.COLUMNWISE
     kernel: str = ""
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: two per multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k
+
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
         n, k = self.whole or (self.n, self.k)
