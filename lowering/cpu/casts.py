@@ -145,7 +145,10 @@ def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cas
 def _emit(x: ir.TensorBox, casts: dict[int, Cast]) -> list[ir.TensorBox]:
     """All results of `casts`, of one tensor by dimension, in order."""
     shape = list(x.get_size())
-    outputs = {f"{name}{dim}": spec for dim, cast in casts.items() for name, spec in cast.results(x).items()}
+    last = len(shape) - 1
+    outputs = {
+        f"{name}{last - dim}": spec for dim, cast in casts.items() for name, spec in cast.results(x).items()
+    }
     source = kernel.stored(x)
 
     def body(words: Words) -> str:
@@ -161,21 +164,23 @@ def _body(shape: list[Any], source: torch.dtype, casts: dict[int, Cast], words: 
     value = next((each.value_dtype for each in casts.values() if each.value_dtype), source)
     results = f"mxcompile::Results<{C_TYPES[value]}>"
 
+    last = len(shape) - 1
+
     def pointers(dim: int, *names: str) -> str:
-        wanted = (words.pointer(f"{n}{dim}") if n in names else "nullptr" for n in _RESULTS)
+        wanted = (words.pointer(f"{n}{last - dim}") if n in names else "nullptr" for n in _RESULTS)
         return f"{results}{{{', '.join(wanted)}}}"
 
     elem = f"mxcompile::{cast.elem.name.upper()}, mxcompile::Rounding::{cast.rounding}"
     function = f"mxcompile::Cast<{elem}, {C_TYPES[source]}, {C_TYPES[value]}>"
-    last, x, threads = len(shape) - 1, words.pointer("x"), words.threads
+    x, threads = words.pointer("x"), words.threads
     dim = min(casts)  # of two the one along columns
     if dim == last and not cast.square:
-        sizes = words.sizes(math.prod(shape[:-1]), shape[-1])
+        sizes = words.given(math.prod(shape[:-1]), shape[-1])
         return f"{function}::rows({x}, {sizes}, {threads}, {pointers(last, *_RESULTS)});"
     down, along = pointers(dim, *_RESULTS), pointers(last, *_RESULTS) if len(casts) > 1 else pointers(last)
     if dim == last:  # a square tile's elements are those along columns, its scales those along rows
         down, along, dim = pointers(last, "values", "codes"), pointers(last, "scales"), last - 1
-    sizes = words.sizes(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+    sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
     square = str(cast.square).lower()
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 
@@ -196,7 +201,7 @@ def dequantize(
     def body(words: Words) -> str:
         rows = dim == len(shape) - 1
         inner = () if rows else (math.prod(shape[dim + 1 :]),)
-        sizes = words.sizes(math.prod(shape[:dim]), shape[dim], *inner)
+        sizes = words.given(math.prod(shape[:dim]), shape[dim], *inner)
         pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
         function = f"mxcompile::dequantize_{'rows' if rows else 'columns'}<{elem}>"
         return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor.compile_fx  # first: Inductor's lowerings and its C++ templates import each other
 from torch._inductor import config, ir
@@ -42,6 +43,17 @@ class Code:
     body: Callable[[Words], str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Size:
+    """A parameter of a kernel, in the place of the symbol that Inductor passes by its name."""
+
+    name: str
+    value: int
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
 class Words:
     """C++ for the buffers and sizes of one kernel, known when Inductor writes it."""
 
@@ -61,7 +73,23 @@ class Words:
 
     def sizes(self, *values: Any) -> str:
         """Sizes, which may be symbolic, as arguments."""
-        return ", ".join(str(cexpr_index(self._kernel.rename_indexing(value))) for value in values)
+        return ", ".join(self._written(value) for value in values)
+
+    def given(self, *values: Any) -> str:
+        """Sizes as arguments that the caller of the kernel passes: shapes share the code, compiled once."""
+        return ", ".join(
+            self._parameter(int(value)) if isinstance(value, (int, sympy.Integer)) else self._written(value)
+            for value in values
+        )
+
+    def _written(self, value: Any) -> str:
+        return str(cexpr_index(self._kernel.rename_indexing(value)))
+
+    def _parameter(self, value: int) -> str:
+        parameters = self._kernel.args.sizevars
+        name = f"size{len(parameters)}"
+        parameters[_Size(name=name, value=value)] = name
+        return name
 
     @property
     def threads(self) -> str:

@@ -149,3 +149,18 @@ def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
     for other in (x, torch.randn(65, 100, dtype=torch.bfloat16)):
         for one, expected in zip(compiled(other), casts(other), strict=True):
             assert same_bits(one, expected)
+
+
+def test_shapes_share_the_code():
+    """Sizes that are known are arguments too: casts that differ in nothing else are one kernel."""
+
+    def casts(*xs: Tensor) -> list[Tensor]:
+        e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
+        return [ops.quantize_dequantize(x, dim, e4m3, "rceil", False, bf16) for x in xs for dim in (-1, -2)]
+
+    xs = [torch.randn(*shape).bfloat16() for shape in ((33, 70), (64, 64), (70, 33), (2, 40, 100))]
+    compiled = torch.compile(casts, fullgraph=True, dynamic=False)
+    made, (code,) = run_and_get_code(compiled, *xs)
+    assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
+    for one, expected in zip(made, casts(*xs), strict=True):
+        assert same_bits(one, expected)
