@@ -115,6 +115,14 @@ def write(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     print(f"\nappended to {path.relative_to(ROOT)}")
 
 
+def read(name: str) -> list[dict[str, Any]]:
+    """The lines of ``results/{name}.jsonl``, oldest first; none if there is no such file."""
+    path = RESULTS / f"{name}.jsonl"
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
+
+
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print `rows` as a table that pastes into Markdown."""
     print(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))

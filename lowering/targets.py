@@ -21,7 +21,8 @@ class Peak:
 
     chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
     they are native, of operands with a scale a block of 32 and with one a tensor or channel.
-    bandwidth_gbs: of device memory, 10⁹ bytes a second.
+    bandwidth_gbs: of device memory, 10⁹ bytes a second. clock_ghz: at which the rates hold, 10⁹ cycles a
+    second.
     """
 
     chip: str
@@ -29,6 +30,7 @@ class Peak:
     mxfp8_tflops: float
     fp8_tflops: float
     bandwidth_gbs: float
+    clock_ghz: float
 
     def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
         """The least time for so many operations and bytes of memory traffic, overlapped perfectly."""
@@ -43,11 +45,12 @@ class Target:
     it, a compute capability (100) or an AMD processor ("gfx950"), None where there is no Triton. processors:
     multiprocessors of the chip. warp_size: threads. shared_bytes: most shared memory one block may have.
     tmem_columns: tensor memory of an SM, in columns of 128 words. max_registers: 32-bit registers a thread
-    may have before it spills. encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the
-    chip's own, rounding once; integers do it otherwise. stores_fp8: whether the device's code has tensors of
-    those types; bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's
-    FP8 GEMM takes. scale_layout: what the chip's MX GEMM reads fastest. peak:
-    for estimates, if there is one.
+    may have before it spills. registers, threads: 32-bit registers of a multiprocessor, and threads it holds
+    at once. issue_rate: instructions of a warp that it issues a cycle, of AMD's those of its vector units.
+    encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding
+    once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
+    bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes.
+    scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates, if there is one.
     """
 
     name: str
@@ -60,6 +63,9 @@ class Target:
     shared_bytes: int = 0
     tmem_columns: int = 0
     max_registers: int = 255
+    registers: int = 65536
+    threads: int = 2048
+    issue_rate: float = 4.0
     encodes_fp8: bool = False
     decodes_fp8: bool = False
     stores_fp8: bool = False
@@ -85,6 +91,7 @@ def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: 
         arch=arch,
         processors=processors,
         shared_bytes=shared_kib * 1024,
+        threads=1536 if arch in (89, 120) else 2048,
         decodes_fp8=decodes,
         encodes_fp8=encodes,
         stores_fp8=decodes,
@@ -103,6 +110,8 @@ def _amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any
         warp_size=64,
         shared_bytes=shared_kib * 1024,
         max_registers=512,
+        registers=131072,
+        issue_rate=1.0,
         stores_fp8=True,
         **columns,
     )
@@ -119,6 +128,7 @@ def _peak(
     chip: str,
     bf16_tflops: float,
     bandwidth_gbs: float,
+    clock_ghz: float,
     mxfp8_tflops: float = 0.0,
     fp8_tflops: float = 0.0,
 ) -> Peak:
@@ -128,6 +138,7 @@ def _peak(
         mxfp8_tflops=mxfp8_tflops or bf16_tflops,
         fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
         bandwidth_gbs=bandwidth_gbs,
+        clock_ghz=clock_ghz,
     )
 
 
@@ -135,13 +146,15 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler", stores_fp8=True),
-        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039)),
-        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864, fp8_tflops=733)),
-        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800, fp8_tflops=1979)),
-        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 4500), **_TCGEN05),
-        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 4500), **_TCGEN05),
-        _nvidia(120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 419)),
-        _amd("gfx942", "MI300", 304, 64, peak=_peak("MI300X", 1307, 5300)),
+        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039, 1.41)),
+        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864, 2.49, fp8_tflops=733)),
+        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800, 1.83, fp8_tflops=1979)),
+        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 1.85, 4500), **_TCGEN05),
+        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 1.72, 4500), **_TCGEN05),
+        _nvidia(
+            120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 2.41, 419)
+        ),
+        _amd("gfx942", "MI300", 304, 64, peak=_peak("MI300X", 1307, 5300, 2.1)),
         _amd(
             "gfx950",
             "MI350",
@@ -151,7 +164,7 @@ TARGETS = {
             fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
-            peak=_peak("MI355X", 2516, 8000, 5033),
+            peak=_peak("MI355X", 2516, 8000, 2.4, 5033),
         ),
     )
 }

@@ -20,6 +20,11 @@ def add_to(commands: Any) -> None:
     add_policy(command)
     command.add_argument("--target", default="sm_100", help="the GPU (default sm_100)")
     command.add_argument("--inference", action="store_true", help="forward only")
+    command.add_argument(
+        "--compare",
+        metavar="POLICY",
+        help="the same with another policy beside it, bf16 for one: estimates side by side",
+    )
     add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 
@@ -28,19 +33,25 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if a kernel could not run."""
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.offline import codegen
+    from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)
+    policies = [options.policy] if options.compare is None else [options.policy, options.compare]
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
-        result = codegen(
-            loaded.model,
-            *loaded.args,
-            target=options.target,
-            out_dir=options.output,
-            training=not options.inference,
-            policy=options.policy,
-            kwargs=loaded.kwargs,
-        )
-    print(result)
-    return 1 if result.problems else 0
+        results = [
+            codegen(
+                loaded.model,
+                *loaded.args,
+                target=options.target,
+                out_dir=None if number else options.output,
+                training=not options.inference,
+                policy=policy,
+                kwargs=loaded.kwargs,
+            )
+            for number, policy in enumerate(policies)
+        ]
+    print(results[0])
+    if options.compare is not None:
+        print(f"\n{side_by_side({result.report.summary.policy: result for result in results})}")
+    return 1 if any(result.problems for result in results) else 0

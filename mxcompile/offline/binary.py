@@ -22,6 +22,7 @@ from torch._inductor.codecache import PyCodeCache
 from triton.backends.nvidia.compiler import get_ptxas
 
 from mxcompile.lowering.targets import Target
+from mxcompile.offline.machine_code import disassemble
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,13 @@ _BINARY = ("cubin", "hsaco")
 class Binary:
     """A compiled kernel.
 
-    config: block sizes, warps and stages it was compiled with. num_configs: that would be tried on the
+    settings: block sizes, warps and stages it was compiled with. num_configs: that would be tried on the
     machine. registers: a thread has. spill_bytes: a thread spills to memory. shared_bytes: a block has.
-    tmem_columns: of tensor memory. mma: matrix instructions it has, each once. text: TTGIR, PTX or AMD
+    tmem_columns: of tensor memory. mma: matrix instructions it has, each once. text: TTGIR, PTX, SASS or AMD
     assembly by file suffix. image: cubin or hsaco by file suffix. problems: why it could not run, if so.
     """
 
-    config: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     num_configs: int = 0
     registers: int = 0
     spill_bytes: int = 0
@@ -53,6 +54,11 @@ class Binary:
     text: Mapping[str, str] = field(default_factory=dict, repr=False)
     image: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     problems: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> str:
+        """The settings as text."""
+        return ", ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
 def cross_compile(name: str, source: str, target: Target) -> Binary:
@@ -64,7 +70,6 @@ def cross_compile(name: str, source: str, target: Target) -> Binary:
     tuner = vars(PyCodeCache.load(source))[name]
     config = tuner.configs[0]
     described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    text = ", ".join(f"{key}={value}" for key, value in described.items())
     made: list[Any] = []
     compile_kernel = triton.compile
 
@@ -78,14 +83,16 @@ def cross_compile(name: str, source: str, target: Target) -> Binary:
     except Exception as error:  # whatever Triton or its assembler met
         log.info("%s does not compile for %s", name, target.name, exc_info=True)
         problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return Binary(config=text, num_configs=len(tuner.configs), problems=(problem,))
+        return Binary(settings=described, num_configs=len(tuner.configs), problems=(problem,))
     (kernel,) = made
-    return _read(kernel.asm, kernel.metadata, target, config=text, num_configs=len(tuner.configs))
+    return _read(kernel.asm, kernel.metadata, target, settings=described, num_configs=len(tuner.configs))
 
 
 def _read(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
+    if "cubin" in image:
+        text["sass"] = disassemble(image["cubin"])
     registers, spill_bytes = _resources(text, image)
     if spill_bytes and "ptx" in text and isinstance(target.arch, int):
         spill_bytes = _spilled(text["ptx"], target.arch)

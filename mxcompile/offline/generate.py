@@ -3,6 +3,7 @@
     driver    model → the modules Inductor writes for forward and backward
     wrapper   module → kernels and launches
     binary    kernel → assembly, binary, registers, spills, instructions
+    bounds    launch → how long it takes at least, and why
 
 What differs from a compile on the machine itself: nothing is measured, so that where Inductor would time
 several configurations the first is taken, and the model is traced on the CPU (see `device`).
@@ -10,6 +11,7 @@ several configurations the first is taken, and the model is traced on the CPU (s
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +23,10 @@ from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
 from mxcompile.explain.roofline import estimate
 from mxcompile.graph.opsets import VIEWS
-from mxcompile.lowering.targets import TARGETS, check
+from mxcompile.lowering.targets import TARGETS, Target, check
+from mxcompile.offline import bounds
 from mxcompile.offline.binary import cross_compile
+from mxcompile.offline.bounds import Bound
 from mxcompile.offline.driver import Driver, Generated
 from mxcompile.offline.result import CodegenResult, Kernel, Launch
 from mxcompile.offline.standin import stand_in
@@ -67,30 +71,49 @@ def codegen(
     options = Options.parse(None, {"policy": policy, "target": target})
     driver = Driver(model, options, chip)
     driver.run(args, named, training)
-    launches: list[Launch] = []
-    sources: list[tuple[str, str, str]] = []
-    wrappers: dict[str, str] = {}
-    for phase, generated in _named(driver.generated):
-        module = read(generated.source, generated.input_bytes)
-        sources += [(phase, name, source) for name, source in module.kernels.items()]
-        wrappers[phase] = generated.source
-        launches += _launches(phase, module, generated)
+    written = [
+        (phase, graph, read(graph.source, graph.input_bytes)) for phase, graph in _named(driver.generated)
+    ]
     with stand_in(chip):
-        kernels = tuple(
-            Kernel(phase=phase, name=name, source=source, binary=cross_compile(name, source, chip))
-            for phase, name, source in sources
-        )
+        kernels = {
+            (phase, name): Kernel(
+                phase=phase, name=name, source=source, binary=cross_compile(name, source, chip)
+            )
+            for phase, _, module in written
+            for name, source in module.kernels.items()
+        }
+    launches = []
+    for phase, graph, module in written:
+        for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
+            bound = _bound(launch, call, kernels.get((phase, call.kernel)), chip)
+            launches.append(dataclasses.replace(launch, bound=bound))
     report = Report.of(driver.parts, target=target, policy=options.policy.label)
     result = CodegenResult(
         target=target,
         launches=tuple(launches),
-        kernels=kernels,
-        wrappers=wrappers,
+        kernels=tuple(kernels.values()),
+        wrappers={phase: graph.source for phase, graph, _ in written},
         report=estimate(report),
     )
     if out_dir is not None:
         result.save(out_dir)
     return result
+
+
+def _bound(launch: Launch, call: Call, kernel: Kernel | None, chip: Target) -> Bound | None:
+    if chip.peak is None:
+        return None
+    if kernel is None:
+        fp8 = "scaled" in launch.kernel
+        return bounds.of_library(num_bytes=launch.num_bytes, flops=launch.flops, fp8=fp8, target=chip)
+    return bounds.of_generated(
+        num_bytes=launch.num_bytes,
+        flops=launch.flops,
+        source=kernel.source,
+        numbers=call.numbers,
+        binary=kernel.binary,
+        target=chip,
+    )
 
 
 def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
@@ -130,6 +153,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
                 operators=computed,
                 cast=_source(call, written_by) if call.generated and only_casts else "",
                 num_bytes=call.num_bytes,
+                flops=sum(tag.flops for tag in dict.fromkeys(tags)),
             )
         )
         written_by |= dict.fromkeys(call.writes, "generated" if call.generated else "library")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from tabulate import tabulate
 
 from mxcompile.offline.binary import Binary
+from mxcompile.offline.bounds import Bound
+from mxcompile.offline.step import Step
 from mxcompile.report import Report
 
 
@@ -19,12 +22,13 @@ from mxcompile.report import Report
 class Launch:
     """One kernel launch of a step.
 
-    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name of
-    a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix products
-    it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast: what it casts,
-    if it does nothing but cast: "input" (a weight, or a tensor saved for backward), "library" (the result of
-    a kernel that was not generated) or "generated" (the result of one that was, which should have cast it).
-    num_bytes: it moves at least.
+    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name
+    of a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix
+    products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
+    what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
+    "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
+    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. bound: how
+    long it takes at least, an estimate (see `bounds`).
     """
 
     phase: str
@@ -34,6 +38,17 @@ class Launch:
     operators: tuple[str, ...] = ()
     cast: str = ""
     num_bytes: int = 0
+    flops: float = 0.0
+    bound: Bound | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is: "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
+        if "attention" in self.kernel:
+            return "attention"
+        if self.gemms:
+            return "product"
+        return "cast" if any(name.startswith("mx.quantize") for name in self.operators) else "rest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +87,11 @@ class CodegenResult:
         return tuple(launch for launch in self.launches if launch.phase == name)
 
     @property
+    def step(self) -> Step:
+        """The sum of the launches' bounds."""
+        return Step.of(self.launches)
+
+    @property
     def problems(self) -> tuple[str, ...]:
         """Why kernels could not run on the target; none, one hopes."""
         return tuple(f"{k.phase} {k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
@@ -107,9 +127,10 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
         "schema": 1,
         "target": result.target,
         "launches": [
-            {field: getattr(launch, field) for field in Launch.__dataclass_fields__}
+            {**dataclasses.asdict(launch), "kind": launch.kind, "bound": _bound_as_data(launch.bound)}
             for launch in result.launches
         ],
+        "step": {**dataclasses.asdict(result.step), "cast_ratio": result.step.cast_ratio},
         "kernels": [
             {
                 "phase": kernel.phase,
@@ -128,6 +149,10 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
         "estimate_us": result.report.summary.estimate_us,
         "estimate_bf16_us": result.report.summary.estimate_bf16_us,
     }
+
+
+def _bound_as_data(bound: Bound | None) -> dict[str, Any] | None:
+    return None if bound is None else {"us": bound.us, "by": bound.by, **dataclasses.asdict(bound)}
 
 
 def _lines(result: CodegenResult) -> list[str]:
@@ -170,6 +195,7 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
                 len(same),
                 _short(_computed(same), 30),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
+                *_bounds(same),
                 _short(_instruction(binary), 12),
                 binary.registers or "",
                 binary.spill_bytes if kernel in binaries else "",
@@ -177,8 +203,17 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
                 binary.tmem_columns or "",
             ]
         )
-    headers = ["kernel", "×", "computes", "MB", "MMA", "regs", "spill", "KiB", "tmem"]
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "left", "right"))
+    headers = ["kernel", "×", "computes", "MB", "µs ≥", "by", "MMA", "regs", "spill", "KiB", "tmem"]
+    aligned = ("left", "right", "left", "right", "right")
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+
+
+def _bounds(launches: Sequence[Launch]) -> tuple[str, str]:
+    """The sum of the launches' bounds, and what makes the largest."""
+    found = [launch.bound for launch in launches if launch.bound is not None]
+    if not found:
+        return "", ""
+    return f"{sum(bound.us for bound in found):.0f}", max(found, key=lambda bound: bound.us).by
 
 
 def _computed(launches: Sequence[Launch]) -> str:
@@ -216,6 +251,8 @@ def _summary(result: CodegenResult) -> list[str]:
             f"matrix products, roofline estimate (not measured): {figures.estimate_us:,.0f} µs,"
             f" in BF16 {figures.estimate_bf16_us:,.0f} µs"
         )
+    if result.step.launches:
+        lines.append(str(result.step))
     spilling = [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
     lines.append(f"generated kernels: {len(result.kernels)}, of them {len(spilling)} spill registers")
     return lines

@@ -27,7 +27,8 @@ class Call:
 
     kernel: name of a generated kernel, or of an operator such as ``extern_kernels.mm``. generated: which of
     the two. handle: under which Inductor tells what it computes. reads, writes: the tensors, by the name of
-    the allocation they lie in. num_bytes: moved at least.
+    the allocation they lie in. numbers: arguments that are written out, sizes and the grid. num_bytes: moved
+    at least.
     """
 
     kernel: str
@@ -35,6 +36,7 @@ class Call:
     handle: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    numbers: tuple[int, ...]
     num_bytes: int
 
 
@@ -170,6 +172,7 @@ class _Reader:
                 handle=self._handle(call.lineno),
                 reads=tuple(dict.fromkeys(self._root[name] for name in reads if name in known)),
                 writes=tuple(dict.fromkeys(self._root[name] for name in writes if name in known)),
+                numbers=tuple(_numbers(call)),
                 num_bytes=sum(known.get(name, 0) for name in moved),
             )
         )
@@ -209,6 +212,12 @@ def _names(expression: ast.expr) -> Iterator[str]:
     for node in ast.walk(expression):
         if isinstance(node, ast.Name):
             yield node.id
+
+
+def _numbers(call: ast.Call) -> Iterator[int]:
+    for argument in call.args:
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, int):
+            yield argument.value
 
 
 def _elements(size: ast.expr) -> int:

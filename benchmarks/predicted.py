@@ -1,0 +1,110 @@
+"""What a Llama-8B layer would take on each GPU by its machine code: bounds, predicted and not measured.
+
+Forward and backward of 8,192 tokens, by policy beside BF16, each launch by `mxcompile.offline.bounds`; needs
+no GPU.
+Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nvidia …] [--tokens 8192]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import common
+import torch
+from torch import Tensor, nn
+
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import Step, codegen
+
+POLICIES = ["bf16", "nvidia", "fp8_rowwise"]
+
+
+class Layer(nn.Module):
+    """A decoder layer of transformers, its rotary embedding given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        config = LlamaConfig(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            attn_implementation="sdpa",
+        )
+        self.layer = LlamaDecoderLayer(config, 0)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [1, tokens, width]; cos, sin: [1, tokens, 128]."""
+        result: Tensor = self.layer(x, position_embeddings=(cos, sin))
+        return result
+
+
+def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
+    """The row of one target and policy."""
+    with torch.device("meta"):
+        layer = Layer().bfloat16()
+        x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
+        cos, sin = (torch.empty(1, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
+    result = codegen(layer, x, cos, sin, target=target, policy=policy)
+    return {"target": target, "policy": policy, "tokens": tokens, **row(result.step)}
+
+
+def row(step: Step) -> dict[str, Any]:
+    """A step's figures, rounded to what they are good for."""
+    return {
+        "us": round(step.us),
+        "by_kind": {name: round(us) for name, us in sorted(step.by_kind.items())},
+        "by_reason": {name: round(us) for name, us in sorted(step.by_reason.items())},
+        "mb": round(step.num_bytes / 1e6),
+        "cast_ratio": step.cast_ratio and round(step.cast_ratio, 2),
+        "launches": step.launches,
+        "unclear": step.unclear,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chips = [name for name, target in TARGETS.items() if target.peak is not None]
+    parser.add_argument("--targets", nargs="*", choices=chips, default=chips)
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--table", action="store_true", help="only show what is in the results")
+    options = parser.parse_args()
+    for target in [] if options.table else options.targets:
+        for policy in options.policies:
+            common.write("predicted", [predict(target, policy, options.tokens)])
+    common.show(table(options.tokens))
+
+
+def table(tokens: int) -> list[dict[str, str]]:
+    """The newest figures of each target and policy, over those of BF16 on the same target."""
+    rows = {
+        (row["target"], row["policy"]): row for row in common.read("predicted") if row["tokens"] == tokens
+    }
+    shown = []
+    for (target, policy), found in sorted(rows.items(), key=lambda item: list(TARGETS).index(item[0][0])):
+        bf16 = rows.get((target, "bf16"), found)
+        peak = TARGETS[target].peak
+        assert peak is not None
+        shown.append(
+            {
+                "chip": f"{peak.chip} ({target})",
+                "policy": policy,
+                "step, µs ≥": f"{found['us']:,}",
+                "of BF16's": f"{found['us'] / bf16['us']:.2f}",
+                **{f"{kind}s": f"{found['by_kind'].get(kind, 0):,}" for kind in ("product", "cast")},
+                "MB": f"{found['mb']:,}",
+                "casts over their memory time": found["cast_ratio"] or "",
+            }
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()

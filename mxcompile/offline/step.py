@@ -1,0 +1,83 @@
+"""A step as the sum of its launches' bounds, and steps of several policies side by side: all estimates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from mxcompile.offline.result import CodegenResult, Launch
+
+KINDS = ("product", "cast", "attention", "rest")
+REASONS = ("memory", "issue", "mma", "latency")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Sums over launches.
+
+    us: Σ bounds, and of them by_kind of launch and by_reason. num_bytes: moved at least. cast_memory_us: what
+    the casts' bytes alone would take. launches: with a bound; unclear: of them with a loop whose rounds are
+    not known.
+    """
+
+    us: float = 0.0
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+    by_reason: Mapping[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+    cast_memory_us: float = 0.0
+    launches: int = 0
+    unclear: int = 0
+
+    @classmethod
+    def of(cls, launches: Iterable[Launch]) -> Step:
+        """The sum; zeros if no launch has a bound."""
+        bounds = [(launch, launch.bound) for launch in launches if launch.bound is not None]
+        by_kind: defaultdict[str, float] = defaultdict(float)
+        by_reason: defaultdict[str, float] = defaultdict(float)
+        for launch, bound in bounds:
+            by_kind[launch.kind] += bound.us
+            by_reason[bound.by] += bound.us
+        return cls(
+            us=sum(bound.us for _, bound in bounds),
+            by_kind=dict(by_kind),
+            by_reason=dict(by_reason),
+            num_bytes=sum(launch.num_bytes for launch, _ in bounds),
+            cast_memory_us=sum(bound.memory_us for launch, bound in bounds if launch.kind == "cast"),
+            launches=len(bounds),
+            unclear=sum(not bound.understood for _, bound in bounds),
+        )
+
+    @property
+    def cast_ratio(self) -> float | None:
+        """Σ bounds of the casts over what their bytes would take; None without casts."""
+        return self.by_kind.get("cast", 0.0) / self.cast_memory_us if self.cast_memory_us else None
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {self.by_kind[kind]:,.0f}" for kind in KINDS if kind in self.by_kind)
+        reasons = ", ".join(
+            f"{name} {self.by_reason[name]:,.0f}" for name in REASONS if name in self.by_reason
+        )
+        text = "bounds of the launches, estimates from the machine code"
+        text += f": {self.us:,.0f} µs ({kinds}; bound by {reasons})"
+        return f"{text}; {self.unclear} with loops counted once" if self.unclear else text
+
+
+def side_by_side(results: Mapping[str, CodegenResult]) -> str:
+    """A column per policy: bounds by kind of launch, the step's over that of the last, bytes, launches."""
+    steps = {name: result.step for name, result in results.items()}
+    last = list(steps.values())[-1]
+    rows: list[list[str]] = [
+        [f"{kind}, µs", *(f"{step.by_kind.get(kind, 0.0):,.0f}" for step in steps.values())] for kind in KINDS
+    ]
+    rows.append(["step, µs", *(f"{step.us:,.0f}" for step in steps.values())])
+    rows.append(["of the last", *(f"{step.us / last.us:.2f}" if last.us else "" for step in steps.values())])
+    rows.append(["MB", *(f"{step.num_bytes / 1e6:,.0f}" for step in steps.values())])
+    rows.append(["launches", *(str(step.launches) for step in steps.values())])
+    target = next(iter(results.values())).target
+    title = f"bounds on {target}, estimates from the machine code, not measured"
+    return title + "\n" + tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")

@@ -1,0 +1,213 @@
+"""Bounds from machine code: loops and waits read right, times as by hand, and what today's kernels cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from mxcompile.cli.main import main
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import bounds
+from mxcompile.offline.binary import Binary
+from mxcompile.offline.machine_code import Loop, parse
+
+ROOT = Path(__file__).parents[2]
+
+NVIDIA = """
+	.sectionflags	@"SHF_BARRIERS=1"
+.text.kernel:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64+0x800] ;
+        /*0020*/                   FADD R6, R6, R9 ;
+.L_x_0:
+        /*0030*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_1:
+        /*0040*/                   UTCQMMA gdesc[UR8], gdesc[UR10], tmem[UR16], idesc[UR17] ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/               @P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0070*/                   SYNCS.PHASECHK.TRYWAIT P1, [R3], R4 ;
+        /*0080*/              @!P1 BRA `(.L_x_2) ;
+        /*0090*/                   NOP ;
+        /*00a0*/                   LDG.E R20, desc[UR4][R2.64] ;
+        /*00b0*/                   MUFU.EX2 R21, R20 ;
+        /*00c0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00d0*/              @!P0 BRA `(.L_x_0) ;
+        /*00e0*/               @P2 EXIT ;
+        /*00f0*/                   EXIT ;
+.L_x_3:
+        /*0100*/                   FADD R1, R1, R1 ;
+        /*0110*/                   BRA `(.L_x_0) ;
+"""
+OUTER, INNER = Loop(3, 13, 0), Loop(4, 6, 1)
+
+AMD = """
+kernel:
+	s_load_dwordx2 s[0:1], s[4:5], 0x0
+	global_load_dwordx4 v[4:7], v2, s[0:1]
+.LBB0_1:
+	v_mfma_f32_32x32x16_bf16 a[0:15], v[4:5], v[6:7], a[0:15]
+	s_barrier
+	s_cbranch_scc0 .LBB0_1
+; %bb.2:
+	v_add_f32_e32 v1, v1, v2
+	s_endpgm
+"""
+
+
+def test_loops_of_nvidia_code():
+    """Waits for an event are no loops, and what lies behind the end is not counted."""
+    code = parse(NVIDIA)
+    assert code.loops == (OUTER, INNER)
+    assert code.product_loops == (OUTER, INNER)
+    assert len(code.instructions) == 16
+    assert [code.barriers(OUTER), code.barriers(INNER), code.barriers()] == [2, 1, 2]
+    assert code.issued({}) == 15, "all but the NOP"
+    assert code.issued({OUTER: 2, INNER: 8}) == 3 + 2 * (7 + 8 * 3) + 2
+
+
+def test_waits_for_memory():
+    """Two loads and one use are one wait; the load of the outer loop is one each round."""
+    code = parse(NVIDIA)
+    assert code.round_trips({}) == 2
+    assert code.round_trips({OUTER: 5, INNER: 8}) == 1 + 5
+
+
+def test_loops_of_amd_code():
+    """The scalar unit issues beside the vector units."""
+    code = parse(AMD)
+    (loop,) = code.product_loops
+    assert code.issued({loop: 4}) == 1 + 4 + 1
+    assert code.barriers(loop) == 1
+    assert code.round_trips({loop: 4}) == 4, "in a loop that a load is in front of it may wait each round"
+
+
+@pytest.mark.parametrize("text", ["", "no code at all"])
+def test_no_code_is_no_program(text):
+    assert parse(text).instructions == ()
+
+
+def _bound(**changed):
+    source = """
+    'grid_type': 'FixedGrid'
+    BLOCK_M : tl.constexpr = 128
+    BLOCK_N : tl.constexpr = 256
+    BLOCK_K : tl.constexpr = 128
+    M = 1024
+    N = 1024
+    K = 512
+"""
+    settings = {"num_warps": 8}
+    binary = Binary(
+        settings=settings,
+        registers=64,
+        shared_bytes=200_000,
+        mma=("tcgen05.mma.block_scale",),
+        text={"sass": NVIDIA},
+    )
+    given = {
+        "num_bytes": 7_000_000,
+        "flops": 2.0 * 1024**2 * 512,
+        "source": source,
+        "numbers": (16, 1, 1),
+        "binary": binary,
+        "target": TARGETS["sm_100"],
+    }
+    return bounds.of_generated(**given | changed)
+
+
+def test_the_four_times_by_hand():
+    """32 tiles on 16 programs, two each, of four steps along K."""
+    bound = _bound()
+    assert bound.understood
+    assert (bound.programs, bound.resident) == (16, 1)
+    assert bound.memory_us == pytest.approx(1.0), "at 7 TB/s"
+    instructions = 3 + 2 * (7 + 4 * 3) + 2
+    assert bound.instructions == instructions
+    assert bound.issue_us == pytest.approx(16 * 8 * instructions / (2.4 * 148 * 1850))
+    tile = 2 * 128 * 256 * 512 / (0.8 * 4500e12 / 148) * 1e6
+    between = (7 * 8 / 2.4 + 30) / 1850
+    assert bound.mma_us == pytest.approx(2 * (tile + between))
+    assert bound.between == pytest.approx(between / tile)
+    assert bound.latency_us == pytest.approx(3 * 0.7)
+    assert (bound.us, bound.by) == (bound.mma_us, "mma")
+
+
+def test_other_programs_fill_what_lies_between_tiles():
+    small = Binary(
+        settings={"num_warps": 4}, registers=64, shared_bytes=1000, mma=("x",), text={"sass": NVIDIA}
+    )
+    assert _bound(binary=small).between == 0.0
+
+
+def test_what_is_not_known_is_said():
+    """A loop without products over nothing that the source names, and a grid that nobody can read."""
+    code = parse(NVIDIA.replace("UTCQMMA", "FFMA"))
+    assert code.product_loops == ()
+    unread = _bound(source="'grid_type': 'SomeOtherGrid'")
+    assert (unread.understood, unread.us) == (False, unread.memory_us)
+    plain = Binary(settings={"num_warps": 8}, registers=64, text={"sass": NVIDIA.replace("UTCQMMA", "FFMA")})
+    source = "'grid_type': 'Grid1D'\n    xnumel = 4096\n"
+    assert not _bound(source=source, binary=dataclasses.replace(plain), flops=0.0).understood
+
+
+def test_a_library_is_bound_by_bytes_and_operations():
+    target = TARGETS["sm_100"]
+    assert bounds.of_library(num_bytes=7e6, flops=0.0, fp8=False, target=target).us == pytest.approx(1.0)
+    product = bounds.of_library(num_bytes=0.0, flops=2250e6 * 0.8, fp8=False, target=target)
+    assert (product.us, product.by) == (pytest.approx(1.0), "mma")
+
+
+def test_every_launch_of_a_block_is_understood(generated):
+    result = generated("sm_100", True)
+    assert result.step.unclear == 0
+    assert result.step.launches == len(result.launches)
+    assert result.step.us == pytest.approx(sum(launch.bound.us for launch in result.launches))
+    assert result.step.us == pytest.approx(sum(result.step.by_kind.values()))
+    assert "estimates from the machine code" in str(result)
+
+
+def test_what_a_cast_spends_an_element(generated):
+    """Instructions by elements: seven terabytes a second leave about 12 to a cast into both layouts."""
+    spent = [launch.bound.per_element for launch in generated("sm_100", True).launches if launch.cast]
+    assert len(spent) > 8
+    assert min(spent) > 5
+    assert max(spent) <= 18
+
+
+def test_barriers_of_a_step_of_a_product(generated):
+    """A step along K waits for its operands and scales, and frees them."""
+    launches = generated("sm_100", True).launches
+    steps = {launch.bound.barriers for launch in launches if launch.kind == "product"}
+    assert steps - {None} <= {3, 4, 5}, "None is a product of so few steps that they make no loop"
+    assert steps != {None}
+
+
+def test_two_policies_side_by_side(capsys):
+    model = "test_codegen_command:factory"
+    assert main(["codegen", model, "--target", "sm_90", "--inference", "--compare", "bf16"]) == 0
+    shown = capsys.readouterr().out
+    assert "bounds on sm_90, estimates from the machine code, not measured" in shown
+    row = next(line.split() for line in shown.splitlines() if line.strip().startswith("step, µs"))
+    assert len(row) == 4
+    assert all(float(cell.replace(",", "")) >= 0 for cell in row[2:])
+
+
+@pytest.mark.slow
+def test_the_committed_prediction_is_todays(monkeypatch):
+    """A Llama-8B layer for a B200: the newest committed line, within what another Triton may change."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    predicted = importlib.import_module("predicted")
+    lines = [
+        json.loads(line) for line in (ROOT / "benchmarks/results/predicted.jsonl").read_text().splitlines()
+    ]
+    committed = [line for line in lines if (line["target"], line["policy"]) == ("sm_100", "nvidia")][-1]
+    today = predicted.predict("sm_100", "nvidia", committed["tokens"])
+    assert today["unclear"] == 0
+    assert today["launches"] == committed["launches"]
+    assert today["us"] == pytest.approx(committed["us"], rel=0.02)
+    assert today["by_kind"] == pytest.approx(committed["by_kind"], rel=0.05)
