@@ -1,4 +1,7 @@
-"""``mxcompile demo``: train a small Llama in BF16, in MXFP8 and in too few bits, and compare the losses."""
+"""``mxcompile demo``: train a small Llama in BF16, in MXFP8 and in too few bits, and compare the losses.
+
+With ``--serve``, `demo_serve` instead.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxcompile.cli.arguments import add_folder, check_plots, device, positive
+from mxcompile.cli.demo_serve import serve
 
 if TYPE_CHECKING:
     from mxcompile.demo import Comparison, Run
@@ -33,9 +37,15 @@ def add_to(commands: Any) -> None:
         help="a preset (nvidia, ocp, hybrid) or a policy file; more than one is compared (default nvidia)",
     )
     command.add_argument("--steps", type=positive, help="training steps per run (default 150)")
-    command.add_argument("--seeds", type=positive, default=2, help="runs of each (default 2)")
+    command.add_argument("--seeds", type=positive, help="runs of each (default 2)")
     command.add_argument("--device", help="where to train, such as cuda (default: cuda if there is one)")
     add_folder(command, "where to write (default demo_out)", default=Path("demo_out"))
+    command.add_argument(
+        "--serve",
+        action="store_true",
+        help="instead: train once, then serve in BF16, with weights stored in MXFP8, and with activations in"
+        " MXFP8 too; prints perplexity, the logits' gap, bytes and tokens a second",
+    )
     command.set_defaults(run=run)
 
 
@@ -44,6 +54,9 @@ def run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     with tqdm(desc="starting", total=1, disable=None, leave=False, bar_format=_RUNNING) as bar:
+        if options.serve:
+            serve(options, bar)
+            return 0
         found = _trained(options, bar)
     return _conclude(found, options.output)
 
@@ -61,13 +74,14 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
 
     plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]])
     settings = demo.quick_settings(device(options.device), options.steps)
-    bar.reset(total=len(plan) * options.seeds * settings.steps)
+    seeds = options.seeds or 2
+    bar.reset(total=len(plan) * seeds * settings.steps)
     bar.set_description("reading text")
     text = demo.standard_library()
     _say(
         bar,
         f"Llama of {settings.layers} layers, {settings.width} wide, on {len(text.train):,} bytes of Python"
-        f" source; {len(plan)} ways × {options.seeds} seeds × {settings.steps} steps of"
+        f" source; {len(plan)} ways × {seeds} seeds × {settings.steps} steps of"
         f" {settings.batch}×{settings.length} bytes, on {settings.device}.",
     )
 
@@ -91,7 +105,7 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
                     model, backend=backend, options=given
                 ),
             )
-            for seed in range(options.seeds):
+            for seed in range(seeds):
                 runs.append(trainee.run(seed, progress))
                 _say(bar, _said(runs[-1]))
     return demo.Comparison(runs=tuple(runs))

@@ -1,0 +1,125 @@
+"""``mxcompile demo --serve``: one model in BF16, with stored weights, and with MXFP8 activations too."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxcompile.cli.arguments import check_folder, device
+from mxcompile.errors import OptionError
+
+if TYPE_CHECKING:
+    from mxcompile.demo import Quality, Speed
+
+_STEPS = 300
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for what ``--serve`` has no use for."""
+    for name in ("policy", "seeds"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name} is for training: --serve trains once in BF16, then serves")
+    check_folder(options.output)
+
+
+def serve(options: argparse.Namespace, bar: Any) -> None:
+    """Train, serve, print and write."""
+    check(options)
+
+    from mxcompile import demo
+    from mxcompile.cli.quiet import quiet
+
+    settings = demo.quick_settings(device(options.device), options.steps or _STEPS)
+    size = demo.Wide(device=settings.device)
+    bar.reset(total=settings.steps)
+    bar.set_description("reading text")
+    text = demo.standard_library()
+    bar.set_description("bf16, compiling")
+
+    def progress(step: int, loss: float) -> None:
+        bar.set_description("training in bf16", refresh=False)
+        bar.set_postfix_str(f" loss {loss:.3f}", refresh=False)
+        bar.update()
+
+    with quiet():
+        model = demo.trained(settings, text, progress)
+        found = list(_shown(bar, "quality", demo.quality(model, settings, text)))
+        fast = list(_shown(bar, "speed", demo.speed(demo.wide(size), size)))
+    bar.close()
+    _print_quality(found, settings)
+    _print_speed(fast, size)
+    _write(options.output, found, fast)
+
+
+def _shown(bar: Any, what: str, measured: Iterator[Any]) -> Iterator[Any]:
+    """What is measured, with its progress: a step for each way of serving."""
+    from mxcompile.demo.serving import WAYS
+
+    bar.reset(total=len(WAYS))
+    bar.set_postfix_str("")
+    for way in WAYS:
+        bar.set_description(f"{what}, {way.label}"[:30])
+        yield next(measured)
+        bar.update()
+
+
+def _print_quality(found: list[Quality], settings: Any) -> None:
+    from tabulate import tabulate
+
+    print(found[1].report)
+    print(
+        f"\nQuality: a Llama of {settings.layers} layers, {settings.width} wide, after {settings.steps} steps"
+        " on Python source; on files held out."
+    )
+    rows = [
+        (each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, found[0]))
+        for each in found
+    ]
+    headers = ["served", "perplexity a byte", "logits' gap", "all weights"]
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def _print_speed(found: list[Speed], size: Any) -> None:
+    from tabulate import tabulate
+
+    print(
+        f"\nSpeed: {size.layers} blocks of a Llama 3 8B, {size.width} wide, random weights; `generate`, one"
+        f" sequence, static cache, {size.prompt} tokens given, {size.tokens} made."
+    )
+    rows = [
+        (
+            each.label,
+            f"{each.prefill_ms:.0f} ms",
+            f"{each.tokens_per_s:.1f}",
+            f"{each.tokens_per_s / found[0].tokens_per_s:.2f}×",
+            _bytes(each, found[0]),
+        )
+        for each in found
+    ]
+    headers = ["served", "prefill", "tokens/s", "over bf16", "all weights"]
+    print(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def _bytes(each: Any, first: Any) -> str:
+    return f"{each.weight_bytes / 1e6:.1f} MB ({each.weight_bytes / first.weight_bytes:.0%})"
+
+
+def _write(out: Path, found: list[Quality], fast: list[Speed]) -> None:
+    rows = {"quality": [_row(each) for each in found], "speed": [_row(each) for each in fast]}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serving.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    written = ["serving.json"]
+    report = found[1].report
+    if report is not None:
+        report.save(out / "serving.html")
+        written.append("serving.html")
+    print(f"\nwritten to {out}/: {', '.join(written)}")
+
+
+def _row(each: Quality | Speed) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(each) if field.name != "report")
+    return {name: getattr(each, name) for name in names}

@@ -1,0 +1,266 @@
+"""The demonstration of serving: a model in BF16, with weights stored in MXFP8, with MXFP8 activations too.
+
+    quality    of a small Llama trained on text: perplexity a byte on text held out, e^(mean loss), and the
+               distance of its logits from BF16's, ‖l − l_bf16‖ / ‖l_bf16‖
+    speed      of blocks as wide as a large model's, whose weights are random: a prompt, then tokens one by
+               one, by Hugging Face's `generate` with a static cache
+
+A model that trains in a minute is small enough for caches, so that the bytes of its weights do not show in
+its speed; and the speed of a wide one does not depend on what its weights are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.demo.training import VOCABULARY, Settings, Text, Trainee, batches
+from mxcompile.errors import OptionError
+from mxcompile.report import Report, clear_reports, reports
+from mxcompile.serving import quantize_weights_
+from mxcompile.storage import MXTensor
+
+BASELINE = "bf16"
+_WINDOWS = 8
+"""Windows of text in a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way to serve a model.
+
+    backend: of ``torch.compile``, with options. prepare: what is done with the model's weights before.
+    """
+
+    label: str
+    backend: str = "inductor"
+    options: dict[str, Any] | None = None
+    prepare: Callable[[nn.Module], object] | None = None
+
+
+def _store(model: nn.Module) -> None:
+    if not any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        quantize_weights_(model, progress=False)
+
+
+WAYS = (
+    Way(label=BASELINE),
+    Way(label="stored weights", backend="mxfp8", options={"policy": "bf16"}, prepare=_store),
+    Way(
+        label="stored weights, mxfp8 activations",
+        backend="mxfp8",
+        options={"policy": "inference"},
+        prepare=_store,
+    ),
+)
+"""What the demonstration compares, in an order that one model can go through."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """What a model of text is worth, served one way.
+
+    perplexity: e to the mean loss a byte. logits_gap: norm of the difference from BF16's over theirs.
+    weight_bytes: of all parameters. report: of what was compiled, None without mxcompile.
+    """
+
+    label: str
+    perplexity: float
+    logits_gap: float
+    weight_bytes: int
+    report: Report | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """How fast a model is, served one way.
+
+    prefill_ms: of a prompt, to its first token. tokens_per_s: of those after it, one sequence, greedy.
+    weight_bytes: of all parameters.
+    """
+
+    label: str
+    prefill_ms: float
+    tokens_per_s: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wide:
+    """A model whose speed is that of its weights' bytes: by default two blocks of a Llama 3 8B.
+
+    prompt, tokens: how many are given and made. repeats: of which the fastest counts.
+    """
+
+    layers: int = 2
+    width: int = 4096
+    feed_forward: int = 14336
+    heads: int = 32
+    key_value_heads: int = 8
+    prompt: int = 128
+    tokens: int = 24
+    repeats: int = 2
+    device: str = "cpu"
+
+
+def trained(settings: Settings, text: Text, progress: Callable[[int, float], None]) -> nn.Module:
+    """A model trained in BF16 for `settings.steps`; `progress` gets step and loss after each.
+
+    Its parameters are in BF16 then, buffers such as a rotary embedding's stay in FP32.
+    """
+    models: list[nn.Module] = []
+
+    def keep(model: nn.Module) -> Callable[..., Any]:
+        models.append(model)
+        return torch.compile(model)
+
+    last = replace(settings, validate_every=settings.steps, validation_batches=1)
+    Trainee(BASELINE, last, text, keep).run(settings.seed, lambda run, step: progress(step, run.train[-1]))
+    return _in_bf16(models[0])
+
+
+def wide(size: Wide) -> nn.Module:
+    """The model of `size`, its weights the same random numbers again and again: no wait for a generator.
+
+    Raises `OptionError` without transformers.
+    """
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    except ImportError:
+        raise OptionError("the demo needs transformers: pip install 'mxcompile[demo]'") from None
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
+        max_position_embeddings=size.prompt + size.tokens + 1,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config).bfloat16()
+    model.to_empty(device=size.device)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(size.device)  # its buffers are no parameters
+    numbers = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(size.device)
+    for parameter in model.parameters():
+        flat = parameter.data.view(-1)
+        whole = flat[: flat.numel() // len(numbers) * len(numbers)].view(-1, len(numbers))
+        scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+        whole.copy_(numbers * scale)
+        flat[whole.numel() :].copy_(numbers[: flat.numel() - whole.numel()] * scale)
+    return _in_bf16(model)
+
+
+def _in_bf16(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def quality(
+    model: nn.Module, settings: Settings, text: Text, ways: Iterable[Way] = WAYS, count: int = 4
+) -> Iterator[Quality]:
+    """`Quality` of `model` served in each of `ways`, on `count` batches of text; the first is the baseline.
+
+    The weights of `model` are what the last way made of them.
+    """
+    windows = batches(text.validation, replace(settings, batch=_WINDOWS), seed=1)
+    given = [next(windows) for _ in range(count)]
+    expected: list[Tensor] = []
+    for way in ways:
+        with _Served(model, way):
+            logits = [model(input_ids=each[:, :-1]).logits.float() for each in given]
+        expected = expected or logits
+        yield Quality(
+            label=way.label,
+            perplexity=math.exp(_loss(logits, given)),
+            logits_gap=_gap(logits, expected),
+            weight_bytes=weight_bytes(model),
+            report=next(iter(reports()), None),
+        )
+
+
+@torch.no_grad()
+def speed(model: nn.Module, size: Wide, ways: Iterable[Way] = WAYS) -> Iterator[Speed]:
+    """`Speed` of `model` served in each of `ways`; its weights are what the last way made of them."""
+    prompt = torch.arange(size.prompt, device=size.device)[None] % VOCABULARY
+    for way in ways:
+        with _Served(model, way):
+            _generate(model, prompt, 1 + size.tokens)  # compiles both graphs, for a cache of this length
+            first = min(_seconds(model, prompt, 1) for _ in range(size.repeats))
+            whole = min(_seconds(model, prompt, 1 + size.tokens) for _ in range(size.repeats))
+        yield Speed(
+            label=way.label,
+            prefill_ms=first * 1e3,
+            tokens_per_s=size.tokens / (whole - first),
+            weight_bytes=weight_bytes(model),
+        )
+
+
+class _Served:
+    """While inside, `model` is prepared and its forward compiled the way `way` says."""
+
+    def __init__(self, model: nn.Module, way: Way) -> None:
+        self._model, self._way = model, way
+
+    def __enter__(self) -> None:
+        torch._dynamo.reset()
+        clear_reports()
+        if self._way.prepare is not None:
+            self._way.prepare(self._model)
+        self._model.forward = torch.compile(
+            self._model.forward, backend=self._way.backend, options=self._way.options, dynamic=False
+        )
+
+    def __exit__(self, *_: object) -> None:
+        del self._model.forward
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What all parameters of `model` take."""
+    return sum(int(getattr(each, "stored_bytes", each.nbytes)) for each in model.parameters())
+
+
+def _loss(logits: Sequence[Tensor], given: Sequence[Tensor]) -> float:
+    losses = [
+        nn.functional.cross_entropy(found.flatten(0, 1), each[:, 1:].flatten())
+        for found, each in zip(logits, given, strict=True)
+    ]
+    return float(torch.stack(losses).mean())
+
+
+def _gap(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    found, wanted = torch.cat([*logits]), torch.cat([*expected])
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _generate(model: Any, prompt: Tensor, tokens: int) -> Tensor:
+    """`prompt` and `tokens` more, greedily; the cache is as long as that of the longest call so far."""
+    made: Tensor = model.generate(
+        prompt,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=True,
+        cache_implementation="static",
+        disable_compile=True,
+    )
+    return made
+
+
+def _seconds(model: nn.Module, prompt: Tensor, tokens: int) -> float:
+    start = time.perf_counter()
+    made = _generate(model, prompt, tokens)
+    made[0, -1].item()  # waits for the device
+    return time.perf_counter() - start

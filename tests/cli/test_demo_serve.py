@@ -1,0 +1,100 @@
+"""``mxcompile demo --serve``: all that is measured, said and written, of small models."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+
+import mxcompile
+from mxcompile import MXTensor, demo
+from mxcompile.cli import main
+from mxcompile.demo.training import batches
+
+LABELS = ["bf16", "stored weights", "stored weights, mxfp8 activations"]
+
+
+@pytest.fixture
+def without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs run as they are, after the passes."""
+    compile_ = torch.compile
+
+    def quick(model: Any, *, backend: Any = "inductor", options: Any = None, **kwargs: Any) -> Any:
+        chosen: dict[Any, Any] = {"mxfp8": EagerBackend(**(options or {})), "inductor": "aot_eager"}
+        return compile_(model, backend=chosen.get(backend, backend), **kwargs)
+
+    monkeypatch.setattr(torch, "compile", quick)
+
+
+SMALL = demo.Settings(layers=1, width=64, feed_forward=96, length=32, batch=2, steps=2)
+WIDE = demo.Wide(
+    layers=1, width=64, feed_forward=96, heads=2, key_value_heads=1, prompt=5, tokens=2, repeats=1
+)
+
+
+@pytest.mark.slow
+def test_the_command(
+    without_machine_code: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(demo, "quick_settings", lambda device, steps: SMALL)
+    monkeypatch.setattr(demo, "Wide", lambda device: WIDE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--serve", "--out", "out"]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["serving.html", "serving.json"]
+    found = json.loads((tmp_path / "out/serving.json").read_text(encoding="utf-8"))
+    said = capsys.readouterr().out
+    for rows in found.values():
+        assert [row["label"] for row in rows] == LABELS
+        assert rows[1]["weight_bytes"] == rows[2]["weight_bytes"] < 0.9 * rows[0]["weight_bytes"]
+    gaps = [row["logits_gap"] for row in found["quality"]]
+    assert gaps[0] == 0 < gaps[1] < gaps[2] < 0.1
+    for row in found["quality"]:
+        assert f"{row['perplexity']:.4f}" in said
+        assert 1 < row["perplexity"] < 2 * 256
+    assert all(row["tokens_per_s"] > 0 < row["prefill_ms"] for row in found["speed"])
+    assert "w: e4m3 1x32 stored" in said
+
+
+@pytest.mark.parametrize("flag", [["--policy", "ocp"], ["--seeds", "3"]], ids=lambda flag: flag[0])
+def test_what_it_has_no_use_for_is_refused(flag: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "--serve", *flag]) == 2
+    assert f"{flag[0]} is for training" in capsys.readouterr().err
+
+
+def test_what_quality_measures():
+    """Perplexity and gap of the dense model of the stored values, from their definitions."""
+    text = demo.Text(train=torch.arange(600) % 251, validation=torch.arange(700) * 7 % 253)
+    model = demo.wide(WIDE)
+    eager = (
+        demo.Way(label="bf16", backend="eager"),
+        demo.Way(label="stored", backend="eager", prepare=partial(_store, names=("up_proj",))),
+    )
+    before, after = demo.quality(model, SMALL, text, eager, count=1)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, MXTensor)
+    window = next(batches(text.validation, replace(SMALL, batch=8), seed=1))
+    logits = []
+    for _ in range(2):
+        logits.append(model(input_ids=window[:, :-1]).logits.double())
+        model = demo.wide(WIDE)
+    stored, dense = logits
+    assert after.logits_gap == pytest.approx(float((stored - dense).norm() / dense.norm()), rel=1e-3)
+    for found, each in ((before, dense), (after, stored)):
+        chances = each.softmax(-1).gather(-1, window[:, 1:, None])
+        assert found.perplexity == pytest.approx(math.exp(-chances.log().mean()), rel=1e-4)
+
+
+def _store(model: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        layer = getattr(model.model.layers[0].mlp, name)
+        made = mxcompile.quantize(layer.weight.detach())
+        layer.weight = torch.nn.Parameter(made, requires_grad=False)
