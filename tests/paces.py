@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 
-def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """`cases`, all but those that are `quick` marked slow."""
+def mostly_slow(cases: Iterable[Any], *quick: Any, rows: bool = False) -> list[Any]:
+    """`cases`, all but the `quick` ones marked slow. rows: a case is the values of several arguments."""
     cases = list(cases)
     assert {*quick} <= {*cases}
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    slow = pytest.mark.slow
+    return [
+        case if case in quick else pytest.param(*(case if rows else (case,)), marks=slow) for case in cases
+    ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from blocks import WIDTH, SwiGLU, features
 from eager_backend import EagerBackend
+from paces import mostly_slow
 from reference import sqnr_db
 from torch import Tensor, nn
 
@@ -84,6 +85,7 @@ def train(model: nn.Module, kwargs: dict[str, Any], audited: bool) -> list[Tenso
     return seen
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_without_the_audit() -> None:
     runs = []
     for audited in (False, True):
@@ -94,7 +96,7 @@ def test_training_goes_on_as_without_the_audit() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("architecture", [models.llama, models.mixtral])
+@pytest.mark.parametrize("architecture", mostly_slow([models.llama, models.mixtral], models.llama))
 def test_observers_do_not_change_what_they_observe(architecture: Any) -> None:
     """Outputs and gradients are those of the same graphs run by torch alone."""
     case = architecture(1)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from llama_block import WIDTH, block
+from paces import mostly_slow
 from test_codegen_native import MMA
 
 from mxcompile.offline import CodegenResult, codegen
@@ -24,7 +25,7 @@ def _generate(target: str) -> CodegenResult:
 TARGETS = ("sm_100", "sm_120", "gfx950")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, "sm_100"))
 def test_no_activation_is_cast_on_its_own(target):
     """Attention's output and SwiGLU's are cast where they are multiplied; QKV share a norm's, gate and up."""
     result = _generate(target)
@@ -36,7 +37,7 @@ def test_no_activation_is_cast_on_its_own(target):
     assert sum(not launch.cast for launch in shared) == 2, "of a norm each, with the norm in it"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, "sm_100"))
 def test_the_instruction_is_native_and_nothing_spills(target):
     result = _generate(target)
     assert result.problems == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paces import mostly_slow
 
 import mxcompile
 from mxcompile.lowering import pipeline
@@ -129,12 +130,16 @@ def test_a_product_that_cannot_is_dequantized_and_says_so():
 
 @pytest.mark.parametrize(
     ("target", "widths", "tokens", "kernel"),
-    [
-        ("sm_100", (72, 100), 1, "mx_quantize_mm 128x32x128 swapped"),
+    mostly_slow(
+        [
+            ("sm_100", (72, 100), 1, "mx_quantize_mm 128x32x128 swapped"),
+            ("sm_100", (72, 100), 300, "mx_scaled_mm 128x128x128"),
+            ("sm_100", (71, 101), 300, "mx_scaled_mm 128x64x64"),
+            ("sm_120", (71, 101), 300, "mx_scaled_mm 64x64x64"),
+        ],
         ("sm_100", (72, 100), 300, "mx_scaled_mm 128x128x128"),
-        ("sm_100", (71, 101), 300, "mx_scaled_mm 128x64x64"),
-        ("sm_120", (71, 101), 300, "mx_scaled_mm 64x64x64"),
-    ],
+        rows=True,
+    ),
 )
 def test_odd_sizes_stay_native(target, widths, tokens, kernel):
     """One token, widths of which 32 or 2 is no divisor, FP32 weights, E5M2 gradients."""

@@ -10,6 +10,7 @@ import torch
 from fake_timing import fastest
 from llama_block import FFN, KV_HEADS, WIDTH, Block
 from llama_block import HEADS as QUERY_HEADS
+from paces import mostly_slow
 from stored_weights import with_stored_weights
 
 from mxcompile.lowering import pipeline
@@ -25,7 +26,12 @@ SIZES = {
     "ffn.up": (FFN, WIDTH),
     "ffn.down": (WIDTH, FFN),
 }
-DECODE = [("sm_90", 1), ("sm_90", 8), ("sm_80", 8), ("sm_89", 1), ("gfx942", 8)]
+DECODE = mostly_slow(
+    [("sm_90", 1), ("sm_90", 8), ("sm_80", 8), ("sm_89", 1), ("gfx942", 8)],
+    ("sm_90", 1),
+    ("sm_90", 8),
+    rows=True,
+)
 MMA = {"sm_80": "mma.sync", "sm_90": "wgmma", "gfx942": "v_mfma"}
 
 

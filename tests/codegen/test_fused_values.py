@@ -10,6 +10,7 @@ import torch
 from eager import NVIDIA, product
 from fake_timing import fastest
 from interpreted import interpret
+from paces import mostly_slow
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,12 +49,16 @@ def _spread(rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("producer", "dtype", "shape", "m", "n"),
-    [
-        (F.relu, torch.bfloat16, (40, 130), 40, 150),
+    mostly_slow(
+        [
+            (F.relu, torch.bfloat16, (40, 130), 40, 150),
+            (heads, torch.bfloat16, (3, 5, 24), 5, 72),
+            (one_more, torch.float32, (2, 72), 2, 40),
+            (F.relu, torch.bfloat16, (1, 256), 1, 128),
+        ],
         (heads, torch.bfloat16, (3, 5, 24), 5, 72),
-        (one_more, torch.float32, (2, 72), 2, 40),
-        (F.relu, torch.bfloat16, (1, 256), 1, 128),
-    ],
+        rows=True,
+    ),
 )
 def test_few_rows(producer, dtype, shape, m, n, tmp_path):
     """Swapped. Nothing beside the weight's cast, and a kernel of the producer if Inductor stores that."""

@@ -12,6 +12,7 @@ import torch
 from eager import NVIDIA, grouped_product, product
 from interpreted import interpret
 from models import mixtral
+from paces import mostly_slow
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,7 +97,7 @@ def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
         assert sqnr_db(reference, computed) > 40
 
 
-@pytest.mark.parametrize("tokens", [70, 3])
+@pytest.mark.parametrize("tokens", mostly_slow([70, 3], 3))
 def test_batched_experts(tmp_path, tokens: int):
     model, x = Batched(3, 72, 104), _spread(3, tokens, 72).requires_grad_()
     result = codegen(model, x, target="sm_100", policy=ALL, out_dir=tmp_path)
@@ -105,7 +106,7 @@ def test_batched_experts(tmp_path, tokens: int):
     _check(tmp_path, model.expected(x), [model.bias, model.up, x, model.down])
 
 
-@pytest.mark.parametrize("ends", [(70, 70, 271, 300), (1, 2, 2, 40)], ids=str)
+@pytest.mark.parametrize("ends", mostly_slow([(70, 70, 271, 300), (1, 2, 2, 40)], (1, 2, 2, 40)), ids=str)
 def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
     model, x = Grouped(4, 72, 104), _spread(max(307, ends[-1]), 72).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
@@ -131,6 +132,7 @@ class Columns(nn.Module):
         return F.grouped_mm(self.weight, x.t(), offs=offs)
 
 
+@pytest.mark.slow
 def test_groups_of_columns(tmp_path):
     model, x = Columns(3, 72, 104), _spread(80, 72).requires_grad_()
     offs = torch.tensor((41, 41, 80), dtype=torch.int32)
@@ -140,6 +142,7 @@ def test_groups_of_columns(tmp_path):
     _check(tmp_path, expected, [model.weight, x, offs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_120", "gfx950"])
 @pytest.mark.parametrize("form", [Batched, Grouped])
 def test_experts_on_other_chips(target: str, form: type[nn.Module]):

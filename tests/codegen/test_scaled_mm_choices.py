@@ -8,6 +8,7 @@ import pytest
 import torch
 from eager import NVIDIA, product
 from interpreted import interpret
+from paces import mostly_slow
 from reference import sqnr_db
 from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -87,6 +88,7 @@ def test_what_is_offered(choose, tokens, k, n, target, expected):
     assert ("vendor" in expected) == (_forms(choices)[-1] == "vendor")  # never the default
 
 
+@pytest.mark.slow
 def test_the_vendors_is_for_bf16_in_every_layout(choose):
     """Backward reads operands along their other dimension; FP32 results are not the vendor's."""
     offered = choose(0)
@@ -189,7 +191,7 @@ def test_torch_accepts_the_vendors_arguments(monkeypatch):
         assert vendor.mx_vendor_scaled_mm(*a, b[0].t(), b[1], out=out).shape == (300, 272)
 
 
-@pytest.mark.parametrize("number", [0, 1, NUM_TILED, NUM_TILED + 1])
+@pytest.mark.parametrize("number", mostly_slow([0, 1, NUM_TILED, NUM_TILED + 1], 0))
 def test_values(choose, number, tmp_path):
     """Configs that are not the default, in the interpreter, at sizes that end inside every tile."""
     model = torch.nn.Linear(288, 272).to(BF16)
