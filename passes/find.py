@@ -87,7 +87,7 @@ class _Finder:
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
                 weight = operands(node)[tensors.index("w")]
-                path, held_as = layer_name(path, self._weight_path(weight)), stored_as(weight)
+                path, held_as = layer_name(path, self._weight_path(weight, path)), stored_as(weight)
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -145,12 +145,12 @@ class _Finder:
             return Kind.LINEAR, ("w", "x")
         return Kind.PRODUCT, ("x", "x")
 
-    def _weight_path(self, weight: fx.Node) -> str:
+    def _weight_path(self, weight: fx.Node, module_path: str) -> str:
         source = stored(weight)
         if source.op != "placeholder":
             return ""
         known = graph_input(source, self._options.inputs)
-        return known.path if known is not None else ""
+        return known.inside(module_path) if known is not None else ""
 
     def _forward_of(self, node: fx.Node) -> fx.Node | None:
         """The forward node whose gradient `node` computes a part of."""

@@ -109,7 +109,7 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
     descriptor = _descriptor(node)
     target = getattr(descriptor, "target", None)
     if isinstance(target, str):
-        return GraphInput(path=target, static=True)
+        return GraphInput(path=target, others=getattr(descriptor, "others", ()), static=True)
     return None
 
 

@@ -21,20 +21,21 @@ from mxcompile.graph.names import GraphInput, module_of, source_of
 class Capture:
     """A graph as Dynamo handed it over.
 
-    inputs: what each is, by its path below the frame's module. root: the user's model, if known. prefix:
-    path in it of the module whose frame this is, as far as guards on its parameters go. module: the same by
-    the frame's ``self``. blocks: of the model. owner: that module's source, in Dynamo's terms. cut: why the
-    graph is but a part of the model, "" if it is all. stage: whether the model is a stage of a pipeline,
-    whose other layers are in other processes. backward: whether it is that of graphs compiled before.
-    planned: for a part, what is known of the whole. device: of the first tensor. identity: hash of what names
-    and decides the graph's layers; with_sources: the same with the lines of the user's code, and the inputs'
-    shapes.
+    inputs: what each is, by its path below `path`. root: the user's model, if known. prefix: path in it of
+    the module whose frame this is, as far as guards on its parameters go. module: the same by the frame's
+    ``self``. path: what the names of the graph's layers start with. blocks: of the model. owner: the source,
+    in Dynamo's terms, of the module at `prefix`. cut: why the graph is but a part of the model, "" if it is
+    all. stage: whether the model is a stage of a pipeline, whose other layers are in other processes.
+    backward: whether it is that of graphs compiled before. planned: for a part, what is known of the whole.
+    device: of the first tensor. identity: hash of what names and decides the graph's layers; with_sources:
+    the same with the lines of the user's code, and the inputs' shapes.
     """
 
     inputs: tuple[GraphInput, ...]
     root: nn.Module | None
     prefix: str
     module: str
+    path: str
     blocks: Blocks
     owner: Any
     cut: str
@@ -45,11 +46,6 @@ class Capture:
     identity: str
     with_sources: str
 
-    @property
-    def path(self) -> str:
-        """Where the frame's module is in the model: what the names of its layers start with."""
-        return self.prefix or self.module
-
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
     """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
@@ -59,12 +55,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
     located = Located(gm, example_inputs, root or _called(gm, frame), frame)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
-    about = (blocks, located.prefix, cut, planned.below(located.prefix))
+    shared = tuple(given.others for given in located.inputs)
+    about = (blocks, located.prefix, located.path, cut, planned.below(located.prefix), shared)
     return Capture(
         inputs=located.inputs,
         root=root,
         prefix=located.prefix,
         module=located.module,
+        path=located.path,
         blocks=blocks,
         owner=located.owner,
         cut=cut,

@@ -23,6 +23,7 @@ _LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
 
 _BELOW_A_LOCAL = len("L[")
 """From where on in a source a key is one of a dictionary, no name of a local or global variable."""
+_ON_STACK = "L['___stack"
 
 
 class Model:
@@ -45,10 +46,10 @@ class Model:
 class Located:
     """The inputs of a graph of `root`, called with `values`.
 
-    inputs: what each is, by its path below the frame's module. matrices: paths in the model of the parameters
-    and buffers of more than one dimension. prefix: of that module in the model, by its parameters among the
-    inputs. module: of the frame's ``self``. owner: the source, in Dynamo's terms, of the module at `prefix`;
-    None if it is the model or not known.
+    inputs: what each is, by its path below `path`. matrices: paths in the model of the parameters and buffers
+    of more than one dimension. prefix: of the frame's module in the model, by its parameters among the
+    inputs. module: of the frame's ``self``. path: of that which Dynamo's names of modules are relative to.
+    owner: the source, in Dynamo's terms, of the module at `prefix`; None if it is the model or not known.
     """
 
     def __init__(
@@ -60,15 +61,17 @@ class Located:
         sources = [source_of_input(node) for node in placeholders]
         paths = [self._path(source, value) for source, value in zip(sources, values, strict=False)]
         prefixes: Counter[str] = Counter()
+        named: Counter[str] = Counter()  # without those that Dynamo kept on the stack over a graph break
         for source, path in zip(sources, paths, strict=False):
             relative = user_path(name_of(source))
             if path and relative and f".{path}".endswith(f".{relative}"):
-                prefixes[path.removesuffix(relative).removesuffix(".")] += 1
-        self.prefix = prefixes.most_common(1)[0][0] if prefixes else ""
-        self.module = self._model.modules.get(id(frame.locals.get("self")), "")
-        self.inputs = tuple(
-            GraphInput(path=self._below(path) if path else "", static=path is not None) for path in paths
-        )
+                prefix = path.removesuffix(relative).removesuffix(".")
+                prefixes[prefix] += 1
+                named[prefix] += not name_of(source).startswith(_ON_STACK)
+        own = self._model.modules.get(id(frame.locals.get("self")))
+        self.prefix, self.module = _most(prefixes), own or ""
+        self.path = _most(+named) or self.module if +named or own is not None else self.prefix
+        self.inputs = tuple(map(self._input, paths, values))
         self.matrices = tuple(
             path
             for path, value in zip(paths, values, strict=False)
@@ -77,8 +80,17 @@ class Located:
         owners = (self._owner(source, outermost=True) for source in sources)
         self.owner = next((s for s, path in owners if path == self.prefix != ""), None)
 
+    def _input(self, path: str | None, value: Any) -> GraphInput:
+        """The input of the graph that is `value`, at `path` in the model; None for data."""
+        shared = [p for p in self._model.tensors.get(id(value), ()) if p != path] if path else ()
+        return GraphInput(
+            path=self._below(path) if path else "",
+            others=tuple(self._below(p) for p in shared if p.startswith(f"{self.path}.") or not self.path),
+            static=path is not None,
+        )
+
     def _below(self, path: str) -> str:
-        return path.removeprefix(f"{self.prefix}.") if self.prefix else path
+        return path.removeprefix(f"{self.path}.") if self.path else path
 
     def _path(self, source: Any, value: Any) -> str | None:
         """The path in the model of a parameter or buffer, "" if unknown; None for anything else."""
@@ -108,6 +120,11 @@ class Located:
                 if not outermost:
                     break
         return found
+
+
+def _most(counted: Counter[str]) -> str:
+    """What is counted most often, "" if nothing is."""
+    return counted.most_common(1)[0][0] if counted else ""
 
 
 def source_of_input(node: fx.Node) -> Any:

@@ -32,19 +32,28 @@ _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
 class GraphInput:
     """One input of the captured graph.
 
-    path: of the parameter or buffer in the user's model, "" for other inputs. static: whether it is a
-    parameter or buffer, as opposed to data.
+    path: of the parameter or buffer in the user's model, "" for other inputs. others: further paths of one
+    that modules share. static: whether it is a parameter or buffer, as opposed to data.
     """
 
     path: str = ""
+    others: tuple[str, ...] = ()
     static: bool = False
+
+    def inside(self, module_path: str) -> str:
+        """The path under which the module at `module_path` has it, if it has."""
+        return next((p for p in (self.path, *self.others) if p.startswith(f"{module_path}.")), self.path)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Describes the placeholder of a parameter or buffer, in the words of AOTAutograd's descriptors."""
+    """Describes the placeholder of a parameter or buffer, in the words of AOTAutograd's descriptors.
+
+    others: further paths of one that modules share.
+    """
 
     target: str
+    others: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1 << 14)

@@ -84,7 +84,8 @@ class Assuming(FakeTensorMode):
         """Say where things happen, and to which parameters, by the paths of `model`."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
-        self.outside.parameters = {id(value): user_path(path) for path, value in model.named_parameters()}
+        for path, value in model.named_parameters(remove_duplicate=False):
+            self.outside.add(value, user_path(path))
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
         """`fake`, which from now on has the values of `real` if these are at hand and not too many."""

@@ -23,12 +23,16 @@ _PASSED_ON = TRANSPARENT | PICKS
 
 
 class Outside:
-    """Collects products. parameters: paths of the model's parameters, by identity. graph: of the products."""
+    """Collects products. parameters: all paths of each of the model, by identity. graph: of the products."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.parameters: dict[int, str] = {}
+        self.parameters: dict[int, tuple[str, ...]] = {}
         self._inside = 0
+
+    def add(self, parameter: Tensor, path: str) -> None:
+        """The model has `parameter` at `path`, maybe at others too."""
+        self.parameters[id(parameter)] = (*self.parameters.get(id(parameter), ()), path)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -43,15 +47,14 @@ class Outside:
         """Note what `result` is a part of, or the same values as."""
         if func._overloadpacket not in _PASSED_ON or not args or not isinstance(args[0], Tensor):
             return
-        path = self._part_of(args[0])
-        for leaf in tree_leaves(result) if path else ():
+        paths = self._part_of(args[0])
+        for leaf in tree_leaves(result) if paths else ():
             if isinstance(leaf, Tensor):
-                setattr(leaf, _PART_OF, path)
+                setattr(leaf, _PART_OF, paths)
 
-    def _part_of(self, value: Tensor) -> str:
-        """The path of the parameter that `value` is a part of, "" if of none."""
-        known: str = self.parameters.get(id(value), "")
-        return known or str(getattr(value, _PART_OF, ""))
+    def _part_of(self, value: Tensor) -> tuple[str, ...]:
+        """The paths of the parameter that `value` is a part of, none if of none."""
+        return self.parameters.get(id(value)) or tuple(getattr(value, _PART_OF, ()))
 
     def takes(self, func: Any) -> bool:
         """Whether a call of `func` may be a product that counts: not one that another is made of."""
@@ -73,7 +76,7 @@ class Outside:
     def _operand(self, value: Tensor) -> fx.Node:
         node = self.graph.placeholder("operand")
         node.meta["val"] = value
-        path = self._part_of(value)
-        if path:
-            node.meta["desc"] = Stored(target=path)
+        paths = self._part_of(value)
+        if paths:
+            node.meta["desc"] = Stored(target=paths[0], others=paths[1:])
         return node

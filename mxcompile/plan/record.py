@@ -11,6 +11,7 @@ control flow on values: a model that looks at a tensor's content cannot be recor
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,9 @@ def record(
     Raises whatever the model raises.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    paths: defaultdict[int, list[str]] = defaultdict(list)
+    for path, value in model.named_parameters(remove_duplicate=False):
+        paths[id(value)].append(path)
     given, shape = tree_flatten((tuple(args), dict(kwargs)))
     places = [index for index, leaf in enumerate(given) if isinstance(leaf, Tensor)]
 
@@ -58,7 +62,7 @@ def record(
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
         graph = trace(list(state.values()), [given[place] for place in places]).graph
     for node, path in zip(graph.find_nodes(op="placeholder"), state, strict=False):
-        node.meta["desc"] = Stored(target=path)
+        node.meta["desc"] = Stored(target=path, others=tuple(paths[id(state[path])][1:]))
     return graph
 
 

@@ -122,7 +122,7 @@ class _Tracer:
         compilation = _Compilation(self._options, found, gm, target, self._repeats.count)
         trace(compilation, gm, example_inputs)
         for use in compilation.uses:
-            path = f"{found.prefix}.{use.path}".lstrip(".")
+            path = f"{found.path}.{use.path}".lstrip(".")
             for each in (path, *self._repeats.others(path)):
                 self._uses[each].append(use)
         return gm.forward

@@ -75,9 +75,9 @@ class Feeds:
     made: sources of every forward value. before: the same of the skips of residual streams, which are
     themselves sources. kind: of every source. streams: what each value depends on, by the number of the
     stream, the latest `_MOST_STREAMS`. pooled: attentions whose queries are parameters. number: of the
-    stream that a sum or a skip belongs to. chosen: values
-    that depend on a top-k since the last layer. products: what became of the products. layers: the linear
-    layers in order.
+    stream that a sum or a skip belongs to. chosen: values that depend on a top-k since the last layer, until
+    they are back with the tokens they were chosen of. products: what became of the products. layers: the
+    linear layers in order.
     """
 
     made: dict[fx.Node, Made] = field(default_factory=dict)
@@ -146,9 +146,9 @@ class _Sweeper:
             if kind is Kind.LINEAR or not traits & CONVOLUTION:
                 return self._matmul(node, kind)
         chosen = self.feeds.chosen
-        if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments)):
-            chosen.add(node)
         made = self._merged(arguments)
+        if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments) and not self._restores(node)):
+            chosen.add(node)
         if traits & LOOKUP and Depends.DATA not in self._depends[arguments[0]]:
             return self._source(node, Source.TABLE) if Depends.DATA in self._depends[node] else _NOTHING
         if not made:
@@ -165,6 +165,13 @@ class _Sweeper:
             self.feeds.kind.update(dict.fromkeys(recurrences, Source.SCAN))
             return dict.fromkeys(recurrences, WHOLE)
         return self._marked(node, traits, made)
+
+    def _restores(self, node: fx.Node) -> bool:
+        """Whether `node` puts results of layers back to the tokens that a top-k chose for them."""
+        position = _PUTS.get(packet(node))
+        rows = node.args[position] if position is not None else None
+        made = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
+        return bool(made) and all(self.feeds.kind[source] is Source.LAYER for source in made)
 
     def _input(self, node: fx.Node) -> Made:
         value = tensor(node)
@@ -306,6 +313,8 @@ class _Sweeper:
         return self._source(node, Source.PRODUCT)
 
 
+_PUTS = {aten.index_add: 3, aten.index_put: 2, aten.scatter_add: 3}
+"""Operators that put rows where indices say, and the argument that holds the rows."""
 _NUMBERS = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
 )

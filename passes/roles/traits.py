@@ -71,8 +71,8 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             traits = CALL | sum(trait for trait, members in _SETS if what in members)
             by_operator[key] = traits
         found[node] = traits | MATMUL if KEY in node.meta else traits
-    picks = [node for node in found if packet(node) is operator.getitem and node.args[1] == 1]
-    for source in (pick.args[0] for pick in picks):  # where a maximum is, is a top-1
+    seconds = [node for node in found if packet(node) is operator.getitem and node.args[1] == 1]
+    for source in (second.args[0] for second in seconds if second.users):  # where a maximum is, is a top-1
         if isinstance(source, fx.Node) and source.target is aten.max.dim and source in found:
             found[source] |= SELECTION
     return found

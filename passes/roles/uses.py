@@ -9,7 +9,7 @@
     RESULT    an output of the model                      CUT       leaves the graph, not the model
 
 BRANCH and STARTS hold along linear operators alone, the others along any. A mark passes a residual sum only
-to where the sum as a whole is an operand.
+to where the sum as a whole is an operand, or an output of the model that ends so (`_endings`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import fx
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, hint, tags_of, tensor
-from mxcompile.passes.roles.feeds import MIXERS, Feeds, Source, is_depthwise
+from mxcompile.passes.roles.axes import data_operand
+from mxcompile.passes.roles.feeds import ACTIVATED, GATED, MIXERS, Feeds, Source, is_depthwise
 from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import CONVOLUTION, FACTOR, LINEAR, MATMUL, SELECTION, SUM
 
@@ -33,6 +34,7 @@ ONWARD = QKV | MIXED | LAYER | BRANCH | STARTS | CONVOLVED
 """What makes a value one that later values of the model are made of."""
 
 _ALONG_LINEAR = BRANCH | STARTS
+_BENT = ACTIVATED | GATED
 _PAST_SUMS = QKV | MIXED | SCORES | BRANCH
 _OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
 
@@ -62,12 +64,13 @@ class _Sweeper:
         self._feeds = feeds
         self._streams = streams
         self._layers = frozenset(feeds.layers)
+        self._endings = _endings(feeds, streams)
 
     def visit(self, node: fx.Node, here: int) -> None:
         if node in self._feeds.products.read:
             here |= QKV
         if node in self._streams.skips:  # what becomes of the stream is not what becomes of its first value
-            here &= _PAST_SUMS | LAYER | CUT
+            here &= self._past(node) | LAYER | CUT
             here |= STARTS if self._starts(node) else 0
         if node in self._feeds.products.biases:
             here |= SCORES
@@ -91,12 +94,12 @@ class _Sweeper:
         if self._feeds.kind.get(user) is Source.SCAN and there & (LAYER | MIXED):
             return MIXED
         if user in self._streams.joins:
-            passed = there & _PAST_SUMS
+            passed = there & self._past(user)
             if node is not self._streams.joins[user]:
                 return passed
             return passed | self._shifts(node, user, there) | BRANCH
         if user in self._streams.skips:
-            there = there & _PAST_SUMS | (STARTS if self._starts(user) else 0)
+            there = there & self._past(user) | (STARTS if self._starts(user) else 0)
         if traits & CONVOLUTION and not is_depthwise(user):
             return CONVOLVED
         if traits & SELECTION:
@@ -121,8 +124,14 @@ class _Sweeper:
             return there
         return MIXED
 
+    def _past(self, node: fx.Node) -> int:
+        """The marks that pass `node`, a sum of a stream or its skip."""
+        return _PAST_SUMS | RESULT if self._feeds.number[node] in self._endings else _PAST_SUMS
+
     def _starts(self, skip: fx.Node) -> bool:
         """Whether a stream starts with `skip`: no stream is what it was made of."""
+        if self._feeds.number[skip] in self._endings:
+            return False
         made = self._feeds.before[skip]
         return not any(self._feeds.kind[source] is Source.STREAM for source in made if source is not skip)
 
@@ -141,6 +150,36 @@ class _Sweeper:
                 if other in self._feeds.chosen:
                     found |= WEIGHED
         return found
+
+
+def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
+    """The streams behind others that are linear in what they start with: how a model ends.
+
+    Convolutions and layers straight on the stream join it, and nothing else reads it.
+    """
+    behind = {feeds.number[node] for node in streams.skips if len(feeds.streams[node]) > 1}
+    steps: set[tuple[fx.Node, int]] = set()
+    for node in streams.joins:
+        number = feeds.number[node]
+        for source, marks in feeds.before[node].items():
+            if feeds.kind[source] is Source.LAYER and not marks & _BENT and _reads(source, feeds) == [number]:
+                steps.add((source, number))
+            elif feeds.kind[source] not in (Source.STREAM, Source.CONVOLUTION):
+                behind.discard(number)
+    for layer in feeds.layers:
+        made = feeds.made.get(data_operand(layer), {})
+        behind -= {n for n in map(feeds.number.get, made) if n is not None and (layer, n) not in steps}
+    for operand in feeds.products.read:
+        behind -= {feeds.number[source] for source in feeds.sources(feeds.made[operand], Source.STREAM)}
+    return frozenset(behind)
+
+
+def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
+    """The number of the stream that `layer` reads, if it reads it straight and nothing else."""
+    made = feeds.made.get(data_operand(layer), {})
+    if len(made) != 1 or any(marks & _BENT for marks in made.values()):
+        return []
+    return [feeds.number.get(source) for source in made]
 
 
 def _numel(node: fx.Node) -> int:

@@ -271,3 +271,59 @@ def test_a_failure_names_layer_and_line():
         mxcompile.explain(Failing(), torch.randn(4, WIDTH))
     assert "in inner" in str(caught.value)
     assert "give inputs that have values" in str(caught.value)
+
+
+class Tied(nn.Module):
+    """Classes by a table that the model's embedding has too, under a name that is no weight's."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.rows = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.rows)
+
+
+class Language(nn.Module):
+    """A language model whose code breaks between its body and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(50, WIDTH), FeedForward()
+        self.head = Tied(self.table.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.body(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_a_shared_table_behind_a_break_is_called_by_the_module_that_runs_it():
+    report = mxcompile.explain(Language(), torch.arange(8).view(2, 4), training=False)
+    assert report.summary.graphs == 2
+    assert {g.name: g.role for g in report.gemms}.items() >= {("head.rows", "head")}
+
+
+@torch.compiler.disable
+def same(module: nn.Module) -> nn.Module:
+    return module
+
+
+class Kept(nn.Module):
+    """Sets its layer anew in every call, to what code that is not compiled gives, as Switch's router does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scores = same(self.scores)
+        return self.scores(x)
+
+
+def test_a_layer_that_dynamo_keeps_on_its_stack_over_a_break_has_its_own_name():
+    report = mxcompile.explain(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Kept()), torch.randn(4, WIDTH), training=False
+    )
+    assert {gemm.name for gemm in report.gemms} == {"0", "1.scores"}

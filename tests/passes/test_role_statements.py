@@ -29,6 +29,7 @@ from probes import (
     TalkingOnTop,
     Tower,
     Updated,
+    attend,
     below,
     linear,
     roles,
@@ -275,3 +276,72 @@ def test_the_place_of_a_maximum_routes_and_its_value_does_not(picks: bool):
     found = roles(_Best(picks), tokens())
     assert (found["scores"] == "router") == picks
     assert (found["up"], found["down"]) == ("expert_in", "expert_out")
+
+
+class _Divided(nn.Module):
+    """Attention whose queries layers make of the tokens that a top-k chose, put back in their order."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.body, self.scores, self.eager = Body(), nn.Linear(WIDTH, 4), eager
+        self.q, self.k, self.v, self.out = linear(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        rows = x.reshape(-1, WIDTH)
+        weight, place = torch.softmax(self.scores(rows), -1).topk(1)
+        order = place.squeeze(-1).argsort()
+        made = self.q(rows[order]) * weight[order]
+        q = torch.zeros_like(rows).index_add(0, order, made).view_as(x)
+        return x + self.out(attend(q, self.k(x), self.v(x), 4, self.eager))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_queries_of_chosen_tokens_attend_however_that_is_spelled(eager: bool):
+    found = roles(_Divided(eager), tokens())
+    attention = {"q": "qkv", "k": "qkv", "v": "qkv", "out": "attn_out"}
+    assert found == {**below("body"), "scores": "router", **attention}
+
+
+class _Smoothed(nn.Module):
+    """A layer behind a body, and x + convolution(x) on what it makes; `reads`: another layer reads that."""
+
+    def __init__(self, reads: bool, taps: int = 3) -> None:
+        super().__init__()
+        self.body, self.a = Body(), nn.Linear(WIDTH, 6)
+        self.filter = nn.Conv1d(6, 6, taps, padding=taps // 2)
+        self.b = nn.Linear(6, 5) if reads else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(self.body(x)).transpose(1, 2)
+        return self.b((y + self.filter(y)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_convolution_behind_the_last_layer_is_how_the_model_ends(taps: int):
+    found = roles(_Smoothed(False, taps), tokens())
+    assert {**below("body"), "a": "head"}.items() <= found.items()
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_layer_behind_convolutions_is_the_head_instead(taps: int):
+    found = roles(_Smoothed(True, taps), tokens())
+    assert (found["a"], found["b"]) == ("embedding", "head")
+
+
+class _Shifted(nn.Module):
+    """Attention that takes the maximum off its scores by itself, as those with a sink do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, out = self.a
+        scores = q(x) @ k(x).transpose(-1, -2)
+        weights = torch.softmax(scores - scores.max(-1, keepdim=True).values, -1)
+        return x + out(weights @ v(x))
+
+
+def test_a_maximum_whose_place_nobody_reads_chooses_nothing():
+    assert roles(_Shifted(), tokens()) == ATTENTION
