@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
     from mxcompile.compiler.front import compile as compile  # noqa: A004
+    from mxcompile.distributed import QuantizedGathers as QuantizedGathers
+    from mxcompile.distributed import quantize_gathers_ as quantize_gathers_
     from mxcompile.explain import explain as explain
     from mxcompile.offline import CodegenResult as CodegenResult
     from mxcompile.offline import codegen as codegen
@@ -55,7 +57,9 @@ _HOME = {
     "StoredWeights": "mxcompile.serving",
     "gather_reports": "mxcompile.report",
     "load_quantized": "mxcompile.checkpoint",
+    "QuantizedGathers": "mxcompile.distributed",
     "quantize": "mxcompile.storage",
+    "quantize_gathers_": "mxcompile.distributed",
     "quantize_weights_": "mxcompile.serving",
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",

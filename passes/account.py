@@ -27,7 +27,7 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int
         tag = tag_of(node)
         if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
             continue
-        stored = _stored_weight(node, tag.tensors.index("w"))
+        stored = stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)
         if stored is not None and value is not None:
             weights[stored] = numel(value.shape) * count(tag.name)
@@ -43,7 +43,7 @@ def _held(node: fx.Node, numel: int) -> int:
     return numel * value.element_size() + blocks
 
 
-def _stored_weight(node: fx.Node, side: int) -> fx.Node | None:
+def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
         qdata = untransposed(argument(node, 2 * side))[0]

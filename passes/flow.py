@@ -83,6 +83,9 @@ def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
     return is_stored(w) and (biased or x in repeated)
 
 
+_DEQUANTIZE = frozenset({ops.dequantize, ops.dequantize_tiles})
+
+
 def is_stored(node: fx.Node) -> bool:
     """Whether `node` is an input of the graph or a constant, in whatever view."""
     return origin(node).op in ("placeholder", "get_attr")
@@ -134,13 +137,13 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def _is_transparent(node: fx.Node) -> bool:
-    return packet(node) in TRANSPARENT or node.target is ops.dequantize
+    return packet(node) in TRANSPARENT or node.target in _DEQUANTIZE
 
 
 def stored_as(node: fx.Node) -> torch.dtype | None:
     """The element type in which the input is stored that `node` is dequantized from; None if it is not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
-        if node.target is ops.dequantize:
+        if node.target in _DEQUANTIZE:
             value = tensor(origin(node))
             return value.dtype if value is not None and origin(node).op == "placeholder" else None
         node = node.args[0]

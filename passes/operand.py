@@ -6,6 +6,7 @@ which a decomposed operator (a norm, an activation) ends: its FP32 is a register
 
 Autocast casts inside of the call it is for, so a cast is its own if the same call of the model's code made a
 product; a model's cast is a call of its own. A gradient's cast is of the call whose derivative it is part of.
+Values of a weight that was gathered in tiles stand for an input, whatever call reads them first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CASTS, TRANSPARENT, is_matmul_like, packet
 from mxcompile.graph.tags import tensor
@@ -72,7 +74,7 @@ def _undoable(cast: fx.Node, before: fx.Node, products: frozenset[Any]) -> bool:
     if str(cast.meta.get("original_aten", _MODEL_CAST)) != _MODEL_CAST:
         return False
     call = _call(cast)
-    if call is None or call == _call(before):
+    if call is None or (call == _call(before) and before.target is not ops.dequantize_tiles):
         return False
     if "source_fn_stack" in cast.meta and call not in products:
         return False

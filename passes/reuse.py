@@ -1,10 +1,13 @@
-"""reuse: a weight that is stored in the format a product wants is read as it is stored.
+"""reuse: a weight that is stored, or was gathered, in the format a product wants is read as it is.
 
-    quantize(dequantize(q, s)) → q, s    along the same dimension, in the elements of q, rounding rceil
+    quantize(dequantize(q, s)) → q, s                 along the same dimension, in the elements of q, rceil
+    quantize(dequantize_tiles(q, s)) → q, rows of s   in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
 so that every element is exact again. Other roundings may change it, and so may values that do not exist in
-the dtype between, FP16 say: those casts stay. Numerics do not change.
+the dtype between, FP16 say: those casts stay. A gathered weight is the cast of a source that nobody has, so
+that a cast in the same format is that cast, whatever the rounding; any other use of it is an error, since it
+would read values that the policy did not ask for. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Rounding
+from mxcompile.errors import PolicyError
+from mxcompile.formats import BLOCK, Rounding
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument
+from mxcompile.graph.names import module_of
+from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 
@@ -35,6 +40,7 @@ class Reuse:
     def apply(self, graph: fx.Graph) -> None:
         """Replace the casts of `graph` that change nothing by what they are casts of."""
         build = Builder(graph, self.name)
+        _read_tiles(graph, build)
         for cast in graph.find_nodes(op="call_function", target=ops.quantize):
             parts = _stored(cast)
             if parts is None:
@@ -66,3 +72,41 @@ def _stored(cast: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     same = values.dtype is elem_dtype and scales.ndim == rank
     same = same and along == int(source.args[2]) % rank  # type: ignore[arg-type]
     return (q, s, swapped) if same else None
+
+
+def _read_tiles(graph: fx.Graph, build: Builder) -> None:
+    """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
+    for values in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
+        q, s, rounding = argument(values, 0), argument(values, 1), values.args[2]
+        codes = tensor(q)
+        assert codes is not None
+        for cast in list(values.users):
+            if cast.target is not ops.quantize or [*cast.args[2:]] != [codes.dtype, rounding, True]:
+                raise PolicyError(
+                    f"the weight of {module_of(cast)[0]} was gathered in 32×32 tiles of {codes.dtype}, scales"
+                    f" rounded {rounding}, and {cast.target} wants it otherwise: give quantize_gathers_ the"
+                    " policy of this compile"
+                )
+            for result in list(cast.users):
+                if result.args[1] == 0:
+                    result.replace_all_uses_with(q)
+                else:
+                    _read_scales(result, s, build)
+    graph.eliminate_dead_code()
+
+
+def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
+    """Let what reads `scales`, those of tiles repeated for every row, read `tiles`."""
+    value = tensor(scales)
+    assert value is not None
+    rows, call = value.ndim - 2, build.call
+    for user in list(scales.users):
+        if user.target is aten.slice.Tensor and user.args[1] == rows and user.args[4:] == (BLOCK,):
+            user.replace_all_uses_with(tiles)
+    if not any(user.users for user in scales.users):
+        return
+    with build.graph.inserting_before(scales):
+        row = build.range(value.shape[rows], value.device, scales)
+        tile = call(aten.div.Tensor_mode, row, BLOCK, like=scales, rounding_mode="floor")
+        repeated = call(aten.index.Tensor, tiles, [*[None] * rows, tile], like=scales)
+    scales.replace_all_uses_with(repeated)

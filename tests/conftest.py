@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in (".", "end_to_end", "passes", "storage"):
+for folder in (".", "distributed", "end_to_end", "passes", "storage"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 _caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name

@@ -15,6 +15,7 @@ from mxcompile.ops.general import encoded_mm as encoded_mm
 from mxcompile.ops.general import round_with as round_with
 from mxcompile.ops.general import scale_of as scale_of
 from mxcompile.ops.mx import dequantize as dequantize
+from mxcompile.ops.mx import dequantize_tiles as dequantize_tiles
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
@@ -38,6 +39,7 @@ CASTS = frozenset(
         quantize,
         quantize_both,
         dequantize,
+        dequantize_tiles,
         quantize_dequantize,
         encode,
         decode,

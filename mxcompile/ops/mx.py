@@ -8,6 +8,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     quantize             x → qdata, scale along one dimension
     quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
     dequantize           qdata, scale → x
+    dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
     weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
@@ -97,6 +98,15 @@ def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype
 
 
 def _spec_dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> list[Spec]:
+    return [(qdata.shape, dtype)]
+
+
+def _dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype) -> Tensor:
+    rows = scale.repeat_interleave(formats.BLOCK, -2).narrow(-2, 0, qdata.shape[-2])
+    return dequantize_tensors(qdata, rows, -1, dtype)
+
+
+def _spec_dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype) -> list[Spec]:
     return [(qdata.shape, dtype)]
 
 
@@ -273,6 +283,11 @@ dequantize = define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",
     _dequantize,
     _spec_dequantize,
+)
+dequantize_tiles = define(
+    "dequantize_tiles(Tensor qdata, Tensor scale, str rounding, ScalarType dtype) -> Tensor",
+    _dequantize_tiles,
+    _spec_dequantize_tiles,
 )
 quantize_dequantize = define(
     "quantize_dequantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square,"

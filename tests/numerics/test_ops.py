@@ -24,6 +24,8 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
         qdata, scale = ops.quantize(x, dim, E4M3, "rceil", square)
         opcheck(ops.dequantize, (qdata, scale, dim, BF16), test_utils=WITHOUT_SCHEMA)
     opcheck(ops.quantize_both, (x, E4M3, "even"))
+    tiles = torch.full((*x.shape[:-2], *(-(-size // 32) for size in x.shape[-2:])), 127, dtype=torch.uint8)
+    opcheck(ops.dequantize_tiles, (x.to(E4M3), tiles, "rceil", BF16), test_utils=WITHOUT_SCHEMA)
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

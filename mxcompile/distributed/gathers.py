@@ -1,0 +1,165 @@
+"""`quantize_gathers_`: weights that FSDP2 gathers travel in MXFP8.
+
+    weight of which every GEMM that reads it reads 32×32 tiles  →  MasterWeight
+
+Each rank casts its own shard and sends codes and scales, and every rank multiplies with those: what a cast of
+the gathered weight would give, bit for bit, since shards of whole tiles are cast like the whole. Shards,
+gradients, optimizer states and checkpoints are plain and in the master's precision. Weights that something
+else reads too, and those whose shards cut tiles, are gathered as without this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.compiler.uses import uses
+from mxcompile.distributed.states import keep_plain
+from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
+from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
+from mxcompile.errors import ModelError, OptionError
+from mxcompile.formats import num_blocks
+from mxcompile.passes.squares import TileUse, tile_uses
+from mxcompile.plan.bare import users_own
+from mxcompile.plan.examples import example_inputs
+from mxcompile.policy import Policy
+
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize_gathers_(
+    model: nn.Module,
+    policy: Policy | str | dict[str, Any],
+    *,
+    mesh: Any = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> QuantizedGathers:
+    """Let FSDP2 gather weights of `model` in MXFP8, in place; call it before ``fully_shard``.
+
+    policy: the one the model is compiled with: file, preset, dict or `Policy`. Weights go that it quantizes
+    with ``weight_block: 32x32`` in fprop and dgrad, if nothing else reads them and shards are whole tiles
+    (rows on a rank a multiple of 32). mesh: as for ``fully_shard``, by default all ranks. args, kwargs: what
+    the model is called with, on any device, meta too: what reads a weight follows from a trace on fake
+    tensors. A Hugging Face or timm model needs none.
+
+    Weights become other `nn.Parameter` objects, with the same values: make the optimizer afterwards. Where
+    ``MixedPrecisionPolicy`` has a ``param_dtype``, that is what is cast.
+
+    Returns what becomes of every weight of a linear layer. Raises `ModelError` for a model that is sharded
+    already, that cannot be traced, or of which nothing would travel in MXFP8; nothing is changed then.
+    `OptionError` without a mesh and a process group. A policy at compile time that wants a weight in another
+    format than it was gathered in is a `PolicyError` there.
+    """
+    model = users_own(model)
+    ranks = _ranks(mesh)
+    _refuse_sharded(model)
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
+    found = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True)
+    owners = _owners(model)
+    casts = {
+        path: _cast(path, owners[path][0], each, ranks) for path, each in found.items() if path in owners
+    }
+    result = QuantizedGathers(
+        weights=tuple(_row(path, owners[path][0], found[path], cast) for path, cast in casts.items())
+    )
+    if not any(weight.travels for weight in result.weights):
+        raise ModelError(f"no weight would be gathered in MXFP8\n{result}")
+    for path, cast in casts.items():
+        if isinstance(cast, TileCast):
+            _put(owners[path], cast)
+    return result
+
+
+def _ranks(mesh: Any) -> int:
+    """On how many ranks FSDP2 shards."""
+    if mesh is not None:
+        return int(mesh.shape[-1])
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise OptionError("quantize_gathers_ needs mesh=…, that of fully_shard, or a default process group")
+    return torch.distributed.get_world_size()
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        names = {kind.__name__ for kind in type(module).__mro__}
+        if names & {"FSDPModule", "FullyShardedDataParallel"}:
+            where = path or type(module).__name__
+            raise ModelError(f"{where} is sharded already: call quantize_gathers_ before fully_shard")
+
+
+Owner = tuple[nn.Module, str]
+"""A module that holds a parameter, and under which name."""
+
+
+def _owners(model: nn.Module) -> dict[str, list[Owner]]:
+    """Every path of a parameter to all places that hold it."""
+    by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                by_identity[id(parameter)].append((f"{prefix}.{name}".lstrip("."), (module, name)))
+    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
+
+
+def _parameter(owner: Owner) -> nn.Parameter:
+    module, name = owner
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _cast(path: str, owner: Owner, found: Sequence[TileUse], ranks: int) -> TileCast | str:
+    """How the parameter at `path` is cast before it is gathered, or why it is not."""
+    parameter = _parameter(owner)
+    for use in found:
+        if use.elem_dtype is None:
+            return use.reason
+    formats = {(use.elem_dtype, use.rounding) for use in found}
+    if len(formats) > 1:
+        return "its GEMMs cast it in different ways"
+    values = local(parameter)
+    if type(values) not in (nn.Parameter, Tensor):
+        return f"its type is {type(values).__name__}"
+    if values.dtype not in _SOURCES:
+        return f"its dtype is {str(values.dtype).removeprefix('torch.')}"
+    if values.ndim < 2 or not values.is_contiguous():
+        return "it is no matrix in rows"
+    if reason := uneven(values.shape, ranks):
+        return reason
+    ((elem_dtype, rounding),) = formats
+    assert elem_dtype is not None
+    return TileCast(name=path, elem_dtype=elem_dtype, rounding=rounding)
+
+
+def _row(path: str, owner: Owner, found: Sequence[TileUse], cast: TileCast | str) -> GatheredWeight:
+    shape = local(_parameter(owner)).shape
+    bytes_bf16 = 2 * shape.numel()
+    tiles = shape.numel() // max(1, shape[-2:].numel()) * num_blocks(shape[-2]) * num_blocks(shape[-1])
+    travels = isinstance(cast, TileCast)
+    return GatheredWeight(
+        name=path,
+        role=found[0].role,
+        shape=tuple(shape),
+        travels=travels,
+        reason=found[0].reason if isinstance(cast, TileCast) else cast,
+        num_bytes=shape.numel() + tiles if travels else bytes_bf16,
+        bytes_bf16=bytes_bf16,
+    )
+
+
+def _put(owners: Sequence[Owner], cast: TileCast) -> None:
+    """Put a `MasterWeight` in the place of the parameter that `owners` hold."""
+    parameter = _parameter(owners[0])
+    made = nn.Parameter(
+        with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad
+    )
+    vars(made).update(vars(parameter))
+    for module, name in owners:
+        module._parameters[name] = made
+        keep_plain(module)

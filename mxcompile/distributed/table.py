@@ -1,0 +1,69 @@
+"""What becomes of a model's weights when they are gathered, as a value and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from mxcompile.report.fold import spelled
+from mxcompile.report.words import byte_count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatheredWeight:
+    """The weight of a linear layer.
+
+    name: path of the parameter. role: of its layer. shape: of what FSDP2 shards. travels: whether it is
+    gathered in MXFP8. reason: for that. num_bytes: what is gathered; bytes_bf16: what that is in BF16.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    travels: bool
+    reason: str
+    num_bytes: int
+    bytes_bf16: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedGathers:
+    """What becomes of every weight of a model's linear layers; printed, equal ones in a row."""
+
+    weights: tuple[GatheredWeight, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """What is gathered of those that travel in MXFP8."""
+        return sum(weight.num_bytes for weight in self.weights if weight.travels)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """What that would be in BF16."""
+        return sum(weight.bytes_bf16 for weight in self.weights if weight.travels)
+
+    def __str__(self) -> str:
+        travel = sum(weight.travels for weight in self.weights)
+        share = f" ({self.num_bytes / self.bytes_bf16:.1%} of BF16)" if self.bytes_bf16 else ""
+        head = (
+            f"{travel} of {len(self.weights)} weights are gathered in MXFP8:"
+            f" {byte_count(self.num_bytes)}{share}"
+        )
+        return f"{head}\n\n{tabulate(self._rows(), headers='keys')}" if self.weights else head
+
+    def _rows(self) -> list[dict[str, str]]:
+        alike: dict[tuple[object, ...], list[GatheredWeight]] = {}
+        for weight in self.weights:
+            key = weight.role, weight.shape, weight.travels, weight.reason
+            alike.setdefault(key, []).append(weight)
+        return [
+            {
+                "weight": spelled(weight.name for weight in group),
+                "role": group[0].role,
+                "shape": "×".join(map(str, group[0].shape)),
+                "gathered": "mxfp8" if group[0].travels else "as it was",
+                "reason": group[0].reason,
+            }
+            for group in alike.values()
+        ]

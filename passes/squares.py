@@ -1,0 +1,77 @@
+"""squares: which weights are read by nothing but casts to 32×32 tiles, in forward and backward.
+
+    fprop   scaled_mm(quantize(x), quantize(w, tiles))      one cast of w, with one scale for 32×32 elements,
+    dgrad   scaled_mm(quantize(dy), quantize(w, tiles))     is all that a graph reads of w
+
+Such a weight can be cast before ranks gather it. Reads a graph after the passes and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.names import GraphInput
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.passes.account import stored_weight
+from mxcompile.passes.flow import graph_input
+from mxcompile.policy import Gemm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileUse:
+    """What one graph does with the weight of a layer.
+
+    path: of the parameter, relative to the graph's frame. role: of the layer. elem_dtype, rounding: of the
+    one cast to tiles that reads it; None and "" if something else does. reason: for either.
+    """
+
+    path: str
+    role: str
+    reason: str
+    elem_dtype: torch.dtype | None = None
+    rounding: str = ""
+
+
+def tile_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[TileUse]:
+    """The uses of the parameters among `inputs` that are weights of forward GEMMs of `graph`."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
+            continue
+        weight = stored_weight(node, tag.tensors.index("w"))
+        if weight is None or weight.op != "placeholder" or weight in seen:
+            continue
+        seen.add(weight)
+        known = graph_input(weight, inputs)
+        if known is None or not known.static or not known.path:
+            continue
+        assert tag.choice is not None
+        use = TileUse(path=known.path, role=str(tag.role), reason=tag.choice.reason)
+        yield use if tag.formats is None else _cast(use, weight)
+
+
+def _cast(use: TileUse, weight: fx.Node) -> TileUse:
+    """`use` with the cast that is all that reads `weight`, or with what else does."""
+    casts = set()
+    for user in weight.users:
+        if user.target is not ops.quantize:
+            what = f"{packet(user) or user.op} reads it too"
+            return TileUse(path=use.path, role=use.role, reason=what)
+        if [*user.args[4:5]] != [True]:
+            what = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
+            return TileUse(path=use.path, role=use.role, reason=what)
+        casts.add(user.args[2:4])
+    if len(casts) != 1:
+        return TileUse(path=use.path, role=use.role, reason="its GEMMs cast it in different ways")
+    ((elem_dtype, rounding),) = casts
+    assert isinstance(elem_dtype, torch.dtype)
+    return TileUse(
+        path=use.path, role=use.role, reason=use.reason, elem_dtype=elem_dtype, rounding=str(rounding)
+    )

@@ -1,0 +1,241 @@
+"""Weights that travel in MXFP8, by themselves: casts of shards, types, states, what is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import weight_ranks as model_of
+from eager_backend import EagerBackend
+from torch import Tensor, nn
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
+from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
+from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+IDS = (torch.zeros(2, 8, dtype=torch.long),)
+MIXED = SimpleNamespace(param_dtype=torch.bfloat16)
+
+
+def cast(elem: torch.dtype = E4M3, rounding: str = "rceil") -> TileCast:
+    return TileCast(name="w", elem_dtype=elem, rounding=rounding)
+
+
+def spread(*shape: int) -> Tensor:
+    """Values whose blocks have scales of their own."""
+    return torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())
+
+
+def mesh(ranks: int) -> Any:
+    return SimpleNamespace(shape=(ranks,), size=lambda: ranks)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 40), (70, 33), (3, 40, 64), (32, 1)])
+@pytest.mark.parametrize(("elem", "rounding"), [(E4M3, "rceil"), (E5M2, "floor"), (E4M3, "even")])
+def test_tiles_are_those_of_the_operator(shape: tuple[int, ...], elem: torch.dtype, rounding: str):
+    x = spread(*shape)
+    x[..., 5, 0] = float("inf")
+    qdata, scale = cast(elem, rounding)(x)
+    codes, repeated = quantize_tensors(x, -1, elem, rounding, square=True)
+    assert torch.equal(qdata.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(scale, repeated[..., ::32, :])
+    values = ops.dequantize_tiles(qdata, scale, rounding, torch.float32)
+    assert torch.equal(
+        values.nan_to_num(-1), dequantize_tensors(codes, repeated, -1, torch.float32).nan_to_num(-1)
+    )
+
+
+def test_large_weights_are_cast_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    x = spread(160, 64)
+    whole = cast()(x)
+    monkeypatch.setattr("mxcompile.distributed.tensors._CHUNK", 64 * 64)
+    assert all(
+        map(torch.equal, (t.view(torch.uint8) for t in whole), (t.view(torch.uint8) for t in cast()(x)))
+    )
+
+
+def test_shards_are_cast_like_the_whole():
+    x = spread(128, 80)
+    parts = [
+        MasterWeight(part, cast()).fsdp_pre_all_gather(mesh(4), x.shape, x.stride(), None, MIXED)[0]
+        for part in x.chunk(4)
+    ]
+    sent = [torch.cat([part[index].view(torch.uint8) for part in parts]) for index in (0, 1)]
+    qdata, scale = cast()(x.bfloat16())
+    assert torch.equal(sent[0], qdata.view(torch.uint8))
+    assert torch.equal(sent[1], scale)
+    assert sum(part.numel() for part in sent) <= 0.53 * 2 * x.numel()
+
+
+def test_on_one_rank_codes_and_scales_are_one_tensor():
+    """FSDP2 takes but one there."""
+    x = spread(70, 96)
+    w = MasterWeight(x, cast())
+    sent, metadata = w.fsdp_pre_all_gather(mesh(1), x.shape, x.stride(), None, MIXED)
+    (buffer,) = sent
+    made, inner = w.fsdp_post_all_gather((buffer.view(-1).clone(),), metadata, torch.bfloat16)
+    qdata, scale = cast()(x.bfloat16())
+    assert torch.equal(made + 0, ops.dequantize_tiles(qdata, scale, "rceil", torch.bfloat16))
+    assert inner == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "said"),
+    [
+        (2, (48, 64), "48 of its 96 rows on each of 2 ranks are not a multiple of 32"),
+        (5, (20, 64), "its 96 rows do not come in equal shards on 5 ranks"),
+        (3, (96, 22), "a rank holds 96×22 of it, not 32×64"),
+    ],
+)
+def test_shards_that_are_no_tiles_are_refused(ranks: int, shard: tuple[int, int], said: str):
+    with pytest.raises(ModelError, match=said):
+        MasterWeight(torch.zeros(shard), cast()).fsdp_pre_all_gather(
+            mesh(ranks), torch.Size((96, 64)), (64, 1), None, MIXED
+        )
+
+
+def test_a_master_is_what_it_holds():
+    """In-place and out-of-place arithmetic, gradients and copies, as of the plain tensor."""
+    plain = torch.randn(64, 32)
+    p = nn.Parameter(MasterWeight(plain.clone(), cast()))
+    x = torch.randn(4, 32)
+    torch.nn.functional.linear(x, p).sum().backward()
+    assert type(p.grad) is Tensor
+    assert torch.equal(p.grad, x.sum(0).expand(64, 32))
+    for optimizer in (torch.optim.AdamW([p], foreach=True), torch.optim.SGD([p], lr=0.1, momentum=0.9)):
+        before = p.detach().clone()
+        optimizer.step()
+        assert not torch.equal(p, before)
+        assert {type(m) for s in optimizer.state.values() for m in s.values()} <= {Tensor}
+    assert type(p + 1) is Tensor
+    assert isinstance(p.to(torch.bfloat16), MasterWeight)
+    assert isinstance(nn.Parameter(p.detach()), MasterWeight)
+    nn.init.zeros_(p)
+    assert not p.any()
+
+
+def test_tiles_answer_with_their_values():
+    x = spread(64, 96).bfloat16()
+    codes = quantize_tensors(x, -1, E4M3, "rceil", square=True)
+    values = dequantize_tensors(*codes, -1, torch.bfloat16)
+    w = nn.Parameter(TiledWeight(*cast()(x), "rceil", torch.bfloat16))
+    y = torch.randn(5, 96).bfloat16().requires_grad_()
+    out = torch.nn.functional.linear(y, w)
+    out.sum().backward()
+    assert torch.equal(out, torch.nn.functional.linear(y, values))
+    assert torch.equal(y.grad, torch.ones_like(out) @ values)
+    assert torch.equal(w.grad, torch.ones_like(out).t() @ y)
+    with pytest.raises(FormatError, match="gathered in MXFP8; change its shards"):
+        w.detach().zero_()
+
+
+def gathered(ranks: int = 2, **how: Any) -> tuple[model_of.Model, mxcompile.QuantizedGathers]:
+    model = model_of.build()
+    return model, mxcompile.quantize_gathers_(model, model_of.POLICY, mesh=mesh(ranks), args=IDS, **how)
+
+
+def test_what_travels_and_what_does_not():
+    model, result = gathered(4)
+    found = {weight.name: weight for weight in result.weights}
+    assert {name for name, weight in found.items() if weight.travels} == {
+        f"blocks.0.{name}.weight" for name in ("q", "o", "gate", "up", "down")
+    }
+    assert found["head.weight"].reason == "role head"
+    assert (
+        found["blocks.0.k.weight"].reason == "16 of its 64 rows on each of 4 ranks are not a multiple of 32"
+    )
+    assert isinstance(model.blocks[0].q.weight, MasterWeight)
+    assert model.blocks[0].gate.weight.cast == cast_of(model, "gate", E5M2, "rceil")
+    assert model.blocks[0].down.weight.cast == cast_of(model, "down", E4M3, "floor")
+    assert not isinstance(model.embed.weight, MasterWeight)
+    assert result.num_bytes <= 0.53 * result.bytes_bf16
+    assert "5 of 8 weights are gathered in MXFP8" in str(result)
+
+
+def cast_of(_: nn.Module, name: str, elem: torch.dtype, rounding: str) -> TileCast:
+    return TileCast(name=f"blocks.0.{name}.weight", elem_dtype=elem, rounding=rounding)
+
+
+def test_weights_that_something_else_reads_stay():
+    model = model_of.build()
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids) + self.model.blocks[0].up.weight.square().sum()
+
+    result = mxcompile.quantize_gathers_(Penalised(), model_of.POLICY, mesh=mesh(2), args=IDS)
+    reasons = {weight.name: weight.reason for weight in result.weights if not weight.travels}
+    assert reasons.pop("model.head.weight") == "role head"
+    assert set(reasons) == {"model.blocks.0.up.weight"}
+    assert "reads it too" in reasons["model.blocks.0.up.weight"]
+
+
+def test_a_policy_of_rows_is_told_what_to_ask_for():
+    with pytest.raises(ModelError, match=r"weight_block: 32x32"):
+        mxcompile.quantize_gathers_(model_of.build(), "nvidia", mesh=mesh(2), args=IDS)
+
+
+def test_a_dgrad_in_bf16_needs_the_weight():
+    use = {"fprop": "mxfp8", "dgrad": "bf16", "wgrad": "mxfp8", "weight_block": "32x32"}
+    policy = {"version": 1, "rules": [{"match": {"name": "*.up"}, "use": use}, *model_of.POLICY["rules"]]}
+    result = mxcompile.quantize_gathers_(model_of.build(), policy, mesh=mesh(2), args=IDS)
+    (up,) = (weight for weight in result.weights if weight.name.endswith("up.weight"))
+    assert not up.travels
+    assert "reads it too" in up.reason
+
+
+def test_needs_a_mesh():
+    with pytest.raises(OptionError, match="mesh"):
+        mxcompile.quantize_gathers_(model_of.build(), model_of.POLICY, args=IDS)
+
+
+def test_states_are_plain():
+    model, _ = gathered()
+    expected = model_of.build().state_dict()
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {Tensor}
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    state["blocks.0.q.weight"].zero_()  # as of any model: the same memory
+    assert not model.blocks[0].q.weight.any()
+    model.load_state_dict(expected)
+    assert torch.equal(model.state_dict()["blocks.0.q.weight"], expected["blocks.0.q.weight"])
+    model.load_state_dict({name: value + 1 for name, value in expected.items()}, assign=True)
+    assert isinstance(model.blocks[0].q.weight, MasterWeight)
+    assert torch.equal(model.blocks[0].q.weight.detach(), expected["blocks.0.q.weight"] + 1)
+
+
+def test_pickles_are_plain():
+    model, _ = gathered()
+    held = model.blocks[0].q.weight
+    for value in (held, held.detach()):
+        data = pickle.dumps(value)
+        assert b"mxcompile" not in data
+        again = pickle.loads(data)
+        assert isinstance(again, nn.Parameter) == isinstance(value, nn.Parameter)
+        assert not isinstance(again, MasterWeight)
+        assert torch.equal(again, held)
+    file = io.BytesIO()
+    torch.save({"w": held.detach()}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["w"], held)
+
+
+def test_another_policy_at_compile_time_is_an_error():
+    x = spread(64, 96).bfloat16()
+    layer = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+    layer.weight = nn.Parameter(TiledWeight(*cast()(x), "rceil", torch.bfloat16))
+    rows = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    with pytest.raises(Exception, match="give quantize_gathers_ the policy of this compile") as error:
+        torch.compile(layer, backend=EagerBackend(policy=rows))(torch.randn(4, 96).bfloat16())
+    assert isinstance(getattr(error.value, "inner_exception", error.value), PolicyError)
