@@ -7,9 +7,12 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxcompile.errors import OptionError, not_allowed
+
+if TYPE_CHECKING:
+    from mxcompile.policy import Policy
 
 
 def positive(text: str) -> int:
@@ -48,6 +51,13 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
 def add_policy(command: argparse.ArgumentParser) -> None:
     """Which policy decides."""
     command.add_argument("--policy", default="nvidia", metavar="PRESET|FILE", help="default nvidia")
+
+
+def policies_of(words: str) -> list[Policy]:
+    """The policies of `words`, separated by commas. Raises `PolicyError`."""
+    from mxcompile.policy import Policy
+
+    return [Policy.resolve(word.strip()) for word in words.split(",")]
 
 
 def add_output(command: argparse.ArgumentParser, what: str) -> None:

@@ -16,7 +16,9 @@ from mxcompile.cli.arguments import (
     check_output,
     check_plots,
     device,
+    policies_of,
 )
+from mxcompile.errors import OptionError
 
 if TYPE_CHECKING:
     from mxcompile.cli.models import LoadedModel
@@ -68,6 +70,11 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw gemms.png, tensors.png, scales.png there"
     )
+    command.add_argument(
+        "--compare",
+        metavar="POLICIES",
+        help="policies, separated by commas, to set side by side: SQNR of every GEMM, gradients, loss",
+    )
     command.set_defaults(run=run)
 
 
@@ -76,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.audit import audit, form_of
     from mxcompile.cli.quiet import quiet
 
+    if options.compare is not None:
+        return _compare(options)
     check_output(options, form_of)
     check_plots(options.plots)
     with quiet(), measured(options) as loaded:
@@ -86,4 +95,20 @@ def run(options: argparse.Namespace) -> int:
         print(f"\nwritten to {options.output}")
     if options.plots is not None:
         print(f"drawn: {', '.join(map(str, result.plot(options.plots)))}")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Print the policies side by side."""
+    from mxcompile.audit.compare import compare
+    from mxcompile.cli.quiet import quiet
+
+    others = {"--output": options.output, "--by": options.by, "--plots": options.plots}
+    for name, value in others.items():
+        if value is not None:
+            raise OptionError(f"--compare prints its tables and nothing else: leave out {name}")
+    policies = policies_of(options.compare)
+    with quiet(), measured(options) as loaded:
+        found = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
+    print(found)
     return 0

@@ -12,6 +12,7 @@ from mxcompile.cli.arguments import (
     add_policy,
     check_matplotlib,
     check_output,
+    policies_of,
     positive,
 )
 from mxcompile.errors import OptionError, not_allowed
@@ -129,11 +130,10 @@ def _compare(options: argparse.Namespace) -> int:
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
     from mxcompile.explain.compare import compare
-    from mxcompile.policy import Policy
 
     if options.output is not None:
         raise OptionError("--compare prints a table: it writes no report, leave out --output")
-    policies = [Policy.resolve(word.strip()) for word in options.compare.split(",")]
+    policies = policies_of(options.compare)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         found = compare(

@@ -173,8 +173,7 @@ class Numerics:
     @property
     def lowest_sqnr_db(self) -> float | None:
         """Of the GEMMs; nan if one of them is, None if there are none."""
-        found = [gemm.sqnr_db for gemm in self.gemms]
-        return math.nan if any(map(math.isnan, found)) else min(found, default=None)
+        return lowest(gemm.sqnr_db for gemm in self.gemms) if self.gemms else None
 
     @property
     def gradient_error(self) -> float | None:
@@ -210,6 +209,12 @@ class Numerics:
             ),
             **raw,
         )
+
+
+def lowest(values: Iterable[float]) -> float:
+    """The least of `values`, of which there is one at least; nan if one is."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else min(found)
 
 
 def _worst_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:

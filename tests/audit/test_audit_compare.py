@@ -1,0 +1,75 @@
+"""Policies side by side on a batch: what is compared is what `audit` says of each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxcompile.audit import audit
+from mxcompile.audit.compare import compare
+from mxcompile.cli import main
+from mxcompile.errors import OptionError, PolicyError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        with torch.no_grad():  # a channel that one scale for the whole tensor does not suit
+            self.down.weight[:, 5] *= 3000
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (self.down(nn.functional.gelu(self.up(x))) - target).square().mean()
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    return Net(), (torch.randn(32, 64), torch.randn(32, 64)), {}
+
+
+def everything(use: Any) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+
+
+def test_rows_are_those_of_audit():
+    model, args, _ = made()
+    policies = [everything("mxfp8"), everything("mxfp4"), everything("bf16")]
+    found = compare(model, *args, policies=policies)
+    alone = [audit(model, *args, policy=policy).numerics for policy in policies]
+    assert [each.numerics.gemms for each in found.audits] == [each.gemms for each in alone]
+    policies_said, gemms_said = str(found).split("SQNR of GEMMs against FP32")
+    rows = [line.split() for line in policies_said.splitlines()[2:5]]
+    assert [row[1] for row in rows] == ["100.0%", "100.0%", "0.0%"]
+    assert [row[2] for row in rows[:2]] == ["mxfp8", "mxfp4"]
+    for row, numerics in zip(rows[:2], alone, strict=False):
+        of_kind = {kind: [g.sqnr_db for g in numerics.gemms if g.gemm == kind] for kind in ("fprop", "wgrad")}
+        assert row[3] == f"{min(of_kind['fprop']):.2f}"
+        assert row[5] == f"{min(of_kind['wgrad']):.2f}"
+        assert row[-1] == f"{numerics.loss_gap:+.4%}"
+    table = [line.split() for line in gemms_said.splitlines()[4:] if not line.startswith("note")]
+    assert "note, policy: policy quantizes nothing of this model" in gemms_said
+    assert len(table) == 5  # the first layer's input needs no gradient
+    lowest = [float(row[3]) for row in table]
+    assert lowest == sorted(lowest)
+    assert all(float(row[2]) > float(row[3]) for row in table)  # eight bits lose less than four
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["audit", f"{__name__}:made", "--compare", "nvidia, fp8_tensor"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[2:4]] == ["nvidia", "fp8_tensor"]
+    assert main(["audit", f"{__name__}:made", "--compare", "nvidia,fp8", "--seed", "1"]) == 2
+    assert "unknown preset 'fp8'" in capsys.readouterr().err
+    assert main(["audit", f"{__name__}:made", "--compare", "nvidia", "--by", "role"]) == 2
+    assert "leave out --by" in capsys.readouterr().err
+
+
+def test_what_is_no_policy_is_an_error():
+    model, args, _ = made()
+    with pytest.raises(PolicyError, match="fp8_row"):
+        compare(model, *args, policies=["nvidia", "fp8_row"])
+    with pytest.raises(OptionError, match="at least one policy"):
+        compare(model, *args, policies=[])
