@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import mxcompile
 from mxcompile import demo
+from mxcompile.demo.training import batches, build_model
 from mxcompile.policy.presets import PRESETS
 
 MODEL = "llama 2×512"
@@ -50,11 +51,11 @@ def main() -> None:
 def sqnr(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """In dB, one row a preset and layer."""
     settings = demo.Settings()
-    window = next(demo.batches(demo.standard_library().train, settings, seed=0))
+    window = next(batches(demo.standard_library().train, settings, seed=0))
     tokens = {"input_ids": window[:, :-1], "labels": window[:, :-1]}
     for preset in options.presets:
         torch._dynamo.reset()
-        audit = mxcompile.audit(demo.build_model(settings), policy=preset, **tokens)
+        audit = mxcompile.audit(build_model(settings), policy=preset, **tokens)
         layers: dict[str, dict[str, Any]] = {}
         for gemm in audit.numerics.gemms:
             layers.setdefault(gemm.name, {})[gemm.gemm] = round(gemm.sqnr_db, 1)

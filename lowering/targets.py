@@ -49,8 +49,10 @@ class Target:
     at once. issue_rate: instructions of a warp that it issues a cycle, of AMD's those of its vector units.
     encodes_fp8, decodes_fp8: whether Triton's conversion to or from OCP FP8 is the chip's own, rounding
     once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
-    bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes.
-    scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates, if there is one.
+    bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
+    `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
+    15, and there is no negative 0. scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates,
+    if there is one.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Target:
     decodes_fp8: bool = False
     stores_fp8: bool = False
     fp8_tiles: frozenset[str] = frozenset()
+    fp8_fnuz: bool = False
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     peak: Peak | None = None
 
@@ -78,8 +81,15 @@ class Target:
         """Whether the chip multiplies MX operands itself."""
         return bool(self.mma)
 
+    def multiplies_fp8(self, left: str, right: str) -> bool:
+        """Whether the vendor's FP8 GEMM takes FP32 scales of these extents, of the left and right operand."""
+        alike = left == right != _WEIGHTS or (left, right) == (_BLOCKS, _WEIGHTS)
+        return alike and {left, right} <= self.fp8_tiles
+
 
 _FP8_TILES = frozenset({"tensor", "channel"})
+_BLOCKS, _WEIGHTS = "1x128", "128x128"
+_HOPPER = {90: frozenset({_BLOCKS, _WEIGHTS})}
 
 
 def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: Any) -> Target:
@@ -95,7 +105,7 @@ def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: 
         decodes_fp8=decodes,
         encodes_fp8=encodes,
         stores_fp8=decodes,
-        fp8_tiles=_FP8_TILES if decodes else frozenset(),
+        fp8_tiles=_FP8_TILES | _HOPPER.get(arch, frozenset()) if decodes else frozenset(),
         **columns,
     )
 
@@ -154,7 +164,15 @@ TARGETS = {
         _nvidia(
             120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 2.41, 419)
         ),
-        _amd("gfx942", "MI300", 304, 64, peak=_peak("MI300X", 1307, 5300, 2.1)),
+        _amd(
+            "gfx942",
+            "MI300",
+            304,
+            64,
+            fp8_tiles=_FP8_TILES,
+            fp8_fnuz=True,
+            peak=_peak("MI300X", 1307, 5300, 2.1, fp8_tflops=2615),
+        ),
         _amd(
             "gfx950",
             "MI350",

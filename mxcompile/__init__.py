@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
     from mxcompile.compiler.front import compile as compile  # noqa: A004
+    from mxcompile.compiler.histories import reduce_histories as reduce_histories
     from mxcompile.distributed import QuantizedGathers as QuantizedGathers
     from mxcompile.distributed import quantize_gathers_ as quantize_gathers_
     from mxcompile.explain import explain as explain
@@ -61,6 +62,7 @@ _HOME = {
     "quantize": "mxcompile.storage",
     "quantize_gathers_": "mxcompile.distributed",
     "quantize_weights_": "mxcompile.serving",
+    "reduce_histories": "mxcompile.compiler.histories",
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",
     "tune": "mxcompile.tune",

@@ -2,9 +2,17 @@
 
     encoded_mm(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
 
-for one scale a tensor or a channel, on chips with an FP8 GEMM. It wants the contraction innermost in both
-operands: one cast along its other dimension gets a transposed copy, which its cast writes where both are in
-one graph. What it does not take is left to `expand`, with the reason. Accumulation is in FP32.
+on chips with an FP8 GEMM, by the extents of the scales:
+
+    tensor              one number each
+    channel             [m, 1] and [1, n], contiguous
+    1×128 by 1×128      sm_90. [m, k/128] and [k/128, n], each with m or n innermost in memory
+    1×128 by 128×128    sm_90. The right one [k/128, n/128] with k/128 innermost, a multiple of 4
+
+It wants the contraction innermost in both operands: one cast along its other dimension gets a transposed
+copy, which its cast writes where both are in one graph. On gfx942 the bias of elements' exponents is larger
+by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales make up for it. What
+the GEMM does not take is left to `expand`, with the reason. Accumulation is in FP32.
 
 Source: the checks of `torch._scaled_mm` (torch/_meta_registrations.py, ATen/native/cuda/ScaledBlas.cpp).
 """
@@ -12,13 +20,13 @@ Source: the checks of `torch._scaled_mm` (torch/_meta_registrations.py, ATen/nat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.formats import E5M2, Format, ScaleType, Tile
+from mxcompile.formats import E4M3, E5M2, WHOLE, Format, ScaleType, Tile
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
@@ -29,6 +37,17 @@ _MULTIPLE = 16
 """Of the sizes of the right operand."""
 
 _HALVES = (torch.bfloat16, torch.float16)
+
+_ALIGNED = 4
+"""Of the numbers of scales along the dimension that is innermost in their memory: 16 bytes."""
+
+_BLOCKS_SINCE = (12, 9)
+"""The CUDA whose GEMM takes scales of blocks."""
+
+_FNUZ = {E4M3: torch.float8_e4m3fnuz, E5M2: torch.float8_e5m2fnuz}
+
+_Copies = dict[tuple[fx.Node, Any], fx.Node]
+"""What was made of a matrix: its transpose copied, or its elements as another type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +62,12 @@ class VendorFP8:
         """Replace those products and name their kernel in their tags. Why others are not, by node."""
         reasons: dict[fx.Node, str] = {}
         build = Builder(graph, VendorFP8.name)
-        copies: dict[fx.Node, fx.Node] = {}
+        copies: _Copies = {}
         for node in list(graph.nodes):
             if packet(node) is ops.encoded_mm.overloadpacket and self.target.fp8_tiles:
                 reason = self._obstacle(node)
                 if reason is None:
-                    _replace(node, build, copies)
+                    _replace(node, build, copies, fnuz=self.target.fp8_fnuz)
                 elif reason:
                     reasons[node] = reason
         return reasons
@@ -63,7 +82,7 @@ class VendorFP8:
         if any(form.scale is not ScaleType.FP32 or form.elem.is_coded for form in forms):
             return ""
         tile = forms[0].tile
-        if tile != forms[1].tile or str(tile) not in self.target.fp8_tiles:
+        if not self.target.multiplies_fp8(*(str(form.tile) for form in forms)):
             return f"no FP8 GEMM of {self.target.name} for scales {forms[0].tile} and {forms[1].tile}"
         if a.ndim != 2 or out.device.type != self.device:
             return "no FP8 GEMM for batches of matrices" if a.ndim != 2 else "not on the target's device"
@@ -76,47 +95,90 @@ class VendorFP8:
             return "the FP8 GEMM takes no E5M2 on the right"
         if tile == Tile.CHANNEL and out.dtype is not torch.bfloat16:
             return "the FP8 GEMM with scales a channel gives BF16"
+        if tile.along != WHOLE and (reason := _obstacle_of_blocks(a, forms[1])):
+            return reason
         bias = tensor(node.args[4])
         if bias is not None and (bias.ndim != 1 or bias.dtype is not out.dtype or out.dtype not in _HALVES):
             return "the FP8 GEMM takes a vector of its result's half precision as bias"
         return None
 
 
-def _replace(node: fx.Node, build: Builder, copies: dict[fx.Node, fx.Node]) -> None:
+def _obstacle_of_blocks(a: Tensor, right: Format) -> str:
+    """Why `a`, scaled in blocks, cannot be the left operand of one of format `right`; "" if it can."""
+    version = torch.version.cuda
+    if version is not None and tuple(map(int, version.split(".")[:2])) < _BLOCKS_SINCE:
+        return f"the FP8 GEMM takes scales of blocks from CUDA 12.9 on (this is {version})"
+    rows, blocks = a.shape[0], -(-a.shape[1] // right.tile.along)
+    if not isinstance(rows, int) or rows % _ALIGNED:
+        return f"the FP8 GEMM with scales of blocks takes multiples of {_ALIGNED} (m={rows})"
+    if right.tile.across > 1 and blocks % _ALIGNED:
+        return f"the FP8 GEMM takes multiples of {_ALIGNED} blocks along k ({blocks})"
+    return ""
+
+
+def _replace(node: fx.Node, build: Builder, copies: _Copies, *, fnuz: bool) -> None:
     out = tensor(node)
     assert out is not None
     a, scale_a, b, scale_b, bias = node.args[:5]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
-    tile = Format.of(str(node.args[6])).tile
+    forms = [Format.of(str(word)) for word in node.args[6:8]]
     with build.graph.inserting_before(node):
-        left = _rows(a, build, copies)
-        if tile == Tile.CHANNEL:  # a vector, however its matrix lies: with strides of 1
-            scale_a = build.call(aten.view.default, _stored(scale_a), [-1, 1], like=node)
-            scale_b = build.call(aten.view.default, _stored(scale_b), [1, -1], like=node)
-        right = transpose(_rows(transpose(b, build), build, copies), build)
-        result = build.call(
-            aten._scaled_mm.default, left, right, scale_a, scale_b, bias, None, out.dtype, False, like=node
-        )
-    set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({tile} scales)") for tag in tags_of(node)))
+        left, right = _rows(a, build, copies), _rows(transpose(b, build), build, copies)
+        scale_a, scale_b = _scales(scale_a, scale_b, forms, build, copies)
+        if fnuz:
+            left, right = (
+                _fnuz(q, form, build, copies) for q, form in zip((left, right), forms, strict=True)
+            )
+            scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
+        args = (left, transpose(right, build), scale_a, scale_b, bias, None, out.dtype, False)
+        result = build.call(aten._scaled_mm.default, *args, like=node)
+    words = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
+    set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({words} scales)") for tag in tags_of(node)))
     build.replace(node, result)
 
 
-def _stored(scale: object) -> fx.Node:
-    """`scale` as its cast made it."""
-    assert isinstance(scale, fx.Node)
-    return untransposed(scale)[0]
+def _scales(
+    left: object, right: object, forms: list[Format], build: Builder, copies: _Copies
+) -> tuple[fx.Node, fx.Node]:
+    """Both scales, in the shape and layout that their GEMM takes."""
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    if forms[0].tile == Tile.CHANNEL:  # a vector, however its matrix lies: with strides of 1
+        views = zip((left, right), ([-1, 1], [1, -1]), strict=True)
+        vectors = (build.call(aten.view.default, untransposed(s)[0], to, like=s) for s, to in views)
+        return next(vectors), next(vectors)
+    if forms[0].tile.along == WHOLE:
+        return left, right
+    left = transpose(_rows(transpose(left, build), build, copies), build)
+    if forms[1].tile.across > 1:
+        return left, transpose(_rows(transpose(right, build), build, copies), build)
+    return left, _rows(right, build, copies)
 
 
-def _rows(matrix: fx.Node, build: Builder, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def _fnuz(matrix: fx.Node, form: Format, build: Builder, copies: _Copies) -> fx.Node:
+    """`matrix` as elements of half the value: NaN has the code of OCP's −0, and that is 0."""
+    if (matrix, _FNUZ[form.elem]) not in copies:
+        byte, largest = torch.uint8, 0x7E if form.elem == E4M3 else 0x7B
+        codes = build.call(aten.view.dtype, matrix, byte, like=matrix)
+        magnitude = build.call(aten.bitwise_and.Scalar, codes, 0x7F, like=matrix)
+        is_nan = build.call(aten.gt.Scalar, magnitude, largest, like=matrix)
+        is_zero = build.call(aten.eq.Scalar, magnitude, 0, like=matrix)
+        codes = build.call(aten.where.ScalarSelf, is_zero, 0, codes, like=matrix)
+        codes = build.call(aten.where.ScalarSelf, is_nan, 0x80, codes, like=matrix)
+        copies[matrix, _FNUZ[form.elem]] = build.call(aten.view.dtype, codes, _FNUZ[form.elem], like=matrix)
+    return copies[matrix, _FNUZ[form.elem]]
+
+
+def _rows(matrix: fx.Node, build: Builder, copies: _Copies) -> fx.Node:
     """`matrix` with its last dimension innermost in memory, copied if need be."""
     value = tensor(matrix)
     assert value is not None
     inner = value.stride()[1]
     if isinstance(inner, int) and inner == 1:
         return matrix
-    if matrix not in copies:
-        copies[matrix] = build.call(
-            aten.clone.default, matrix, like=matrix, memory_format=torch.contiguous_format
-        )
-    return copies[matrix]
+    base, swapped = untransposed(matrix)
+    if (base, swapped) not in copies:
+        form = torch.contiguous_format
+        copies[base, swapped] = build.call(aten.clone.default, matrix, like=matrix, memory_format=form)
+    return copies[base, swapped]

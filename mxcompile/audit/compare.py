@@ -1,7 +1,7 @@
 """`compare`: what several policies do to the numbers of one model on one batch, side by side.
 
-A row a policy: share of the matmul FLOPs that is quantized, the lowest SQNR of each kind of GEMM, error of the
-parameters' gradients, the loss and its gap to BF16. Then a row a layer and GEMM: its SQNR under each policy.
+A row a policy: share of the matmul FLOPs that is quantized, the lowest SQNR of each kind of GEMM, error of
+the parameters' gradients, the loss and its gap to BF16. Then a row a layer and GEMM: its SQNR under each.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class AuditComparison:
         worst = sorted(keys, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
         headers = ["layer", "GEMM", *(_name(each) for each in self.audits)]
         rows = [
-            [key[0] or "(root)", key[1], *(decibels(found[key]) if key in found else "" for found in measured)]
+            [
+                key[0] or "(root)",
+                key[1],
+                *(decibels(found[key]) if key in found else "" for found in measured),
+            ]
             for key in worst
         ]
         return [headers, *rows]

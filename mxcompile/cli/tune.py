@@ -9,6 +9,11 @@ from mxcompile.cli.arguments import add_output, check_output, share
 from mxcompile.cli.audit import add_measured, measured
 
 
+def words(text: str) -> tuple[str, ...]:
+    """``mxfp4,mxfp8`` as words."""
+    return tuple(word.strip() for word in text.split(","))
+
+
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser(
@@ -24,6 +29,16 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument(
         "--max-loss-gap", type=share, metavar="SHARE", help="largest gap of the loss to BF16: 0.002 or 0.2%%"
+    )
+    command.add_argument(
+        "--among",
+        type=words,
+        default=(),
+        metavar="PRECISIONS",
+        help="precisions and presets, separated by commas: each layer gets the cheapest that meets the bound",
+    )
+    command.add_argument(
+        "--target", default="auto", help="chip whose costs decide with --among: sm_90, gfx950, …"
     )
     add_output(command, "write the policy (default: print it)")
     command.set_defaults(run=run)
@@ -43,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
             min_sqnr=bounds.min_sqnr,
             max_loss_gap=bounds.max_loss_gap,
             policy=options.policy,
+            among=options.among,
+            target=options.target,
             kwargs=loaded.kwargs,
         )
     print(result)

@@ -6,7 +6,9 @@ The graph gets one input more for every weight, [3], what the history says of ea
 output more, what this call saw of x and w; what it saw of dy comes as the "gradient" of that input, so it
 takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not ask for it. Histories move on after
 the forward, and after the backward, of calls that compute gradients; a call that checkpointing runs again
-reads what it read the first time. What is not finite leaves no mark. The history of a rank is its own.
+reads what it read the first time. What is not finite leaves no mark. The history of a rank is its own: every
+product is exact under the scales of its own operands, so ranks need not agree, and no collective is hidden in
+a step, for which ranks of a pipeline or of experts would wait in vain. `reduce_histories` makes them agree.
 
 The buffers are registered when a graph that has such scales is compiled: they are saved with the model, and
 follow it to other devices. A state dict that has them can be loaded before that where the model is known: by
@@ -24,6 +26,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -66,6 +69,26 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
         weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
         if module is not None and weight is not None and name not in module._buffers:
             module.register_buffer(name, torch.zeros_like(value, device=weight.device))
+
+
+@torch.no_grad()
+def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Replace the histories of `model` by the largest over the ranks of `group`, in one collective.
+
+    model: on every rank of `group` with the same histories, as data parallel ranks have. group: all ranks by
+    default; without `torch.distributed` nothing changes. Called after every step, it is what Transformer
+    Engine's ``reduce_amax`` does; before saving it makes one rank's state dict good for all. Returns the
+    number of histories.
+    """
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)]
+    if found and dist.is_available() and dist.is_initialized():
+        device = found[0].device
+        joined = torch.cat([buffer.detach().flatten().to(device) for buffer in found])
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
+        parts = joined.split([buffer.numel() for buffer in found])
+        for buffer, part in zip(found, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+    return len(found)
 
 
 def tap(gm: fx.GraphModule, values: Sequence[Any], found: Capture, policy: Policy) -> Tapped | None:

@@ -85,6 +85,15 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     return product + peak.time_us(flops=0, tflops=peak.bf16_tflops, num_bytes=cast_bytes)
 
 
+def operand_bytes(gemm: GemmRecord) -> tuple[float, float]:
+    """Bytes of the two operands of `gemm`: as it has them, and in BF16."""
+    a, b, _ = _elements(gemm)
+    if not is_quantized(gemm.precision):
+        return _BF16 * (a + b), _BF16 * (a + b)
+    held = (_format(fmt).bytes_per_element for fmt in gemm.formats)
+    return sum(size * numel for size, numel in zip(held, (a, b), strict=True)), _BF16 * (a + b)
+
+
 def _format(operand: OperandFormat) -> Format:
     """The format of a record's operand; of a stored weight how its scales came about does not matter here."""
     derivation = Rounding.RCEIL if operand.rounding == STORED else operand.rounding
@@ -95,8 +104,10 @@ def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:
     """The rate of products of these formats where the chip multiplies them itself, else 0."""
     if all(form.is_mx for form in forms):
         return peak.mxfp8_tflops if target.native else 0.0
-    tiles = {str(form.tile) for form in forms if form.scale is ScaleType.FP32}
-    return peak.fp8_tflops if len(tiles) == 1 and tiles <= target.fp8_tiles else 0.0
+    if any(form.scale is not ScaleType.FP32 for form in forms):
+        return 0.0
+    left, right = (str(form.tile) for form in forms)
+    return peak.fp8_tflops if target.multiplies_fp8(left, right) else 0.0
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:

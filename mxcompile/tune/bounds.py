@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mxcompile.errors import OptionError
+from mxcompile.errors import ModelError, OptionError
 from mxcompile.report import Numerics
 
 
@@ -36,6 +36,14 @@ class Bounds:
     def allows_gap(self, gap: float | None) -> bool:
         """Whether the loss may be off by the share `gap`; never by NaN."""
         return self.max_loss_gap is None or (gap is not None and abs(gap) <= self.max_loss_gap)
+
+    def check_loss(self, reference: float | None) -> None:
+        """Raise `ModelError` if the loss is bounded and the model, whose loss is `reference`, has none."""
+        if self.max_loss_gap is not None and reference is None:
+            raise ModelError(
+                "max_loss_gap needs a loss: let the model return a scalar or an output with .loss,"
+                " or pass loss_fn"
+            )
 
     def allow(self, numerics: Numerics) -> bool:
         """Whether all that was measured is within the bounds."""

@@ -13,7 +13,7 @@ only accepted for what it gives together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,12 +22,13 @@ from tqdm import tqdm
 from mxcompile.audit import Run, Session, audit, loss_gap
 from mxcompile.audit.interpreter import Key
 from mxcompile.audit.session import LossFunction
-from mxcompile.errors import ModelError
-from mxcompile.formats import is_quantized
+from mxcompile.errors import OptionError
+from mxcompile.lowering.targets import AUTO, check
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
-from mxcompile.report import Report
 from mxcompile.tune.bounds import Bounds
+from mxcompile.tune.measure import lowest_sqnr, quantizes
+from mxcompile.tune.mix import Call, mix
 from mxcompile.tune.tuned import Exempt, Tuned, exempting
 
 
@@ -37,23 +38,40 @@ def tune(
     min_sqnr: float | None = None,
     max_loss_gap: float | None = None,
     policy: Policy | str | dict[str, Any] | None = None,
+    among: Sequence[str] = (),
+    target: str = AUTO,
     loss_fn: LossFunction | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Tuned:
-    """The policy that keeps most of `model` in MXFP8 with its error on a call in bounds.
+    """The policy that keeps most of `model` quantized with its error on a call in bounds.
 
-    args, inputs, kwargs: of the call (see `plan.inputs`). min_sqnr: least SQNR in dB of every MXFP8 GEMM's
-    output against FP32. max_loss_gap: largest share by which the loss may differ from the one in BF16.
-    policy: what to start from, as the backend's option; only what it puts in MXFP8 is considered. loss_fn: as
-    for `audit`. The model is left as it is.
+    args, inputs, kwargs: of the call (see `plan.inputs`). min_sqnr: least SQNR in dB of the outputs of all
+    quantized GEMMs against FP32. max_loss_gap: largest share by which the loss may differ from BF16's.
+    policy: what to start from, as the backend's option; only layers that it quantizes are considered. among:
+    precisions and presets to mix, of which every layer gets the cheapest on `target` that meets the bounds
+    (see `mix`); without them layers are quantized as `policy` has it, or not. loss_fn: as for `audit`. The
+    model is left as it is.
 
     Returns a `Tuned`, whose ``met`` says whether a policy within the bounds was found. Raises `OptionError`
-    for bounds that are none, `ModelError` if the model cannot be captured or has no loss to bound.
+    for bounds that are none, unknown words and a target without a mix, `TargetError` for an unknown one,
+    `ModelError` if the model cannot be captured or has no loss to bound.
     """
     bounds = Bounds(min_sqnr=min_sqnr, max_loss_gap=max_loss_gap)
-    given = {"min_sqnr": min_sqnr, "max_loss_gap": max_loss_gap, "policy": policy, "loss_fn": loss_fn}
+    given = {
+        "min_sqnr": min_sqnr,
+        "max_loss_gap": max_loss_gap,
+        "policy": policy,
+        "among": among,
+        "target": target,
+        "loss_fn": loss_fn,
+    }
     named = keywords("tune", model, inputs, kwargs, given)
+    if among:
+        call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
+        return mix(call, Policy.resolve(policy), among, bounds, check(target))
+    if target != AUTO:
+        raise OptionError("target is for the costs of a mix: name what to mix with among")
     session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
     with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:
 
@@ -71,16 +89,11 @@ def tune(
         policy=tuned,
         bounds=bounds,
         exempt=search.exempt,
+        comments=tuple(f"{e.reason} ({e.flop_share:.2%} of matmul FLOPs)" for e in search.exempt),
         audit=final,
         flop_share_before=session.report().summary.flop_share,
-        met=bounds.allow(final.numerics) and _quantizes(final.report, bounds),
+        met=bounds.allow(final.numerics) and quantizes(final.report, bounds),
     )
-
-
-def _quantizes(report: Report, bounds: Bounds) -> bool:
-    """Whether anything is left for the bounds to be about."""
-    left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
-    return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
 
 
 class _Search:
@@ -106,11 +119,7 @@ class _Search:
         self._trying("unquantized", 1)
         self._reference = self._session.run(Run(quantized=lambda _: False)).loss
         self._on_run()
-        if self._bounds.max_loss_gap is not None and self._reference is None:
-            raise ModelError(
-                "max_loss_gap needs a loss: let the model return a scalar or an output with .loss,"
-                " or pass loss_fn"
-            )
+        self._bounds.check_loss(self._reference)
         if self._bounds.min_sqnr is not None:
             self._meet_sqnr()
         if self._bounds.max_loss_gap is not None:
@@ -150,14 +159,8 @@ class _Search:
 
     def _sqnr(self, quantized: Callable[[Key], bool]) -> dict[Key, float]:
         """SQNR of the GEMMs in MXFP8, the worst of those of one name, in the order they ran."""
-        run = Run(quantized=quantized, observe=True)
-        self._session.run(run, backward=True)
+        found = lowest_sqnr(self._session, quantized)
         self._on_run()
-        found: dict[Key, float] = {}
-        for index, stats in run.products.items():
-            key, value = self._session.sites.products[index].key, stats.sums.sqnr_db
-            before = found.get(key, math.inf)
-            found[key] = math.nan if math.isnan(value) or math.isnan(before) else min(value, before)
         return found
 
     def _failing(self, sqnr: dict[Key, float]) -> list[Key]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,44 @@ class Exempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What a layer got of a mix.
+
+    name: its path. use: word of the precision or preset, "bf16" for none. kept: its GEMMs in BF16 for all
+    that. sqnr_db: the lowest of its GEMMs, None if none is quantized. estimate_us, estimate_bf16_us: of its
+    GEMMs and casts so and in BF16, None without a data sheet of the target. reason: why nothing cheaper.
+    """
+
+    name: str
+    use: str
+    kept: tuple[str, ...]
+    sqnr_db: float | None
+    estimate_us: float | None
+    estimate_bf16_us: float | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
     """The result of `tune`.
 
     policy: an ordinary one. bounds: what was asked for. exempt: the exceptions it makes from what tuning
-    started with, in the order of the model. audit: of the model under `policy`. flop_share_before: share of
-    the matmul FLOPs that was quantized at the start; ``audit.report.summary.flop_share`` is what was kept.
-    met: whether the audit is within the bounds and quantizes anything.
+    started with, in the order of the model. chosen: of a mix of precisions, what every layer got. comments:
+    for the first rules of the policy, why they are there. audit: of the model under `policy`.
+    flop_share_before: share of the matmul FLOPs that was quantized at the start;
+    ``audit.report.summary.flop_share`` is what was kept. met: whether the audit is within the bounds and
+    quantizes anything. target: that costs were estimated for, "" if none was.
     """
 
     policy: Policy
     bounds: Bounds
-    exempt: tuple[Exempt, ...]
+    exempt: tuple[Exempt, ...] = ()
+    chosen: tuple[Chosen, ...] = ()
+    comments: tuple[str, ...] = ()
     audit: Audit
     flop_share_before: float
     met: bool
+    target: str = ""
 
     def __str__(self) -> str:
         lines = wrapped(self._facts())
@@ -63,6 +86,10 @@ class Tuned:
                 for e in self.exempt
             ]
             lines += ["", drawn(fitted(table, ("layer",)))]
+        if self.chosen:
+            rows = [["layer", "in", "but in BF16", "dB", "of BF16's time", "nothing cheaper because"]]
+            rows += map(_row, self.chosen)
+            lines += ["", drawn(fitted(rows, ("layer",)))]
         return "\n".join(lines)
 
     def _facts(self) -> list[str]:
@@ -77,7 +104,20 @@ class Tuned:
             f"bound: {self.bounds}: {'met' if self.met else 'CANNOT BE MET'}",
             f"reached: {', '.join(reached)}",
             f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
+            *self._estimated(),
         ]
+
+    def _estimated(self) -> list[str]:
+        """What the layers of a mix would take, if that is known."""
+        if not self.chosen:
+            return []
+        if not self.target:
+            return ["chosen by bytes of operands: no target with a data sheet was named"]
+        us, bf16 = (
+            sum(each or 0.0 for each in times)
+            for times in zip(*((c.estimate_us, c.estimate_bf16_us) for c in self.chosen), strict=True)
+        )
+        return [f"estimated on {self.target}: {us / bf16:.2f} of BF16's time of these layers"]
 
     def to_yaml(self) -> str:
         """The policy as a file, with the reasons as comments; `Policy.load` reads it back."""
@@ -88,12 +128,11 @@ class Tuned:
         written.append(_dumped(plain))
         if not rules:
             return "".join(written)
-        reasons = {_pattern(e.name): f"{e.reason} ({e.flop_share:.2%} of matmul FLOPs)" for e in self.exempt}
         written.append("rules:\n")
         for index, rule in enumerate(rules):
             lines = _dumped([rule])
-            if index < len(reasons):
-                lines = _comment(reasons[rule["match"]["name"]]) + lines
+            if index < len(self.comments):
+                lines = _comment(self.comments[index]) + lines
             written.append(textwrap.indent(lines, "  "))
         return "".join(written)
 
@@ -107,14 +146,31 @@ def exempting(policy: Policy, report: Report, exempt: Sequence[Exempt]) -> Polic
 
     Its rules that then decide for no layer of the model any more are left out.
     """
-    layers = [_layer(gemm) for gemm in report.gemms if gemm.gemm == Gemm.FPROP]
-    names = {layer.name: layer for layer in layers}
-    rules = tuple(_rule(policy, names[e.name], _left(report, e)) for e in exempt)
-    excepted = {e.name for e in exempt}
-    others = [layer for layer in layers if layer.name not in excepted]
-    idle = _deciding(policy, layers) - _deciding(policy, others)
+    layers = {gemm.name: layer_of(gemm) for gemm in report.gemms if gemm.gemm == Gemm.FPROP}
+    rules = tuple(_rule(policy, layers[e.name], _left(report, e)) for e in exempt)
+    return without_idle(policy, rules, layers, {e.name for e in exempt})
+
+
+def without_idle(
+    policy: Policy, rules: tuple[Rule, ...], layers: Mapping[str, Layer], taken: Container[str]
+) -> Policy:
+    """`policy` with `rules`, which decide for the layers `taken`, before its own that still decide."""
+    others = [layer for name, layer in layers.items() if name not in taken]
+    idle = _deciding(policy, layers.values()) - _deciding(policy, others)
     kept = tuple(rule for index, rule in enumerate(policy.rules) if index not in idle)
     return dataclasses.replace(policy, rules=rules + kept, label="tuned policy")
+
+
+def _row(chosen: Chosen) -> list[str]:
+    us, bf16 = chosen.estimate_us, chosen.estimate_bf16_us
+    return [
+        chosen.name or "(root)",
+        chosen.use,
+        ", ".join(chosen.kept),
+        "" if chosen.sqnr_db is None else decibels(chosen.sqnr_db),
+        f"{us / bf16:.2f}" if us and bf16 else "",
+        textwrap.fill(chosen.reason, 40),
+    ]
 
 
 def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:
@@ -129,7 +185,7 @@ def _left(report: Report, exempt: Exempt) -> frozenset[str]:
 
 def _rule(policy: Policy, layer: Layer, gemms: frozenset[str]) -> Rule:
     """The rule that keeps `gemms` of `layer` in BF16, and the rest of it as `policy` has it."""
-    match = Match(name=(_pattern(layer.name),))
+    match = Match(name=(pattern(layer.name),))
     if len(gemms) == len(Gemm):
         return Rule(match=match, use=Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT))
     index = policy.rule_for(layer)
@@ -138,13 +194,14 @@ def _rule(policy: Policy, layer: Layer, gemms: frozenset[str]) -> Rule:
     return Rule(match=match, use=dataclasses.replace(use, **left))
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
     """The name pattern that matches `name` only."""
     literal = not any(sign in name for sign in "*?[") and not name.startswith("re:")
     return name if literal else f"re:{re.escape(name)}"
 
 
-def _layer(gemm: GemmRecord) -> Layer:
+def layer_of(gemm: GemmRecord) -> Layer:
+    """The layer of a forward GEMM, as rules see it."""
     return Layer(name=gemm.name, role=Role(gemm.role), module=gemm.module, m=gemm.m, n=gemm.n, k=gemm.k)
 
 

@@ -27,23 +27,37 @@ def generated(preset: str, target: str, width: int = 256, **options: bool):
     return mxcompile.codegen(Mlp(width), x, target=target, policy=policy, **options)
 
 
+WORDS = {
+    "fp8_tensor": {"tensor"},
+    "fp8_delayed": {"tensor"},
+    "fp8_rowwise": {"channel"},
+    "fp8_block": {"1x128", "1x128 and 128x128"},
+}
+
+
 @pytest.mark.parametrize(
     ("target", "preset"),
     [
         ("sm_90", "fp8_tensor"),
-        ("sm_90", "fp8_rowwise"),
-        ("sm_89", "fp8_tensor"),
+        ("sm_90", "fp8_block"),
+        ("gfx942", "fp8_rowwise"),
+        pytest.param("sm_90", "fp8_rowwise", marks=pytest.mark.slow),
+        pytest.param("sm_90", "fp8_delayed", marks=pytest.mark.slow),
+        pytest.param("sm_89", "fp8_tensor", marks=pytest.mark.slow),
+        pytest.param("gfx942", "fp8_tensor", marks=pytest.mark.slow),
         pytest.param("sm_100", "fp8_rowwise", marks=pytest.mark.slow),
         pytest.param("gfx950", "fp8_tensor", marks=pytest.mark.slow),
     ],
 )
 def test_every_product_is_the_vendors(target: str, preset: str):
-    result = generated(preset, target)
+    result = generated(preset, target, width=512)
     assert not result.problems
     launched = [launch for launch in result.launches if launch.kernel == SCALED]
     assert len(launched) == len(result.report.gemms) == 5  # the input needs no gradient
-    word = {"fp8_tensor": "tensor", "fp8_rowwise": "channel"}[preset]
-    assert {gemm.kernel for gemm in result.report.gemms} == {f"aten._scaled_mm ({word} scales)"}
+    words = {f"aten._scaled_mm ({word} scales)" for word in WORDS[preset]}
+    assert {gemm.kernel for gemm in result.report.gemms} == words
+    wrapper = result.wrapper if isinstance(result.wrapper, str) else "".join(result.wrapper)
+    assert ("float8_e4m3fnuz" in wrapper) == (target == "gfx942")
 
 
 def test_sizes_it_does_not_take_are_emulated_with_the_reason():

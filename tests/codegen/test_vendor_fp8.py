@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
@@ -20,24 +22,67 @@ TAG = GemmTag(
 )
 
 
-def applied(function, *inputs):
+HOPPER = dataclasses.replace(CHIP, fp8_tiles=CHIP.fp8_tiles | {"1x128", "128x128"})
+FNUZ = dataclasses.replace(CHIP, fp8_fnuz=True)
+
+
+class Checked(torch.fx.Interpreter):
+    """Runs a graph whose `_scaled_mm` does as CUDA's or ROCm's: its checks, then the product in FP64."""
+
+    types: ClassVar[set[torch.dtype]] = {torch.float8_e4m3fn, torch.float8_e5m2}
+
+    def run_node(self, n):
+        if n.target is not torch.ops.aten._scaled_mm.default:
+            return super().run_node(n)
+        a, b, sa, sb, bias, _, dtype, fast = self.fetch_args_kwargs_from_env(n)[0]
+        assert not fast
+        assert {a.dtype, b.dtype} <= self.types
+        assert a.stride()[1] == b.stride()[0] == 1
+        assert sa.dtype is sb.dtype is torch.float32
+        result = self.scaled(a, sa) @ self.scaled(b.t(), sb.t()).t()
+        return (result if bias is None else result + bias.double()).to(dtype)
+
+    def scaled(self, matrix: Tensor, scale: Tensor) -> Tensor:
+        """`matrix`, contracted along its rows, in FP64; its scale in one of the layouts that are taken."""
+        rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 128)
+        if scale.numel() == 1:
+            return matrix.double() * scale.double().reshape(1, 1)
+        if tuple(scale.shape) == (rows, 1) and blocks > 1:
+            assert scale.is_contiguous()
+            return matrix.double() * scale.double()
+        if tuple(scale.shape) == (rows, blocks):
+            assert scale.stride()[0] == 1
+            assert blocks == 1 or scale.stride()[1] == rows
+        else:
+            assert tuple(scale.shape) == (-(-rows // 128), blocks)
+            assert scale.stride() == (blocks, 1)
+            scale = scale.repeat_interleave(128, 0)[:rows]
+        return matrix.double() * scale.double().repeat_interleave(128, 1)[:, : matrix.shape[1]]
+
+
+class CheckedFnuz(Checked):
+    types: ClassVar[set[torch.dtype]] = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+
+
+def applied(function, *inputs, chip=CHIP):
     """The graph of `function` with its products on the vendor's GEMM, and why others are not."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
     for node in module.graph.find_nodes(op="call_function", target=ops.encoded_mm):
         set_tag(node, TAG)
-    reasons = VendorFP8(target=CHIP, device="cpu").apply(module.graph)
+    reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())
 
 
-def product(x, w, word, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
+def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
     """x · w, each cast along the contraction, in the memory layout asked for."""
-    a, sa = ops.encode(x.t().contiguous(), -2, word) if left_swapped else ops.encode(x, -1, word)
-    b, sb = ops.encode(w.t().contiguous(), -1, word) if right_swapped else ops.encode(w, -2, word)
+    left, right = (words, words) if isinstance(words, str) else words
+    a, sa = ops.encode(x.t().contiguous(), -2, left) if left_swapped else ops.encode(x, -1, left)
+    b, sb = ops.encode(w.t().contiguous(), -1, right) if right_swapped else ops.encode(w, -2, right)
     a, sa = (a.t(), sa.t()) if left_swapped else (a, sa)
     b, sb = (b.t(), sb.t()) if right_swapped else (b, sb)
-    return ops.encoded_mm(a, sa, b, sb, bias, dtype, word, word)
+    return ops.encoded_mm(a, sa, b, sb, bias, dtype, left, right)
 
 
 @pytest.mark.parametrize("right_swapped", [False, True])
@@ -58,6 +103,93 @@ def test_values_and_layouts(word: str, left_swapped: bool, right_swapped: bool):
     assert (left.stride(), right.stride()) == ((64, 1), (1, 64))
     assert [tag.kernel for tag in tags_of(node)] == [f"aten._scaled_mm ({word.split()[1]} scales)"]
     torch.testing.assert_close(module(x, w), function(x, w), rtol=2**-7, atol=1e-4)
+
+
+def binades(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers whose magnitudes lie over 40 binades, so that a scale in the wrong place shows."""
+    spread = torch.randint(-20, 20, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(spread.float())
+
+
+@pytest.mark.parametrize("right_swapped", [False, True])
+@pytest.mark.parametrize("left_swapped", [False, True])
+@pytest.mark.parametrize("right", ["1x128", "128x128"])
+def test_scales_of_blocks_lie_as_the_gemm_reads_them(right: str, left_swapped: bool, right_swapped: bool):
+    """Hopper's: [m, k/128] with m innermost; [k/128, n] with n, or [k/128, n/128] with k/128 innermost."""
+    gen = torch.Generator().manual_seed(2)
+    x, w = binades(36, 512, generator=gen), binades(512, 272, generator=gen)
+    words = "e4m3 1x128 nearest", f"e4m3 {right} nearest"
+
+    def function(x, w):
+        return product(x, w, words, None, left_swapped, right_swapped)
+
+    module, reasons = applied(function, x, w, chip=HOPPER)
+    assert reasons == []
+    assert not module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    torch.testing.assert_close(Checked(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("word", ["e4m3 tensor nearest", "e4m3 channel nearest", "e5m2 tensor nearest"])
+def test_elements_with_the_other_bias(word: str, swapped: bool):
+    """MI300's: half the value for the same bits. Every code there is, by torch's conversion of its types."""
+    gen = torch.Generator().manual_seed(3)
+    right = word.replace("e5m2", "e4m3")
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0)
+    x = torch.cat(
+        [codes.reshape(4, 64), torch.randn(36, 64, generator=gen)]
+    )  # scale 1: each row has the largest
+    x[:, 0] = 448.0
+    w = torch.randn(64, 48, generator=gen)
+
+    def function(x, w):
+        return product(x, w, (word, right), None, swapped, not swapped)
+
+    module, reasons = applied(function, x, w, chip=FNUZ)
+    assert reasons == []
+    torch.testing.assert_close(CheckedFnuz(module).run(x, w), function(x, w), rtol=2**-7, atol=1e-4)
+
+
+def test_what_is_not_finite_surfaces_with_the_other_bias():
+    """In elements, under a scale that does not know of it, NaN has a code of its own."""
+    form = "e4m3 tensor nearest delayed:1:0"
+    scale = torch.ones(1, 1)
+    x, w = torch.ones(16, 32), torch.ones(32, 16)
+    x[3, 4], x[5, 6] = torch.nan, torch.inf
+
+    def function(x, w, s):
+        (a, sa), (b, sb) = ops.encode(x, -1, form, None, 0, s), ops.encode(w, -2, form, None, 0, s)
+        return ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, form, form)
+
+    module, reasons = applied(function, x, w, scale, chip=FNUZ)
+    assert reasons == []
+    found = CheckedFnuz(module).run(x, w, scale)
+    assert found.isnan().all(1).nonzero().flatten().tolist() == [3, 5]
+    assert (found[[0, 1, 2, 4]] == 32).all()
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "right", "said"),
+    [
+        (34, 512, "1x128", "takes multiples of 4 (m=34)"),
+        (36, 256, "128x128", "multiples of 4 blocks along k (2)"),
+    ],
+)
+def test_scales_of_blocks_that_it_does_not_take(m: int, k: int, right: str, said: str):
+    words = "e4m3 1x128 nearest", f"e4m3 {right} nearest"
+    inputs = torch.randn(m, k), torch.randn(k, 256)
+    _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
+    assert said in reason
+
+
+def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPatch):
+    words = "e4m3 1x128 nearest", "e4m3 128x128 nearest"
+    inputs = torch.randn(36, 512), torch.randn(512, 256)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
+    assert "from CUDA 12.9 on (this is 12.8)" in reason
+    monkeypatch.setattr(torch.version, "cuda", "12.10")
+    assert applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)[1] == []
 
 
 @pytest.mark.parametrize(

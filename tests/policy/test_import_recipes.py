@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from import_checks import imported, layer
 
 from mxcompile.errors import PolicyError
@@ -56,6 +57,52 @@ def test_gemms_in_high_precision_stay(tmp_path: Path):
     assert not formats(made.policy, Gemm.WGRAD)
 
 
+def test_a_backward_in_high_precision(tmp_path: Path):
+    """What newer recipes say of dgrad and wgrad."""
+    made = imported("recipe: MXFP8BlockScaling\nbackward_override: high_precision\n", tmp_path)
+    assert formats(made.policy, Gemm.FPROP)
+    assert not formats(made.policy, Gemm.DGRAD)
+    assert not formats(made.policy, Gemm.WGRAD)
+    assert not made.notes
+    made = imported("recipe: Float8CurrentScaling\nbackward_override: dequantized\n", tmp_path)
+    assert not formats(made.policy)
+    assert "backward_override: multiplies what was kept in FP8" in " ".join(made.notes)
+
+
+def test_what_is_off_asks_for_nothing(tmp_path: Path):
+    off = "fp8_dpa: false\nfp8_mha: false\nbackward_override: null\nuse_power_2_scales: false\n"
+    assert not imported(f"recipe: Float8CurrentScaling\n{off}", tmp_path).notes
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_recipes_of_torchao_are_what_torchao_makes_of_them(tmp_path: Path, name: str):
+    """Elements, extents and products in high precision of the installed torchao's own configuration."""
+    config = pytest.importorskip("torchao.float8.config")
+    theirs = config.Float8LinearConfig.from_recipe_name(name)
+    made = imported(f"recipe: {name}\n", tmp_path)
+    operands = {
+        (Gemm.FPROP, "x"): theirs.cast_config_input,
+        (Gemm.FPROP, "w"): theirs.cast_config_weight,
+        (Gemm.DGRAD, "dy"): theirs.cast_config_grad_output,
+        (Gemm.DGRAD, "w"): theirs.cast_config_weight_for_grad_input,
+        (Gemm.WGRAD, "x"): theirs.cast_config_input_for_grad_weight,
+        (Gemm.WGRAD, "dy"): theirs.cast_config_grad_output_for_grad_weight,
+    }
+    tiles = {"TENSORWISE": "tensor", "AXISWISE": "channel"}
+    elems = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    for (gemm, operand), cast in operands.items():
+        found = formats(made.policy, gemm)
+        if cast.scaling_type is config.ScalingType.DISABLED:
+            assert not found
+            continue
+        elem, tile, *_ = found[operand].split()
+        assert elem == elems[cast.target_dtype]
+        differs = name == "rowwise_with_gw_hp" and (gemm, operand) == (Gemm.DGRAD, "w")
+        assert (tile == tiles[cast.scaling_granularity.name]) == (not differs)
+        assert differs == ("the weight has one scale in dgrad there" in " ".join(made.notes)) or not differs
+    assert theirs.round_scales_to_power_of_2 == ("powers of two there" in " ".join(made.notes))
+
+
 def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
     made = imported("recipe: DelayedScaling\nfp8_dpa: true\namax_compute_algo: mine\n", tmp_path)
     said = " ".join(made.notes)
@@ -74,6 +121,7 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
         ("recipe: DelayedScaling\nfp8_format: [E4M3]\n", "unknown format"),
         ("recipe: DelayedScaling\namax_history_len: 0\n", "positive integer"),
         ("recipe: rowwise\noverride_linear_precision: yes\n", "three of true and false"),
+        ("recipe: MXFP8BlockScaling\nbackward_override: high\n", "unknown override 'high'"),
     ],
 )
 def test_errors(tmp_path: Path, text: str, said: str):

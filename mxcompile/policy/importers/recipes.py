@@ -3,6 +3,8 @@
     recipe: DelayedScaling          the class (Transformer Engine) or the name (torchao's Float8LinearConfig)
     amax_history_len: 16            its fields, as in Python; an enumeration by its member's name
 
+Fields that are off (false, null) ask for nothing. Newer versions of Transformer Engine say with
+`backward_override` what `override_linear_precision` said of dgrad and wgrad.
 Source: transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
 """
 
@@ -22,7 +24,8 @@ PRESET = "nvidia"
 _KEY = "recipe"
 _EVERY = {"name": "*"}
 _GRADIENTS = {"HYBRID": "e5m2", "E4M3": "e4m3"}
-_COMMON = frozenset({_KEY, "fp8_format", "override_linear_precision"})
+_COMMON = frozenset({_KEY, "fp8_format", "override_linear_precision", "backward_override"})
+_BACKWARD = (None, "high_precision", "dequantized")
 
 
 def recognises(data: Any) -> bool:
@@ -40,10 +43,10 @@ def convert(data: Any, draft: Draft) -> None:
     preset, fields, read = _RECIPES[name]
     draft.stands_for(preset)
     use = read(data, draft)
-    for key in data:
-        if key not in fields and key not in _COMMON:
+    for key, value in data.items():
+        if key not in fields and key not in _COMMON and value not in (False, None):
             draft.note((key,), "has no counterpart here")
-    use |= _overridden(data, use, draft)
+    use |= _overridden(data, draft)
     if use:
         draft.rule(_EVERY, use, (_KEY,), f"recipe {name}")
 
@@ -60,6 +63,8 @@ def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _current(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    if data.get("use_power_2_scales"):
+        draft.note(("use_power_2_scales",), "is not to be had: scales are FP32 here")
     return _gradient(data, "HYBRID", draft)
 
 
@@ -99,14 +104,22 @@ def _gradient(data: dict[str, Any], usual: str, draft: Draft) -> dict[str, Any]:
     return {} if word == usual else {"grad_dtype": _GRADIENTS[word]}
 
 
-def _overridden(data: dict[str, Any], use: dict[str, Any], draft: Draft) -> dict[str, Any]:
+def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     """The GEMMs that a recipe leaves in high precision."""
     given = data.get("override_linear_precision", [False, False, False])
     if not isinstance(given, list) or len(given) != 3 or not all(isinstance(one, bool) for one in given):
         raise draft.source.error(
             ("override_linear_precision",), f"expected three of true and false, found {shown(given)}"
         )
-    return {str(gemm): "bf16" for gemm, kept in zip(Gemm, given, strict=True) if kept}
+    backward = data.get("backward_override")
+    if backward not in _BACKWARD:
+        raise draft.source.error(
+            ("backward_override",), not_allowed("override", backward, map(str, _BACKWARD))
+        )
+    if backward == "dequantized":
+        draft.note(("backward_override",), "multiplies what was kept in FP8; here in BF16, from the source")
+    high = [False, backward is not None, backward is not None]
+    return {str(g): "bf16" for g, *kept in zip(Gemm, given, high, strict=True) if any(kept)}
 
 
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
@@ -114,7 +127,7 @@ _HISTORY = frozenset({"margin", "amax_history_len", "amax_compute_algo", "reduce
 _Read = Callable[[dict[str, Any], Draft], dict[str, Any]]
 _RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
     "DelayedScaling": ("fp8_delayed", _HISTORY, _delayed),
-    "Float8CurrentScaling": ("fp8_tensor", frozenset(), _current),
+    "Float8CurrentScaling": ("fp8_tensor", frozenset({"use_power_2_scales"}), _current),
     "Float8BlockScaling": ("fp8_block", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
     "MXFP8BlockScaling": ("nvidia", frozenset({"margin"}), _mxfp8),
     "tensorwise": ("fp8_tensor", frozenset(), _tensorwise),
