@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.formats import E4M3, E5M2, WHOLE, Format, ScaleType, Tile
+from mxcompile.formats import E5M2, WHOLE, Format, ScaleType, Tile
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
@@ -43,8 +43,6 @@ _ALIGNED = 4
 
 _BLOCKS_SINCE = (12, 9)
 """The CUDA whose GEMM takes scales of blocks."""
-
-_FNUZ = {E4M3: torch.float8_e4m3fnuz, E5M2: torch.float8_e5m2fnuz}
 
 _Copies = dict[tuple[fx.Node, Any], fx.Node]
 """What was made of a matrix: its transpose copied, or its elements as another type."""
@@ -127,9 +125,7 @@ def _replace(node: fx.Node, build: Builder, copies: _Copies, *, fnuz: bool) -> N
         left, right = _rows(a, build, copies), _rows(transpose(b, build), build, copies)
         scale_a, scale_b = _scales(scale_a, scale_b, forms, build, copies)
         if fnuz:
-            left, right = (
-                _fnuz(q, form, build, copies) for q, form in zip((left, right), forms, strict=True)
-            )
+            left, right = (_fnuz(matrix, build, copies) for matrix in (left, right))
             scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
         args = (left, transpose(right, build), scale_a, scale_b, bias, None, out.dtype, False)
         result = build.call(aten._scaled_mm.default, *args, like=node)
@@ -156,18 +152,11 @@ def _scales(
     return left, _rows(right, build, copies)
 
 
-def _fnuz(matrix: fx.Node, form: Format, build: Builder, copies: _Copies) -> fx.Node:
-    """`matrix` as elements of half the value: NaN has the code of OCP's −0, and that is 0."""
-    if (matrix, _FNUZ[form.elem]) not in copies:
-        byte, largest = torch.uint8, 0x7E if form.elem == E4M3 else 0x7B
-        codes = build.call(aten.view.dtype, matrix, byte, like=matrix)
-        magnitude = build.call(aten.bitwise_and.Scalar, codes, 0x7F, like=matrix)
-        is_nan = build.call(aten.gt.Scalar, magnitude, largest, like=matrix)
-        is_zero = build.call(aten.eq.Scalar, magnitude, 0, like=matrix)
-        codes = build.call(aten.where.ScalarSelf, is_zero, 0, codes, like=matrix)
-        codes = build.call(aten.where.ScalarSelf, is_nan, 0x80, codes, like=matrix)
-        copies[matrix, _FNUZ[form.elem]] = build.call(aten.view.dtype, codes, _FNUZ[form.elem], like=matrix)
-    return copies[matrix, _FNUZ[form.elem]]
+def _fnuz(matrix: fx.Node, build: Builder, copies: _Copies) -> fx.Node:
+    """`matrix` as elements of half the value."""
+    if (matrix, ops.as_fnuz) not in copies:
+        copies[matrix, ops.as_fnuz] = build.call(ops.as_fnuz, matrix, like=matrix)
+    return copies[matrix, ops.as_fnuz]
 
 
 def _rows(matrix: fx.Node, build: Builder, copies: _Copies) -> fx.Node:

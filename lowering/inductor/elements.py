@@ -125,6 +125,18 @@ def loader(qdata: ir.TensorBox, elem: ElemType, target: Target) -> Load:
     return lambda index: _decoded(inductor.to_dtype(codes(index), _I32), elem)
 
 
+def fnuz_code(value: Any, code: Any, elem: ElemType) -> Any:
+    """The byte of half of `value`, of which `code` is the byte, in a type without a negative 0."""
+    code = inductor.where(inductor.eq(value, f32(0.0)), i32(0), code)
+    finite = inductor.le(inductor.abs(value), f32(elem.max))
+    return inductor.to_dtype(inductor.where(finite, code, i32(0x80)), torch.uint8)
+
+
+def as_dtype(codes: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
+    """Bytes as a tensor of another type of one byte, by a view outside of kernels."""
+    return _viewed(codes, dtype)
+
+
 def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, x, dtype))
 

@@ -18,7 +18,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
-from mxcompile.formats import AmaxKind, Format, Tile
+from mxcompile.formats import AmaxKind, Format, Tile, elem_type
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.inductor import elements, stochastic
 from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
@@ -188,6 +188,25 @@ def lower_decode(
         return inductor.to_dtype(inductor.mul(found, times(block)) if times else found, dtype)
 
     return blocks.pointwise(dtype, value)
+
+
+@register_lowering(ops.as_fnuz, type_promotion_kind=None)
+def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
+    """The elements as those of half the value."""
+    elem = elem_type(qdata.get_dtype())
+    load = qdata.make_loader()
+
+    def code(index: Index) -> Any:
+        stored = load(index)
+        bits = inductor.to_dtype(inductor.to_dtype_bitcast(stored, torch.uint8, elem.dtype), _I32)
+        return elements.fnuz_code(inductor.to_dtype(stored, _F32), bits, elem)
+
+    codes = ir.Pointwise.create(
+        device=qdata.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=qdata.get_size()
+    )
+    codes.realize()
+    codes.freeze_layout()  # contiguous, as its fake is; Inductor may follow what it reads otherwise
+    return elements.as_dtype(codes, ops.FNUZ[elem.dtype])
 
 
 @register_lowering(ops.largest, type_promotion_kind=None)

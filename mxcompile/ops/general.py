@@ -6,6 +6,7 @@
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
+    as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
     encoded_mm          a[…, M, K] · b[…, K, N] (+ bias[N]), FP32 accumulation
     encoded_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
@@ -128,6 +129,19 @@ def _spec_round_with(
     return [(x.shape, dtype)]
 
 
+FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
+"""The types whose exponents have a bias larger by one, without a negative 0, whose code is their only NaN."""
+
+
+def _as_fnuz(qdata: Tensor) -> Tensor:
+    codes = torch.where(qdata == 0, 0, qdata.view(torch.uint8))
+    return torch.where(qdata.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
+
+
+def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:
+    return [(qdata.shape, FNUZ[qdata.dtype])]
+
+
 def _encoded_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -211,6 +225,7 @@ round_with = define(
     _round_with,
     _spec_round_with,
 )
+as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", _as_fnuz, _spec_as_fnuz)
 encoded_mm = define(
     "encoded_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b) -> Tensor",

@@ -53,17 +53,9 @@ def fully_sharded(layer: Layer) -> nn.Module:
     return fully_shard(layer)
 
 
-def tensor_parallel(layer: Layer) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    return parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), {"linear": ColwiseParallel()})
-
-
 WAYS: dict[str, Callable[[Layer], nn.Module]] = {
     "data parallel": data_parallel,
     "fully sharded": fully_sharded,
-    "tensor parallel": tensor_parallel,
 }
 
 
@@ -85,9 +77,7 @@ def trained(way: str, rank: int) -> dict[str, Any]:
     layer = Layer()
     torch._dynamo.reset()
     call = torch.compile(WAYS[way](layer), backend=EagerBackend(policy=use))
-    inputs = [every[0 if way == "tensor parallel" else rank] for every in batches()]
-    if way == "tensor parallel":  # of the columns that this rank has
-        inputs = [(x, dy.chunk(RANKS, 1)[rank]) for x, dy in inputs]
+    inputs = [every[rank] for every in batches()]
     found = {"steps": [step(call, layer, batch) for batch in inputs[:STEPS]]}
     found["history"] = layer.linear.weight_amax_history.clone()
     saved = copy.deepcopy(layer.state_dict())
@@ -109,8 +99,24 @@ def trained(way: str, rank: int) -> dict[str, Any]:
     return found
 
 
+def tensor_parallel(rank: int) -> tuple[Tensor, list[str], list[str]]:
+    """What a layer gives whose columns two ranks share, why its scales are what they are, its buffers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    layer = Layer()
+    parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), {"linear": ColwiseParallel()})
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    use = policy(scaling="delayed", history=HISTORY)
+    y = torch.compile(layer, backend=EagerBackend(policy=use))(batches()[0][0][0])
+    reasons = {gemm.reason for report in mxcompile.reports() for gemm in report.gemms}
+    return y.detach().clone(), sorted(reasons), [name for name, _ in layer.named_buffers()]
+
+
 def every_way(rank: int) -> tuple[Tensor, dict[str, Any]]:
-    return torch.zeros(1), {way: trained(way, rank) for way in WAYS}
+    found: dict[str, Any] = {way: trained(way, rank) for way in WAYS}
+    return torch.zeros(1), {**found, "tensor parallel": tensor_parallel(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +124,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found for _, found, _ in two_ranks(every_way, tmp_path_factory.mktemp("ranks"))]
 
 
-def by_hand(way: str) -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
+def by_hand() -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
     """What each rank gives in every step, and its histories."""
     weight = Layer().linear.weight.detach()
-    shards = weight.chunk(RANKS, 0) if way == "tensor parallel" else [weight] * RANKS
-    hands = [ByHand(shard, HISTORY) for shard in shards]
+    hands = [ByHand(weight, HISTORY) for _ in range(RANKS)]
     steps = []
     for every in batches()[:STEPS]:
         found = []
         for rank, hand in enumerate(hands):
             x, dy = every[rank]
-            if way == "tensor parallel":
-                x, dy = every[0][0], every[0][1].chunk(RANKS, 1)[rank]
             y, _, dw = hand.step(x.double(), dy.double())
             found.append((y, dw))
         steps.append(found)
@@ -140,15 +143,13 @@ def by_hand(way: str) -> tuple[list[list[tuple[Tensor, Tensor]]], list[ByHand]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_has_the_history_of_what_it_saw(ranks: list[dict[str, Any]], way: str):
     """Its own batch, the weight as it multiplies it (whole under FSDP2) and its own gradient."""
-    steps, hands = by_hand(way)
+    steps, hands = by_hand()
     for rank, (found, hand) in enumerate(zip(ranks, hands, strict=True)):
         for row, name in zip(found[way]["history"], ("x", "w", "dy"), strict=True):
             torch.testing.assert_close(row, torch.tensor(hand.seen[name]), rtol=1e-6, atol=0)
         for (y, dw), expected in zip(found[way]["steps"], steps, strict=True):
             assert sqnr_db(expected[rank][0], y) > 100
-            gradients = [each for _, each in expected]
-            mean = torch.cat(gradients) if way == "tensor parallel" else sum(gradients) / RANKS
-            assert sqnr_db(mean, dw) > 100
+            assert sqnr_db(sum(each for _, each in expected) / RANKS, dw) > 100
 
 
 @pytest.mark.slow
@@ -167,6 +168,20 @@ def test_ranks_agree_on_the_largest_when_asked(ranks: list[dict[str, Any]], way:
     assert not torch.equal(first, second)
     for found in ranks:
         assert torch.equal(found[way]["agreed"], torch.maximum(first, second))
+
+
+@pytest.mark.slow
+def test_a_shard_of_tensor_parallelism_takes_the_amax_at_hand(ranks: list[dict[str, Any]]):
+    weight, x = Layer().linear.weight.detach(), batches()[0][0][0]
+    for rank, (y, reasons, buffers) in enumerate(found["tensor parallel"] for found in ranks):
+        shard = weight.chunk(RANKS, 0)[rank]
+        x8, w8 = (value / (value.abs().max() / 448) for value in (x, shard))
+        values = [v.to(torch.float8_e4m3fn).double() for v in (x8, w8)]
+        expected = values[0] @ values[1].t() * float(x.abs().max() / 448) * float(shard.abs().max() / 448)
+        assert sqnr_db(expected, y) > 100
+        (reason,) = reasons
+        assert reason.endswith("scales of the tensors at hand: the weight is no parameter of the graph")
+        assert buffers == []
 
 
 def test_one_process_agrees_with_itself():

@@ -1,0 +1,42 @@
+"""The table of presets in the documentation is that of the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "preset_table.py"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("preset_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_what_was_measured():
+    made = script()
+    page = made.PAGE.read_text(encoding="utf-8")
+    _, found, rest = page.partition(made.BEGIN)
+    assert found
+    assert rest.partition(made.END)[0].strip() == made.table(made.results())
+
+
+def test_rows_by_hand():
+    gap = {"what": "gap", "preset": "p", "steps": 500}
+    rows = [
+        {"what": "gap", "preset": "p", "seed": 0, "steps": 250, "gap": 9.0},
+        {**gap, "seed": 0, "gap": 0.5},
+        {**gap, "seed": 0, "gap": 0.001},
+        {**gap, "seed": 1, "gap": 0.003},
+        {"what": "sqnr", "preset": "p", "layer": "a", "fprop": 28.0, "dgrad": 30.0},
+        {"what": "sqnr", "preset": "p", "layer": "b", "fprop": 27.5},
+        {"what": "step", "preset": "p", "ratio_to_bf16": 1.5},
+        {"what": "step", "preset": "p", "ratio_to_bf16": 1.062},
+        {"what": "step", "preset": "bf16", "ratio_to_bf16": 1.0},
+    ]
+    *_, row = script().table(rows).splitlines()
+    assert row == "| `p` | 27.5 | 30.0 |  | +0.20% ± 0.10% | 2 × 500 | 1.06 |"
