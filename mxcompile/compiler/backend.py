@@ -119,7 +119,7 @@ def compile_graph(
     found = capture(gm, example_inputs, root)
     tapped = histories.tap(gm, example_inputs, found, options.policy)
     compilation = Compilation(
-        options, found, gm, resolve(options.target, found.device), tapped=tapped is not None
+        options, found, gm, resolve(options.target, found.device), tapped=histories.needed(options.policy)
     )
     if tapped is not None:
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 SUFFIX = "_amax_history"
 """Of a buffer, behind the name of its weight."""
 
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP looks for the names of what it shall leave alone."""
+
 _EXPECTING: WeakSet[nn.Module] = WeakSet()
 
 
@@ -69,6 +72,13 @@ def _make_room(root: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: o
         weight = module._parameters.get(name.removesuffix(SUFFIX)) if module is not None else None
         if module is not None and weight is not None and name not in module._buffers:
             module.register_buffer(name, torch.zeros_like(value, device=weight.device))
+            _keep_apart(root, key.removeprefix(prefix))
+
+
+def _keep_apart(root: nn.Module, name: str) -> None:
+    """Let DDP, should it wrap `root`, not overwrite the buffer `name` by the first rank's in every call."""
+    ignored: list[str] = list(getattr(root, _DDP_IGNORES, ()))
+    setattr(root, _DDP_IGNORES, [*ignored, name])
 
 
 @torch.no_grad()

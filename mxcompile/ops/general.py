@@ -134,8 +134,9 @@ FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.flo
 
 
 def _as_fnuz(qdata: Tensor) -> Tensor:
-    codes = torch.where(qdata == 0, 0, qdata.view(torch.uint8))
-    return torch.where(qdata.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
+    values = qdata.to(torch.float32)
+    codes = torch.where(values == 0, 0, qdata.view(torch.uint8))
+    return torch.where(values.isfinite(), codes, 0x80).view(FNUZ[qdata.dtype])
 
 
 def _spec_as_fnuz(qdata: Tensor) -> list[Spec]:

@@ -49,7 +49,9 @@ class EagerBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         found = capture(gm, example_inputs, self.root)
         tapped = histories.tap(gm, example_inputs, found, self.options.policy)
-        compilation = Compilation(self.options, found, gm, TARGETS["cpu"], tapped=tapped is not None)
+        compilation = Compilation(
+            self.options, found, gm, TARGETS["cpu"], tapped=histories.needed(self.options.policy)
+        )
         if tapped is not None:
             gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
         check_plan(compilation, self.parts)

@@ -1,0 +1,113 @@
+"""Every row of the table and every choice of scales: dynamic sizes in one graph, any shape, NaN and Inf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import mxcompile
+from mxcompile.formats import PRECISIONS, Choices, Operands
+from mxcompile.formats.encoding import decode_tensors, encode_tensors
+
+K, N = 45, 37
+"""Multiples of no block."""
+
+USES: dict[str, dict[str, Any]] = {
+    f"{row.name} {word}": {"precision": row.name, **({row.tiles_key: _plain} if row.tiles_key else {})}
+    for row in PRECISIONS.values()
+    for word in row.tiles
+    if word != "delayed"  # of calls before: tests of histories have it
+    for _plain in [int(word) if word.isdecimal() else word]
+} | {
+    "mxfp8 stochastic": {"precision": "mxfp8", "grad_rounding": "stochastic"},
+    "fp8 percentile": {"precision": "fp8", "scaling": "channel", "amax": {"percentile": 95}},
+    "mxfp4 percentile": {"precision": "mxfp4", "amax": {"percentile": 90}},
+}
+COMPILED = ["fp8 block", "mxfp6_e2m3 32", "fp8 percentile", "mxfp4 percentile"]
+
+
+def policy(use: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+
+
+def operands(use: dict[str, Any]) -> Operands:
+    rule = mxcompile.Policy.from_dict(policy(use)).rules[0].use
+    assert rule.fprop is not None
+    return rule.fprop.formats(rule.formats.over(Choices()))
+
+
+def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any]) -> Tensor:
+    fmt = operands(use).of(operand)
+    return decode_tensors(*encode_tensors(x, dim, fmt), dim, fmt, torch.float32).double()
+
+
+def expected(x: Tensor, w: Tensor, dy: Tensor, use: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and both gradients of a linear layer, each operand cast along its own contraction."""
+    y = cast(x, -1, "x", use) @ cast(w, -1, "w", use).t()
+    dx = cast(dy, -1, "dy", use) @ cast(w, -2, "w", use)
+    dw = cast(dy, -2, "dy", use).t() @ cast(x, -2, "x", use)
+    return y, dx, dw
+
+
+def run(call: Any, weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight.grad = x.clone().requires_grad_(), None
+    y = call(x)
+    y.backward(dy)
+    return y.detach(), x.grad, weight.grad
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(K, N, bias=False)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_sizes_change_in_one_graph_and_what_is_not_finite_surfaces(name: str):
+    use, layer, counter = USES[name], linear(), CompileCounter()
+    backend = EagerBackend(policy=policy(use))
+
+    def count(gm: Any, inputs: Any) -> Any:
+        counter.frame_count += 1
+        return backend(gm, inputs)
+
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend=count, dynamic=True, fullgraph=True)
+    for tokens in (17, 5, 130):
+        x, dy = torch.randn(tokens, K), torch.randn(tokens, N)
+        found = run(call, layer.weight, x, dy)
+        if "stochastic" in name:
+            use = {"precision": "mxfp8"}
+            assert sqnr_db(expected(x, layer.weight.detach(), dy, use)[0], found[0]) > 100
+            continue
+        for one, other in zip(found, expected(x, layer.weight.detach(), dy, use), strict=True):
+            assert sqnr_db(other, one) > 100
+    for bad in (torch.nan, torch.inf):
+        x = torch.randn(9, K)
+        x[3, 5] = bad
+        y, _, dw = run(call, layer.weight, x, torch.randn(9, N))
+        assert y[3].isnan().all()
+        assert dw[:, 5].isnan().all()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_gives_the_same(name: str):
+    use, layer = USES[name], linear()
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    call = torch.compile(layer, backend="mxfp8", dynamic=True, options={"policy": policy(use)})
+    for tokens in (17, 130):
+        x, dy = torch.randn(tokens, K), torch.randn(tokens, N)
+        found = run(call, layer.weight, x, dy)
+        for one, other in zip(found, expected(x, layer.weight.detach(), dy, use), strict=True):
+            assert sqnr_db(other, one) > 100
+    (report,) = mxcompile.reports()
+    assert {gemm.precision for gemm in report.gemms} == {use["precision"]}
+    assert report.summary.graph_breaks == 0
