@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder
+from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder, policies_of
 
 
 def add_to(commands: Any) -> None:
@@ -22,8 +22,8 @@ def add_to(commands: Any) -> None:
     command.add_argument("--inference", action="store_true", help="forward only")
     command.add_argument(
         "--compare",
-        metavar="POLICY",
-        help="the same with another policy beside it, bf16 for one: estimates side by side",
+        metavar="POLICIES",
+        help="the same with other policies beside it, separated by commas: estimates side by side",
     )
     add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)
-    policies = [options.policy] if options.compare is None else [options.policy, options.compare]
+    others = [] if options.compare is None else policies_of(options.compare)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
         results = [
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
                 policy=policy,
                 kwargs=loaded.kwargs,
             )
-            for number, policy in enumerate(policies)
+            for number, policy in enumerate([options.policy, *others])
         ]
     print(results[0])
     if options.compare is not None:
