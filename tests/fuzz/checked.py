@@ -6,6 +6,7 @@
   there is held to FP32's bound in FP32.
 - Of every sixth, under the policy bf16 they are, bit for bit, those of the same path without the passes.
 - Of every second whose program is one graph, names, roles and decisions are explain's.
+- The process is left as it was: gradient, autocast and tracing modes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,6 +42,28 @@ _MATMULS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm:
 
 def check(case: Drawn) -> None:
     """Raise what is wrong with `case`."""
+    before = _surroundings()
+    _check(case)
+    left = {name: (value, before[name]) for name, value in _surroundings().items() if value != before[name]}
+    assert not left, f"left behind by the case (now, before): {left}"
+
+
+def _surroundings() -> dict[str, Any]:
+    """What of the process a case may change only while it runs: the next one would feel it."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return {
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), nesting),
+        "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+        "functorch's level": torch._C._functorch.maybe_current_level(),
+        "tracing": (torch.compiler.is_compiling(), TracingContext.try_get(), detect_fake_mode()),
+        "fast attention": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+def _check(case: Drawn) -> None:
     torch._dynamo.reset()
     mxcompile.clear_reports()
     model, x = build(case)

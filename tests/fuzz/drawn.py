@@ -51,23 +51,26 @@ def draw(seed: int, number: int) -> Drawn:
     width = r.choice(WIDTHS)
     heads = r.choice([h for h in (1, 2, 4) if width % h == 0])
     stem = r.choice(["tokens", "tokens", "features", "conv"])
+    feed_forward = r.choice(["gelu", "relu", "swiglu", "fused swiglu", "experts"])
+    dynamic = r.choice([None, None, None, None, False, False, True])
+    depths = (1, 1, 1, 2, 2, 3) if feed_forward != "experts" else (1, 1, 2)
     return Drawn(
         number=number,
         width=width,
         heads=heads,
         kv_heads=r.choice([h for h in (1, 2, 4) if heads % h == 0]),
         ffn=r.choice((64, 80, 100, 129)),
-        depth=r.choice((1, 1, 1, 2, 2, 3)),
+        depth=r.choice(depths if not dynamic else (1, 1, 1, 1, 1, 2)),  # tracing sizes takes long
         norm=r.choice(["layer", "rms", "none"]),
         attention=r.choice(["separate", "fused", "eager", "module", "none"]),
-        feed_forward=r.choice(["gelu", "relu", "swiglu", "fused swiglu", "experts"]),
+        feed_forward=feed_forward,
         stem=stem,
         tied=stem == "tokens" and r.random() < 0.5,
         bias=r.random() < 0.5,
         wrapper=r.choice(WRAPPERS),
         training=r.random() < 0.75,
         dtype=r.choice(["float32"] * 6 + ["bfloat16", "autocast"]),
-        dynamic=r.choice([None, None, None, None, False, False, True]),
+        dynamic=dynamic,
         shape=(r.choice((1, 2, 3)), r.choice((1, 2, 7, 16, 33))),
         policy=_policy(r),
         real=r.random() < 0.025,

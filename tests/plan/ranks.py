@@ -6,6 +6,7 @@ All ranks see the same batch, so that what data parallelism averages is what one
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 import traceback
 from collections.abc import Callable
@@ -273,8 +274,23 @@ def worker(rank: int, ways: list[Callable[[nn.Module], Call]], ranks: int, folde
         dist.destroy_process_group()
 
 
+def launch_once(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What `launch` gives, of one launch for all processes that run these tests and share `folder`."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            launch(ways, ranks, folder)
+            (folder / "done").touch()
+    return _results(ranks, folder)
+
+
 def launch(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
     (folder / f"rendezvous{os.getpid()}").unlink(missing_ok=True)
     torch.multiprocessing.spawn(worker, (ways, ranks, str(folder)), nprocs=ranks)
+    return _results(ranks, folder)
+
+
+def _results(ranks: int, folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]

@@ -1,6 +1,7 @@
 """One model, however it is cut: every layer has the role, decision, formats and name that `explain` gives.
 
-Eight families, `CUTS` random graph breaks and all `WAYS` of compiling in pieces for each: over 200 cuts.
+Eight families, `CUTS` random graph breaks and all `WAYS` of compiling in pieces for each: over 200 cuts. Some
+of transformers' own models beside them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import families
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, POINTS, Family, build
-from torch import Tensor
+from torch import Tensor, nn
 from ways import HEADLESS, WAYS, Row, around, broken, pending, policy, report_of_all, rows, values, whole
 
 import mxcompile
@@ -95,8 +97,8 @@ def cut_at_random(family: Family, rng: random.Random) -> tuple[set[str], set[str
     own = [path for path, module in modules if path and not type(module).__module__.startswith("torch.")]
     families.POINTS.clear()
     family.model(*family.inputs)
-    paths = set(rng.sample(own, rng.randint(0, 2)))
-    return paths, set(rng.sample(sorted(POINTS), rng.randint(0 if paths else 1, 2)))
+    paths = set(rng.sample(own, rng.randint(0 if POINTS else 1, 2)))
+    return paths, set(rng.sample(sorted(POINTS), rng.randint(0 if paths else 1, 2))) if POINTS else set()
 
 
 @pytest.mark.slow
@@ -139,3 +141,37 @@ def test_flat_parameters_are_refused(alone: None):
     flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=False)
     with pytest.raises(OptionError, match="use_orig_params"):
         mxcompile.compile(flat)
+
+
+class Logits(nn.Module):
+    """A model of transformers that gives its logits alone."""
+
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True)), return_dict=True).logits
+
+
+def hugging(name: str) -> Family:
+    torch.manual_seed(0)
+    case = getattr(models, name)(families.LAYERS)
+    inputs = {key: value for key, value in case.kwargs.items() if key in ("input_ids", "pixel_values")}
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
+    return Family(model=Logits(case.model, *inputs), inputs=tuple(inputs.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+def test_models_of_transformers(name: str):
+    known = _uncut(hugging(name))
+    for way in ("graph breaks", "front_door", "buckets"):
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        family = hugging(name)
+        paths, _ = cut_at_random(family, random.Random(name)) if way not in WAYS else (set(), set())
+        with torch._dynamo.config.patch(recompile_limit=64), broken(family.model, paths, set()):
+            computed = values(family, WAYS.get(way, whole)(family.model, policy=known.policy))
+        follows(known, computed, (way, paths))

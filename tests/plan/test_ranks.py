@@ -6,6 +6,7 @@ Context parallelism is not here: torch's ring attention knows the attention oper
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def alone() -> tuple[list[float], set[Row]]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks.launch([*EXACT, *SPLIT, *PIPELINES], 2, tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # of all workers of a run
+    return ranks.launch_once([*EXACT, *SPLIT, *PIPELINES], 2, shared / "two")
 
 
 def result(found: dict[str, Any], name: str) -> Any:
