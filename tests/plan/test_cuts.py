@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES, POINTS, Family, build
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from ways import HEADLESS, WAYS, Row, around, broken, pending, policy, report_of_all, rows, values, whole
 
 import mxcompile
@@ -134,13 +135,15 @@ def test_pieces_change_nothing(name: str, way: str, uncut: Any, alone: None):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # of one rank
 def test_flat_parameters_are_refused(alone: None):
-    """Dynamo takes no frame of such a model: it would run in its own dtype without a word."""
+    """Dynamo takes no frame of such a model, and asks no backend: only where it must, it is an error."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = build("llama").model
     flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=False)
     with pytest.raises(OptionError, match="use_orig_params"):
         mxcompile.compile(flat)
+    with pytest.raises(Unsupported, match="use_orig_params"):
+        torch.compile(flat, backend="mxfp8", fullgraph=True)(*build("llama").inputs)
 
 
 class Logits(nn.Module):

@@ -49,6 +49,7 @@ def worker(rank: int, way: Callable[[nn.Module], Call], folder: str) -> None:
     try:
         model = ranks.build()
         losses = ranks.train(model, way(model))
+        aot, inductor = counters["aot_autograd"], counters["inductor"]
         found = {
             "losses": losses,
             "reports": [report.to_json() for report in mxcompile.reports()],
@@ -56,8 +57,8 @@ def worker(rank: int, way: Callable[[nn.Module], Call], folder: str) -> None:
             "recompiles": dict(counters["recompiles"]),
             "hits": counters["aot_autograd"]["autograd_cache_hit"]
             + counters["inductor"]["fxgraph_cache_hit"],
-            "misses": counters["aot_autograd"]["autograd_cache_miss"],
-            "generated": counters["inductor"]["fxgraph_cache_miss"],
+            "misses": aot["autograd_cache_miss"],
+            "generated": inductor["fxgraph_cache_miss"],
         }
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
