@@ -27,16 +27,6 @@ def by_block(model: nn.Module) -> Call:
     return mxcompile.compile(ranks.shard(model), policy=decided)
 
 
-def buckets(model: nn.Module) -> Call:
-    """DDP as a whole, cut where its buckets end."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    decided = policy(model)
-    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 60_000
-    cut = DistributedDataParallel(model, bucket_cap_mb=0.1)
-    return torch.compile(cut, backend="mxfp8", options={"policy": decided})
-
-
 def worker(rank: int, way: Callable[[nn.Module], Call], folder: str) -> None:
     """Train on this rank; losses, reports and what Dynamo and the caches counted, as a file."""
     from torch._dynamo.utils import counters
@@ -81,16 +71,14 @@ def lasting(texts: list[str]) -> list[mxcompile.Report]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [by_block, buckets], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [by_block], ids=lambda way: way.__name__)
 def test_a_second_launch_compiles_nothing_and_reports_the_same(
     way: Callable[[nn.Module], Call], tmp_path: Path
 ):
     cold, warm = launch(way, tmp_path), launch(way, tmp_path)
     for first, second in zip(cold, warm, strict=True):
-        assert len(first["reports"]) == 1
-        assert first["generated"] + first["hits"] > 2  # what the other rank was faster with is a hit
-        assert second["hits"] > 2
-        assert (second["misses"], second["generated"]) == (0, 0)
+        assert first["graphs"] == first["hits"] + first["misses"] > 1
+        assert (second["hits"], second["misses"], second["generated"]) == (first["graphs"], 0, 0)
         assert second["graphs"] == first["graphs"]
         assert first["recompiles"] == second["recompiles"]
         assert second["losses"] == first["losses"]
