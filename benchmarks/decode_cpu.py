@@ -1,33 +1,45 @@
-"""Decode and prefill of one linear layer on this machine: stored MXFP8 weights against BF16 and int8.
+"""Decode and prefill of one linear layer on this machine: stored MXFP8 weights against BF16, int8 and Q8_0.
 
-Rows of BF16 activations times a weight; decode is of interest where that is larger than the last-level cache.
-All alternate in one process:
+Rows of BF16 activations times a weight, larger than the last-level cache by default. All take turns; in a
+turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there is
+a pause in which the threads of the one before fall asleep.
 
     bf16 inductor            torch.compile of `F.linear`
+    bf16 inductor, frozen    the same with Inductor's freezing, which packs the weight for oneDNN
     mxcompile mxfp8          the same with its weight stored, under backend="mxfp8"
     torchao int8             int8 weight-only, compiled
-    llama.cpp q8_0           where --llama names a program that prints "NxK q8_0 least T ms" for every shape
+    llama.cpp q8_0           where --llama names the program made of llama_cpp.cpp; FP32 activations
 
-Usage: python benchmarks/decode_cpu.py [--repeats 30] [--rows 1 512] [--shapes 4096x4096 …] [--llama PROGRAM]
+Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
+`plot_serving.py` draws what was written last.
+
+Usage: python benchmarks/decode_cpu.py [--repeats 30] [--rows 1 512] [--shapes 14336x4096 …] [--llama PROGRAM]
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import common
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from mxcompile import ops
 
-SHAPES = ("14336x4096", "4096x14336", "4096x4096")
+SHAPES = ("14336x4096", "4096x14336", "8192x8192")
+ROWS = (1, 2, 4, 8, 16, 512)
+PAUSE_S = 0.02
+BASELINE = "bf16 inductor"
+BYTES = {"bf16": 2.0, "mxfp8": 33 / 32, "int8": 1.0, "q8_0": 34 / 32}
+"""Of a weight, for each value; int8 has a scale for each row beside."""
 
 
 class Stored(nn.Module):
@@ -44,48 +56,106 @@ class Stored(nn.Module):
         return F.linear(x, ops.dequantize(self.qdata, self.scale, -1, x.dtype))
 
 
+class LlamaCpp:
+    """The program of ``llama_cpp.cpp`` for one product; called, it gives the ms of one."""
+
+    def __init__(self, program: str, n: int, k: int, m: int) -> None:
+        sizes = map(str, (n, k, m, torch.get_num_threads()))
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([program, *sizes], stdin=pipe, stdout=pipe, text=True)
+        self._line()
+
+    def __call__(self) -> float:
+        """Milliseconds of one product."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} ended with status {self._process.wait()}")
+        return line
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 512])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="of decode; a third of them of prefill")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="of the weight: N x K")
     parser.add_argument("--no-torchao", action="store_true")
-    parser.add_argument("--llama", help="program that times llama.cpp's Q8_0, one row")
+    parser.add_argument("--llama", help="program that times llama.cpp's Q8_0")
+    parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
-    llama = _llama(options.llama) if options.llama else {}
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
+        made = layers(shape, with_torchao=not options.no_torchao)
         for m in options.rows:
-            rows += measure(shape, m, options.repeats, llama, with_torchao=not options.no_torchao)
+            repeats = options.repeats if m <= 16 else max(1, options.repeats // 3)
+            rows += measure(shape, made, m, repeats, options.llama)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
-    common.write("decode_cpu", rows)
+    if not options.dry:
+        common.write("decode_cpu", rows)
+
+
+@torch.no_grad()
+def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
+    """The ways to multiply by a weight of `shape`, compiled at their first call."""
+    n, k = map(int, shape.split("x"))
+    torch.manual_seed(0)
+    weight = torch.randn(n, k).bfloat16()
+    made: dict[str, Callable[..., Any]] = {
+        BASELINE: torch.compile(_dense(weight), dynamic=False),
+        "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
+        "mxcompile mxfp8": torch.compile(Stored(weight), backend="mxfp8", dynamic=False),
+    }
+    if with_torchao:
+        made["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
+    return made
 
 
 @torch.no_grad()
 def measure(
-    shape: str, m: int, repeats: int, llama: dict[str, float], *, with_torchao: bool
+    shape: str, made: dict[str, Callable[..., Any]], m: int, repeats: int, llama: str | None
 ) -> list[dict[str, Any]]:
     """One row per way of multiplying `m` rows by a weight of `shape`."""
     torch._dynamo.reset()
     n, k = map(int, shape.split("x"))
-    torch.manual_seed(0)
-    x, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-    linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    models: dict[str, Callable[..., Any]] = {
-        "bf16 inductor": torch.compile(linear, dynamic=False),
-        "mxcompile mxfp8": torch.compile(Stored(weight), backend="mxfp8", dynamic=False),
-    }
-    if with_torchao:
-        models["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
-    runs = {name: (lambda model=model: model(x)) for name, model in models.items()}
-    times = common.alternate(runs, repeats=repeats, warmup=3)
-    if m == 1 and shape in llama:
-        times["llama.cpp q8_0 (least)"] = [llama[shape]]
-    return [_row(shape, m, run, times) for run in times]
+    x = torch.randn(m, k).bfloat16()
+    turns = {name: (lambda layer=layer: _turn(layer, x)) for name, layer in made.items()}
+    with ExitStack() as stack:
+        if llama:
+            turns["llama.cpp q8_0"] = stack.enter_context(LlamaCpp(llama, n, k, m))
+        for turn in turns.values():
+            turn()
+        times: dict[str, list[float]] = {name: [] for name in turns}
+        for _ in tqdm(range(repeats), desc=f"{m}×{shape}", leave=False):
+            for name, turn in turns.items():
+                time.sleep(PAUSE_S)
+                times[name].append(turn())
+    return [_row(shape, m, name, times) for name in times]
+
+
+def _turn(layer: Callable[..., Any], x: Tensor) -> float:
+    layer(x)
+    start = time.perf_counter()
+    layer(x)
+    return (time.perf_counter() - start) * 1e3
 
 
 def _row(shape: str, m: int, run: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    n, k = map(int, shape.split("x"))
+    num_bytes = n * k * next(size for word, size in BYTES.items() if word in run)
     median = statistics.median(times[run])
     return {
         "weight": shape,
@@ -93,25 +163,26 @@ def _row(shape: str, m: int, run: str, times: dict[str, list[float]]) -> dict[st
         "run": run,
         "median_ms": round(median, 3),
         "least_ms": round(min(times[run]), 3),
-        "bf16_over_this": round(statistics.median(times["bf16 inductor"]) / median, 2),
+        "gb_per_s": round(num_bytes / median / 1e6, 1),
+        "weight_mb": round(num_bytes / 1e6, 1),
+        "bf16_over_this": round(1 / common.median_ratio(times, run, BASELINE), 2),
         "times_ms": [round(t, 3) for t in times[run]],
     }
+
+
+def _dense(weight: Tensor) -> nn.Module:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return linear
 
 
 def _int8(weight: Tensor) -> nn.Module:
     """Torchao's int8 weight-only linear layer. Raises ImportError without torchao."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    linear = _dense(weight)
     quantize_(linear, Int8WeightOnlyConfig())
     return linear
-
-
-def _llama(program: str) -> dict[str, float]:
-    """Least time in ms by shape."""
-    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    return {shape: float(ms) for shape, ms in re.findall(r"(\d+x\d+) q8_0 least ([\d.]+) ms", printed)}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mxcompile.report import gather_reports as gather_reports
     from mxcompile.report import reports as reports
     from mxcompile.serving import StoredWeights as StoredWeights
+    from mxcompile.serving import aoti_configs as aoti_configs
     from mxcompile.serving import quantize_weights_ as quantize_weights_
     from mxcompile.storage import MXTensor as MXTensor
     from mxcompile.storage import quantize as quantize
@@ -50,6 +51,7 @@ _HOME = {
     "MXTensor": "mxcompile.storage",
     "Policy": "mxcompile.policy",
     "Report": "mxcompile.report",
+    "aoti_configs": "mxcompile.serving",
     "audit": "mxcompile.audit",
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",

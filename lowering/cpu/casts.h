@@ -166,14 +166,51 @@ struct Cast {
   }
 };
 
+// Two whole blocks of codes as values; false where the loops below have to.
+template <class Elem>
+inline bool dequantize_two(const uint8_t*, const uint8_t*, float*) {
+  return false;
+}
+
+// As BF16 by a table of bytes. A scale adds to the exponents of all but zeros and what is not finite, where it leaves
+// every element's a normal one.
+template <class Elem>
+inline bool dequantize_two(const uint8_t* codes, const uint8_t* scales, Bfloat16* values) {
+#ifdef MXCOMPILE_BYTE_TABLES
+  constexpr int least_byte = 17, most_byte = 239;
+  constexpr char not_finite = Elem::emax == 8 ? 0x7f : 0x7c;
+  for (int64_t i = 0; i < 2; i++)
+    if (scales[i] < least_byte || scales[i] > most_byte) return false;
+  const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  __m512i code = _mm512_loadu_si512(codes), unpacked[2];
+  Decoder(tables<Elem>()).unpack(code, unpacked);
+  __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
+  __mmask64 scaled = _mm512_test_epi8_mask(size, size) & _mm512_cmplt_epu8_mask(size, _mm512_set1_epi8(not_finite));
+  for (int64_t i = 0; i < 2; i++) {
+    __m512i value = _mm512_permutex2var_epi64(unpacked[0], i ? upper : lower, unpacked[1]);  // in order again
+    __m512i exponent = _mm512_set1_epi16(static_cast<int16_t>((scales[i] - 127) * 128));
+    value = _mm512_mask_add_epi16(value, static_cast<__mmask32>(scaled >> (32 * i)), value, exponent);
+    _mm512_storeu_si512(values + i * BLOCK, value);
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Values of codes under scales: of rows of `width`, blocks along them.
 template <class Elem, class Value>
 inline void dequantize_rows(const uint8_t* codes, const uint8_t* scales, int64_t number, int64_t width, int threads,
                             Value* values) {
   for_tiles(number, 1, number * width, threads, [=](int64_t r, int64_t) {
     for (int64_t block = 0; block < num_blocks(width); block++) {
-      float scale = scale_value(scales[r * num_blocks(width) + block]);
+      const uint8_t* bytes = scales + r * num_blocks(width) + block;
       int64_t at = r * width + block * BLOCK, count = least(BLOCK, width - block * BLOCK);
+      if ((block + 2) * BLOCK <= width && dequantize_two<Elem>(codes + at, bytes, values + at)) {
+        block++;
+        continue;
+      }
+      float scale = scale_value(*bytes);
       if (count == BLOCK)
         #pragma omp simd
         for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(codes[at + i]) * scale, values[at + i]);

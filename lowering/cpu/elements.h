@@ -15,6 +15,10 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#include <immintrin.h>
+#define MXCOMPILE_BYTE_TABLES 1
+#endif
 
 // Inductor turns GCC's vectorizer off, as its own loops are written in vectors; ours are written as loops.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -152,6 +156,46 @@ inline float decode(uint8_t code) {
   value = size >= not_finite ? special : value;
   return as_float(value | (static_cast<uint32_t>(code & 0x80) << 24));
 }
+
+#ifdef MXCOMPILE_BYTE_TABLES
+struct Tables {
+  alignas(64) uint8_t high[128], low[128];
+  float scale[256];
+};
+
+template <class Elem>
+inline const Tables& tables() {
+  static const Tables made = [] {
+    Tables t;
+    for (int code = 0; code < 128; code++) {
+      uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code)));
+      t.high[code] = static_cast<uint8_t>(bits >> 24);
+      t.low[code] = static_cast<uint8_t>(bits >> 16);
+    }
+    for (uint32_t byte = 0; byte < 256; byte++) t.scale[byte] = scale_value(byte);
+    return t;
+  }();
+  return made;
+}
+
+// 64 codes as BF16 numbers, by their bytes in registers.
+struct Decoder {
+  __m512i h0, h1, l0, l1;
+
+  explicit Decoder(const Tables& t)
+      : h0(_mm512_load_si512(t.high)), h1(_mm512_load_si512(t.high + 64)),
+        l0(_mm512_load_si512(t.low)), l1(_mm512_load_si512(t.low + 64)) {}
+
+  // of each 16 codes the first eights, then the second ones
+  void unpack(__m512i codes, __m512i* out) const {
+    __m512i high = _mm512_permutex2var_epi8(h0, codes, h1);  // by the low 7 bits of each byte
+    __m512i low = _mm512_permutex2var_epi8(l0, codes, l1);
+    high = _mm512_or_si512(high, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))));
+    out[0] = _mm512_unpacklo_epi8(low, high);
+    out[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+#endif
 
 }  // namespace mxcompile
 

@@ -13,8 +13,7 @@
 #define MXCOMPILE_WEIGHT_ONLY_MM_H
 
 #include "elements.h"
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#include <immintrin.h>
+#if defined(MXCOMPILE_BYTE_TABLES) && defined(__AVX512BF16__)
 #define MXCOMPILE_BF16_DOT 1
 #endif
 #include <memory>
@@ -81,26 +80,6 @@ inline bool ordinary(const Bfloat16* x, int64_t count) {
   return all;
 }
 
-struct Tables {
-  alignas(64) uint8_t high[128], low[128];
-  float scale[256];
-};
-
-template <class Elem>
-inline const Tables& tables() {
-  static const Tables made = [] {
-    Tables t;
-    for (int code = 0; code < 128; code++) {
-      uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code)));
-      t.high[code] = static_cast<uint8_t>(bits >> 24);
-      t.low[code] = static_cast<uint8_t>(bits >> 16);
-    }
-    for (uint32_t byte = 0; byte < 256; byte++) t.scale[byte] = scale_value(byte);
-    return t;
-  }();
-  return made;
-}
-
 // x in the order in which unpacking leaves 64 codes: of each 16 the first eights, then the second ones.
 inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
   for (int64_t i = 0; i < (k + STEP - 1) / STEP * STEP; i++) {
@@ -112,9 +91,7 @@ inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
 template <int rows, int weights>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
                         float* sums) {
-  const __m512i h0 = _mm512_load_si512(t.high), h1 = _mm512_load_si512(t.high + 64);
-  const __m512i l0 = _mm512_load_si512(t.low), l1 = _mm512_load_si512(t.low + 64);
-  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  const Decoder decoder(t);
   __m512 total[weights][rows];
   for (int w = 0; w < weights; w++)
     for (int m = 0; m < rows; m++) total[w][m] = _mm512_setzero_ps();
@@ -125,10 +102,9 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
       const uint8_t *here = codes + w * shape.k + k, *bytes = scales + w * shape.blocks() + k / BLOCK;
       _mm_prefetch(reinterpret_cast<const char*>(here + AHEAD), _MM_HINT_T0);
       __m512i code = whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(inside, here);
-      __m512i high = _mm512_permutex2var_epi8(h0, code, h1);  // by the low 7 bits of each byte
-      __m512i low = _mm512_permutex2var_epi8(l0, code, l1);
-      high = _mm512_or_si512(high, _mm512_and_si512(code, sign));
-      __m512bh first = (__m512bh)_mm512_unpacklo_epi8(low, high), second = (__m512bh)_mm512_unpackhi_epi8(low, high);
+      __m512i unpacked[2];
+      decoder.unpack(code, unpacked);
+      __m512bh first = (__m512bh)unpacked[0], second = (__m512bh)unpacked[1];
       __m512 scale = _mm512_set1_ps(t.scale[bytes[0]]);
       if (second_block) scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(t.scale[bytes[1]]));
       for (int m = 0; m < rows; m++) {

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mxcompile
-from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint, opened
+from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint, Entry
 from mxcompile.checkpoint.layouts import (
     COMPRESSED_TENSORS,
     check_layout,
@@ -37,7 +37,9 @@ from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors
 from mxcompile.checkpoint.save import Kinds, left_as_they_are, packed
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import num_blocks
 from mxcompile.policy import Policy
+from mxcompile.serving.choose import Chosen
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.serving.weights import cast, pieces
 from mxcompile.storage import MXTensor
@@ -194,20 +196,35 @@ def _write_index(directory: Path, made: Checkpoint) -> None:
 
 def _convert_file(plan: Plan, file: Path, made: Path) -> list[StoredWeight]:
     """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
-    tensors: dict[str, Tensor] = {}
+    specs: dict[str, Tensor] = {}
     kinds: Kinds = {}
-    with opened(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 — not a mapping
-            value: Tensor = handle.get_tensor(name)
-            chosen = plan.chosen.get(name)
-            kinds[name] = None
-            if chosen is not None and chosen.elem_dtype is not None:
-                value = cast(value, chosen.block_dim, chosen.elem_dtype, chosen.rounding)
-                kinds[name] = value.qdata.dtype, value.dtype
-            tensors |= packed(name, value, plan.layout)
-    write_tensors(made, tensors, metadata(kinds, plan.layout))
-    del tensors
+    for name, entry in plan.checkpoint.entries.items():
+        if entry.file == file:
+            empty = _empty(entry, plan.chosen.get(name))
+            kinds[name] = (empty.qdata.dtype, empty.dtype) if isinstance(empty, MXTensor) else None
+            specs |= packed(name, empty, plan.layout)
+    write_tensors(made, specs, _converted(plan, kinds), metadata(kinds, plan.layout))
     return list(_measured(plan, file, made))
+
+
+def _empty(entry: Entry, chosen: Chosen | None) -> Tensor:
+    """What becomes of a tensor, without its values."""
+    if chosen is None or chosen.elem_dtype is None:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    blocks = (*entry.shape[:-1], num_blocks(entry.shape[-1]))
+    elements = torch.empty(entry.shape, dtype=chosen.elem_dtype, device="meta")
+    scales = torch.empty(blocks, dtype=torch.float8_e8m0fnu, device="meta")
+    return MXTensor(elements, scales, -1, entry.dtype)
+
+
+def _converted(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The parts of the tensors called `names`, one read and cast at a time."""
+    for name in names:
+        value = plan.checkpoint.read(name)
+        chosen = plan.chosen.get(name)
+        if chosen is not None and chosen.elem_dtype is not None:
+            value = cast(value, chosen.block_dim, chosen.elem_dtype, chosen.rounding)
+        yield from packed(name, value, plan.layout).items()
 
 
 def _measured(plan: Plan, file: Path, made: Path) -> Iterator[StoredWeight]:

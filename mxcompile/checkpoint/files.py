@@ -27,6 +27,9 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
 
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""What safetensors calls dtypes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mxcompile.checkpoint.files import DTYPE_NAMES
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Publish a safetensors file."""
-    from safetensors.torch import save_file
 
+def write_tensors(
+    file: Path, specs: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
+) -> None:
+    """Publish a safetensors file, of tensors that come one after the other and are not kept.
+
+    specs: shape and dtype of every tensor, on the meta device say. values: those tensors, in any order.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in sorted(
+        specs, key=lambda name: (-specs[name].element_size(), name)
+    ):  # so that all are aligned
+        start, end = end, end + specs[name].nbytes
+        dtype, shape = DTYPE_NAMES[specs[name].dtype], list(specs[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     part = file.with_name(f"{file.name}.part")
-    save_file(dict(tensors), str(part), metadata=dict(metadata))
+    with part.open("wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        handle.truncate(handle.tell() + end)
+        for name, value in values:
+            handle.seek(8 + len(text) + header[name]["data_offsets"][0])
+            handle.write(value.reshape(-1).view(torch.uint8).numpy(force=True).data)
     _publish(part, file)
 
 

@@ -78,7 +78,7 @@ def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: str, lim
             value = state[name]
             kinds[name] = (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
             tensors |= packed(name, value, layout)
-        write_tensors(directory / file, tensors, metadata(kinds, layout))
+        write_tensors(directory / file, tensors, tensors.items(), metadata(kinds, layout))
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(each.nbytes for each in tensors.values())
     if len(shards) > 1:

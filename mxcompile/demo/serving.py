@@ -227,8 +227,14 @@ class _Served:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What all parameters of `model` take."""
-    return sum(int(getattr(each, "stored_bytes", each.nbytes)) for each in model.parameters())
+    """What all parameters of `model` take, of those that are made of several tensors all of them."""
+    return sum(_bytes(parameter) for parameter in model.parameters())
+
+
+def _bytes(x: Any) -> int:
+    if not hasattr(x, "__tensor_flatten__"):
+        return int(x.nbytes)
+    return sum(_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
 
 
 def _loss(logits: Sequence[Tensor], given: Sequence[Tensor]) -> float:

@@ -26,8 +26,8 @@ from mxcompile.serving.choose import Chosen, choose
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.storage import MXTensor
 
-_CHUNK = 1 << 22
-"""Elements cast at once: a few temporaries of 16 MiB."""
+_CHUNK = 1 << 19
+"""Elements cast at once: a few temporaries of 2 MiB."""
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

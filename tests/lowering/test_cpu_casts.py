@@ -132,6 +132,18 @@ def test_every_code_under_every_scale(forms: _Forms, dtype: torch.dtype, elem: s
         assert same_bits(forms.back(form, codes, scales, elem, dtype), expected)
 
 
+@pytest.mark.parametrize("width", [64, 200])
+@pytest.mark.parametrize("elem", ELEMS)
+def test_neighbours_have_scales_of_their_own(forms: _Forms, elem: str, width: int):
+    """Ordinary scales and those at the ends of the range side by side, and rows that end within a block."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (1, 500, width), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(256, (1, 500, -(-width // 32)), dtype=torch.uint8, generator=generator)
+    scales[:, :300] = scales[:, :300] % 3 * 20 + 100
+    expected = dequantize_tensors(codes.view(ELEMS[elem]), scales, -1, torch.bfloat16)
+    assert same_bits(forms.back("rows", codes, scales, elem, torch.bfloat16), expected)
+
+
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_both_layouts_of_a_matrix_are_one_kernel(cpp_wrapper: bool):
     """Whatever they give, after a producer, for any number of tokens, called from Python or C++."""

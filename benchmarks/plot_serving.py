@@ -1,0 +1,116 @@
+"""The picture of what `decode_cpu.py` and `serving.py` wrote last: docs/images/serving.png.
+
+Of every measurement the newest line counts; all are drawn over BF16 under Inductor.
+
+Usage: python benchmarks/plot_serving.py [-o docs/images/serving.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import common
+
+COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#8a8f98", "bf16": "#b8c4d6"}
+"""By what a label holds, the first that fits."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, default=common.ROOT / "docs" / "images" / "serving.png")
+    output = parser.parse_args().output
+    layers = newest("decode_cpu", ("weight", "rows", "run"))
+    models = newest("serving", ("what", "run"))
+    draw(layers, models, output)
+    print(f"written to {output}")
+
+
+def newest(name: str, keys: Iterable[str]) -> list[dict[str, Any]]:
+    """The last line of each measurement of a benchmark."""
+    path = common.RESULTS / f"{name}.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    newest = {tuple(line[key] for key in keys): line for line in lines}
+    return [*newest.values()]
+
+
+def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained", dpi=120)
+    (one, many), (speed, quality) = figure.subplots(2, 2)
+    shapes = list(dict.fromkeys(line["weight"] for line in layers))
+    runs = list(dict.fromkeys(line["run"] for line in layers))
+    for index, run in enumerate(runs):
+        width, style = 0.8 / len(runs), {"color": color(run, index), "label": run}
+        found = {
+            (line["weight"], line["rows"]): line["bf16_over_this"] for line in layers if line["run"] == run
+        }
+        heights = [found.get((shape, 1), 0) for shape in shapes]
+        places = [at + (index - (len(runs) - 1) / 2) * width for at in range(len(shapes))]
+        one.bar_label(one.bar(places, heights, width * 0.9, **style), fmt="%.1f", fontsize=8)
+        rows = sorted(m for shape, m in found if shape == shapes[0])
+        many.plot(rows, [found[shapes[0], m] for m in rows], marker="o", **style)
+    one.set_xticks(range(len(shapes)), shapes)
+    one.set(title="One row times a weight (N×K)", ylabel="speed over BF16")
+    many.set(title=f"Rows times a weight of {shapes[0]}", xlabel="rows", ylabel="speed over BF16")
+    many.set_xscale("log", base=2)
+    many.xaxis.set_major_formatter("{x:g}")
+    _bars(speed, [m for m in models if m["what"] == "speed"], ("tokens_over_bf16", "bf16_prefill_over_this"))
+    speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
+    _quality(quality, [m for m in models if m["what"] == "quality"])
+    for axes in (one, many, speed):
+        axes.axhline(1, color="#8a8f98", linewidth=1)
+        axes.legend(fontsize=8)
+    last = layers[-1]
+    figure.suptitle(f"{last['device']}, {last['threads']} threads, torch {last['torch']}, {last['date']}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output)
+
+
+def _bars(axes: Any, models: list[dict[str, Any]], keys: tuple[str, str]) -> None:
+    names = {"tokens_over_bf16": "decode", "bf16_prefill_over_this": "prefill of 512 tokens"}
+    for index, key in enumerate(keys):
+        places = [at + (index - 0.5) * 0.4 for at in range(len(models))]
+        bars = axes.bar(places, [line[key] for line in models], 0.38, label=names[key], color=f"C{index}")
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks(range(len(models)), [_wrapped(line["run"]) for line in models])
+
+
+def _quality(axes: Any, models: list[dict[str, Any]]) -> None:
+    base = next(line for line in models if line["run"] == "bf16")
+    for index, line in enumerate(models):
+        share = line["weight_bytes"] / base["weight_bytes"]
+        axes.scatter(share, 100 * line["over_bf16"], color=color(line["run"], index), s=40)
+        axes.annotate(
+            line["run"],
+            (share, 100 * line["over_bf16"]),
+            xytext=(0, 6 if index % 2 else -12),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    axes.axhline(0, color="#8a8f98", linewidth=1)
+    axes.margins(0.3)
+    axes.set(title=f"Quality: {base['model']}", xlabel="bytes of all weights over BF16")
+    axes.set_ylabel("perplexity over BF16, %")
+
+
+def _wrapped(label: str) -> str:
+    return label.replace(", ", ",\n")
+
+
+def color(label: str, index: int) -> str:
+    """Of a run."""
+    return (
+        "C3" if "frozen" in label else next((c for word, c in COLORS.items() if word in label), f"C{index}")
+    )
+
+
+if __name__ == "__main__":
+    main()

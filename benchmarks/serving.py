@@ -1,0 +1,138 @@
+"""Serving whole models on this machine: stored MXFP8 weights against BF16, int8 and llama.cpp's Q8_0.
+
+    quality   a small Llama trained on Python's source: perplexity a byte on files held out, the logits' gap,
+              bytes of all weights
+    speed     two blocks of a Llama 3 8B, random weights: a prompt of 512 tokens, then tokens one by one
+
+The measurements are those of ``mxcompile demo --serve``. Q8_0 is there for quality alone: its values (of
+blocks of 32, an int8 for each value and one FP16 scale, largest magnitude / 127) in BF16 arithmetic.
+
+Usage: python benchmarks/serving.py quality|speed [--steps 500] [--dry]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import common
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mxcompile import demo
+from mxcompile.cli.quiet import quiet
+from mxcompile.demo.serving import WAYS, Way
+
+Q8_0 = "llama.cpp q8_0 (values)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("quality", "speed"))
+    parser.add_argument("--steps", type=int, default=500, help="of training, for quality")
+    parser.add_argument("--dry", action="store_true", help="write no results, and measure a small model")
+    options = parser.parse_args()
+    with quiet():
+        rows = quality(options.steps) if options.what == "quality" else speed(dry=options.dry)
+    common.show(rows)
+    if not options.dry:
+        common.write("serving", rows)
+
+
+def quality(steps: int) -> list[dict[str, Any]]:
+    """One row per way of serving."""
+    settings = demo.quick_settings(steps=steps)
+    text = demo.standard_library()
+    bar = tqdm(total=steps, desc="training", leave=False)
+    model = demo.trained(settings, text, lambda *_: bool(bar.update()))
+    ways = (*WAYS, *peers(model), Way(label=Q8_0, prepare=_from(model, _q8_0_values)))
+    found = list(_barred(demo.quality(model, settings, text, ways, count=16), len(ways)))
+    return [
+        {
+            "what": "quality",
+            "model": f"llama {settings.layers}×{settings.width}, {steps} steps",
+            "run": each.label,
+            "perplexity": round(each.perplexity, 5),
+            "over_bf16": round(each.perplexity / found[0].perplexity - 1, 6),
+            "logits_gap": round(each.logits_gap, 5),
+            "weight_bytes": _q8_0_bytes(model) if each.label == Q8_0 else each.weight_bytes,
+        }
+        for each in found
+    ]
+
+
+def speed(*, dry: bool) -> list[dict[str, Any]]:
+    """One row per way of serving."""
+    small = {"layers": 1, "width": 256, "feed_forward": 512, "heads": 2, "key_value_heads": 1, "tokens": 2}
+    size = demo.Wide(**small) if dry else demo.Wide(prompt=512, tokens=32)
+    model = demo.wide(size)
+    ways = (*WAYS, *peers(model))
+    found = list(_barred(demo.speed(model, size, ways), len(ways)))
+    return [
+        {
+            "what": "speed",
+            "model": f"llama {size.layers}×{size.width}, {size.prompt} tokens given, {size.tokens} made",
+            "run": each.label,
+            "prefill_ms": round(each.prefill_ms, 1),
+            "tokens_per_s": round(each.tokens_per_s, 2),
+            "bf16_prefill_over_this": round(found[0].prefill_ms / each.prefill_ms, 3),
+            "tokens_over_bf16": round(each.tokens_per_s / found[0].tokens_per_s, 3),
+            "weight_bytes": each.weight_bytes,
+        }
+        for each in found
+    ]
+
+
+def _barred(measured: Iterator[Any], total: int) -> Iterator[Any]:
+    return iter(tqdm(measured, total=total, desc="ways", leave=False))
+
+
+def peers(model: nn.Module) -> tuple[Way, ...]:
+    """Torchao's way, of the weights that `model` has now."""
+    return (Way(label="torchao int8", prepare=_from(model, _int8)),)
+
+
+def _from(model: nn.Module, change: Callable[[nn.Linear], None]) -> Callable[[nn.Module], None]:
+    """What gives the layers of the blocks their weights of now back, then does `change` with each."""
+    now = {name: each.weight.detach() for name, each in _blocks_layers(model)}
+
+    def prepare(served: nn.Module) -> None:
+        for name, layer in _blocks_layers(served):
+            layer.weight = nn.Parameter(now[name].clone(), requires_grad=False)
+            change(layer)
+
+    return prepare
+
+
+def _blocks_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers that mxcompile stores by default in a Llama: all but the head."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".layers." in name:
+            yield name, module
+
+
+def _int8(layer: nn.Linear) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(layer, Int8WeightOnlyConfig())
+
+
+def _q8_0_values(layer: nn.Linear) -> None:
+    blocks = layer.weight.detach().float().unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    values: Tensor = (blocks * inverse).round() * scale.half().float()
+    layer.weight = nn.Parameter(values.flatten(-2).to(layer.weight.dtype), requires_grad=False)
+
+
+def _q8_0_bytes(model: nn.Module) -> int:
+    stored = {id(layer.weight) for _, layer in _blocks_layers(model)}
+    return sum(p.numel() * 34 // 32 if id(p) in stored else p.nbytes for p in model.parameters())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""AOTInductor's configuration for models with stored weights: products of few rows read codes.
+
+    torch.export.export(model, …) ─▶ aoti_compile_and_package(program, inductor_configs=aoti_configs())
+
+An exported program has codes and scales as constants and ``mx.dequantize`` between them and its products.
+Without this configuration every product reads values that were dequantized in front of it, in the same call.
+With it the lowering chooses a kernel for each, as ``backend="mxfp8"`` with the policy ``bf16`` does; what a
+program computes stays what it was. No report is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+
+from mxcompile.compiler.inductor import GraphPass, sources_hash
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tensor
+from mxcompile.lowering import pipeline as lowering
+from mxcompile.lowering import targets
+from mxcompile.policy import Gemm
+
+
+def aoti_configs(target: str = "auto") -> dict[str, Any]:
+    """What ``torch._inductor.aoti_compile_and_package`` takes as ``inductor_configs``.
+
+    target: as for ``torch.compile``. A pass that Inductor is configured with runs before. Raises
+    `TargetError` for an unknown target.
+    """
+    targets.check(target)
+    uuid = f"{sources_hash()} ahead of time {target}"
+    chosen = GraphPass(lambda graph: _lower(graph, target), uuid, config.post_grad_custom_pre_pass)
+    return {"post_grad_custom_pre_pass": chosen}
+
+
+def _lower(graph: fx.Graph, target: str) -> None:
+    """Choose kernels for the products of `graph`, each a layer of its own."""
+    device = torch.device("cpu")
+    for node in graph.nodes:
+        value = tensor(node)
+        if packet(node) in (aten.mm, aten.addmm) and value is not None:
+            device = value.device
+            set_tag(node, _tag(node))
+    lowering.run(graph, targets.resolve(target, device), device)
+
+
+def _tag(node: fx.Node) -> GemmTag:
+    return GemmTag(
+        layer=node.name,
+        name=node.name,
+        module=str(packet(node)),
+        source="",
+        gemm=Gemm.FPROP,
+        kind=Kind.LINEAR,
+        tensors=("x", "w"),
+    )

@@ -1,0 +1,87 @@
+"""Every product there is: 65,536 BF16 activations × 256 codes × 256 scale bytes, in each form of the kernel.
+
+    x · value(code) · 2^(byte − 127)        exact in FP64 (8 + 4 bits), rounded once to FP32
+
+The values of codes are torch's. Where a weight alone is beyond FP32, any result that is not finite will do.
+
+    python tests/lowering/every_product.py [--forms avx2 …] [--scales 0 100 …]        17 minutes of one core
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from cpp_forms import FORMS, library, pointer
+from tqdm import tqdm
+
+ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_ROWS = 1024
+
+_FUNCTION = """
+extern "C" int64_t differing_{elem}(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales,
+                                    const double* weights, float* out) {{
+  const float* no_bias = nullptr;
+  weight_only_mm<{elem}>(x, codes, scales, no_bias, Shape{{{rows}, 256, 1}}, 1, out);
+  int64_t count = 0;
+  for (int64_t m = 0; m < {rows}; m++) {{
+    double activation = widen(x[m]);
+    for (int64_t n = 0; n < 256; n++) {{
+      float found = out[m * 256 + n], right = static_cast<float>(activation * weights[n]);
+      bool beyond = std::isfinite(weights[n]) && !std::isfinite(static_cast<float>(weights[n]));
+      bool same = found == right || (found != found && right != right) || (beyond && !std::isfinite(found));
+      count += !same;
+    }}
+  }}
+  return count;
+}}
+"""
+SOURCE = "#include <cmath>\n" + "\n".join(_FUNCTION.format(elem=elem, rows=_ROWS) for elem in ELEMS)
+"""C++ that follows `weight_only_mm.h`; `differing` calls it."""
+
+
+def differing(functions: ctypes.CDLL, elem: str, scale: int) -> int:
+    """How many products of all activations and all codes are wrong under one scale byte.
+
+    They come in order of their bits: calls of ordinary exponents and others are told apart by the kernel.
+    """
+    activations = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = torch.full((256,), scale, dtype=torch.uint8)
+    power = float("nan") if scale == 255 else 2.0 ** (scale - 127)
+    weights = codes.view(ELEMS[elem]).double() * power
+    out = torch.empty(_ROWS, 256)
+    function = getattr(functions, f"differing_{elem}")
+    function.restype = ctypes.c_int64
+    operands = [*map(pointer, (codes, scales, weights, out))]
+    return sum(function(pointer(some), *operands) for some in activations.split(_ROWS))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--scales", nargs="*", type=int, default=range(256))
+    options = parser.parse_args()
+    wrong = 0
+    source = f'#include "weight_only_mm.h"\nusing namespace mxcompile;\n{SOURCE}'
+    with tempfile.TemporaryDirectory() as folder:
+        for form in options.forms:
+            functions = library(form, source, Path(folder))
+            for elem in ELEMS:
+                bar = tqdm(options.scales, desc=f"{form}, {elem}", leave=False)
+                found = sum(differing(functions, elem, scale) for scale in bar)
+                wrong += found
+                count = len(options.scales) << 24
+                sys.stdout.write(f"{form}, {elem}: {found} of {count:,} products differ\n")
+                sys.stdout.flush()
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

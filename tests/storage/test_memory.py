@@ -1,0 +1,107 @@
+"""Peak memory of storing, converting and loading: the quantized model and a layer, within 10 %.
+
+Each runs in a process of its own, on a Llama of 411 MB in BF16; what is imported and cached is imported and
+cached before, by the same call for a small model. The peak is the kernel's, over what was resident before.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone resets a peak"),
+]
+
+_BEGIN = """
+import ctypes, gc, sys
+import torch
+import mxcompile
+from mxcompile import demo
+from mxcompile.checkpoint.convert import convert
+from pathlib import Path
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+sizes = {
+    "small": demo.Wide(layers=2, width=128, feed_forward=256, heads=2, key_value_heads=2),
+    "large": demo.Wide(layers=4, width=2048, feed_forward=5632, heads=16, key_value_heads=16),
+}
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+def settle():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident
+    return status("VmRSS")
+"""
+
+PROJECTIONS = 4 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
+QUANTIZED = PROJECTIONS * 33 // 32 + 2 * 2 * 256 * 2048
+LAYER = 2 * 2048 * 5632
+
+
+def printed(folder: Path, *lines: str) -> list[int]:
+    """The numbers that a process prints last."""
+    command = [sys.executable, "-c", "\n".join([_BEGIN, *lines]), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints in BF16, one file each: ``small`` and ``large``."""
+    made = tmp_path_factory.mktemp("memory")
+    printed(
+        made,
+        "for name, size in sizes.items():",
+        "    demo.wide(size).save_pretrained(folder / name, max_shard_size='10GB')",
+        "print(0)",
+    )
+    return made
+
+
+def test_storing_weights(folder: Path):
+    """Beside the model a layer of it; and at the end it takes what it says."""
+    most, left = printed(
+        folder,
+        "mxcompile.quantize_weights_(demo.wide(sizes['small']), progress=False)",
+        "without = settle()",
+        "model = demo.wide(sizes['large'])",
+        "before = settle()",
+        "mxcompile.quantize_weights_(model, progress=False)",
+        "most = status('VmHWM') - before",
+        "print(most, settle() - without)",
+    )
+    assert most <= 0.1 * QUANTIZED + LAYER
+    assert left <= 1.1 * QUANTIZED
+
+
+def test_converting_and_loading(folder: Path):
+    """Of one file as large as the model; what is loaded is read to its end."""
+    (most,) = printed(
+        folder,
+        "convert(folder / 'small', folder / 'small out', progress=False)",
+        "before = settle()",
+        "convert(folder / 'large', folder / 'large out', progress=False)",
+        "print(status('VmHWM') - before)",
+    )
+    assert most <= 3 * LAYER + 60e6  # the file is written as it is made
+    most, held = printed(
+        folder,
+        "mxcompile.load_quantized(folder / 'small out')",
+        "before = settle()",
+        "model = mxcompile.load_quantized(folder / 'large out')",
+        "for parameter in model.parameters():",
+        "    getattr(parameter, 'qdata', parameter).view(torch.uint8).max()",
+        "print(status('VmHWM') - before, demo.serving.weight_bytes(model))",
+    )
+    assert held == QUANTIZED + 9 * 2 * 2048
+    assert most <= 1.1 * QUANTIZED + LAYER
