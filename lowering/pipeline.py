@@ -21,7 +21,8 @@ from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
-from mxcompile.lowering.inductor import casts as casts  # registers the lowerings of the casts
+from mxcompile.lowering.inductor import cached as cached  # registers the lowerings of cached casts
+from mxcompile.lowering.inductor import casts as casts  # those of the other casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
 from mxcompile.lowering.targets import Target
@@ -92,6 +93,15 @@ def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[
         return dict.fromkeys(chosen.products(graph), obstacle)
     chosen.apply(graph)
     return {}
+
+
+def uncached(target: Target) -> str:
+    """Why weights are cast in every call on `target`, whatever the policy says; "" if they need not be."""
+    if target.device != "cpu":
+        return f"no kernel for {target.name} keeps copies"
+    if config.cpp_wrapper:
+        return "copies are kept in Python, which config.cpp_wrapper is to do without"
+    return kernel.obstacle()
 
 
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:

@@ -52,7 +52,10 @@ USED: dict[str, tuple[str, ...]] = {
         "ir",
         "list_mode_options",
     ),
-    "torch._inductor.codecache": ("PyCodeCache",),
+    "torch._inductor.codecache": (
+        "CppPythonBindingsCodeCache",
+        "PyCodeCache",
+    ),
     "torch._inductor.codegen.common": ("init_backend_registration",),
     "torch._inductor.codegen.cpp_template_kernel": ("CppTemplateKernel",),
     "torch._inductor.codegen.cpp_utils": ("cexpr_index",),

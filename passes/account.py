@@ -1,20 +1,46 @@
-"""Counting bytes: weights, and what forward keeps for backward with and without mxcompile."""
+"""Counting: bytes of weights, of what forward keeps for backward, of what ranks send; casts."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.names import module_of
-from mxcompile.graph.opsets import PICKS, VIEWS, argument, packet
-from mxcompile.graph.tags import Kind, numel, tag_of, tensor
+from mxcompile.graph.opsets import PICKS, argument, packet
+from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
-from mxcompile.passes.flow import origin, stored
+from mxcompile.passes.flow import origin, readers, stored, viewed
+from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
+
+_CASTS = {
+    ops.quantize.overloadpacket: 1,
+    ops.quantize_both.overloadpacket: 2,
+    ops.encode.overloadpacket: 1,
+}
+"""Casts of one tensor, each along one dimension, that an operator is."""
+_SENT = tuple(
+    getattr(torch.ops._c10d_functional, name)
+    for name in (
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_to_all_single",
+        "broadcast",
+    )
+    if hasattr(torch.ops._c10d_functional, name)
+)
+"""Collectives; the first argument is what a rank gives."""
 
 
 def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
@@ -66,7 +92,7 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     """
     (outputs,) = forward.find_nodes(op="output")
     kept = [n for n in outputs.args[0][num_outputs:] if isinstance(n, fx.Node)]
-    kept = [n for n in kept if _viewed(n).op != "placeholder" and tensor(n) is not None]
+    kept = [n for n in kept if viewed(n).op != "placeholder" and tensor(n) is not None]
     times = {node: count(module_of(node)[0]) for node in kept}
     total = sum(_bytes(node) * times[node] for node in kept)
     quantized = [n for n in kept if _cast_of(n) is not None]
@@ -83,13 +109,6 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    """The tensor that `node` is a view of."""
-    while packet(node) in VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
 def _cast_of(node: fx.Node) -> fx.Node | None:
     """The cast that made `node`, elements or scales, seen through a transpose."""
     node = untransposed(node)[0]
@@ -103,3 +122,54 @@ def _bytes(node: fx.Node) -> int:
     value = tensor(node)
     assert value is not None
     return numel(value.shape) * value.element_size()
+
+
+def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
+    """Casts that `graph` makes each time it runs, one for each tensor and dimension; none that are kept.
+
+    count: how many layers the module at a path stands for.
+    """
+    total = 0
+    for node in graph.nodes:
+        if packet(node) in _CASTS:
+            layers = [tag.name for tag in readers(node)] or [module_of(node)[0]]
+            total += _CASTS[packet(node)] * max(map(count, layers))
+    return total
+
+
+def cached_copies(graph: fx.Graph, count: Callable[[str], int]) -> dict[str, tuple[int, int]]:
+    """The copies of weights that `graph`, a lowered one, keeps from call to call, by what they are.
+
+    Bytes of one, and for how many layers it stands. count: how many the module at a path stands for.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for node in graph.find_nodes(op="call_function", target=ops.quantize_dequantize_cached):
+        value, path = tensor(node), str(node.meta.get(WEIGHT_KEY, node.args[0]))
+        place = argument(node).args[1:] if argument(node).op != "placeholder" else ()
+        assert value is not None
+        name = f"{path} {list(value.shape)} {place} {node.args[1:]}"
+        found[name] = _bytes(node), count(path.rpartition(".")[0])
+    return found
+
+
+def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
+    """Bytes that this rank gives to the collectives of `graph`, and those without mxcompile.
+
+    count: how many layers the module at a path stands for.
+    """
+    sent = without = 0
+    for node in graph.nodes:
+        if packet(node) not in _SENT:
+            continue
+        given = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+        times = count(module_of(node)[0])
+        size = sum(_bytes(each) for each in given if tensor(each) is not None) * times
+        sent += size
+        without += _bytes(_packed(node)) * times if node.meta.get(PASS_KEY) == Gather.name else size
+    return sent, without
+
+
+def _packed(gather: fx.Node) -> fx.Node:
+    """The tensor whose codes and scales the collective `gather` was given."""
+    parts: Any = argument(gather).args[0]
+    return argument(argument(argument(parts[0])))  # the bytes of an item of the cast

@@ -100,7 +100,7 @@ def decided(tag: GemmTag, decision: Decision, hindered: str | None) -> GemmTag:
         formats = left, right
     elif choice.formats is not None:
         choice = Choice(precision=KEPT.name, reason=str(hindered))
-    return replace(tag, choice=choice, formats=formats, saved=decision.saved)
+    return replace(tag, choice=choice, formats=formats, saved=decision.saved, weights=decision.weights)
 
 
 def obstacle(node: fx.Node) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, aten, packet
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
+from mxcompile.graph.tags import GemmTag, tag_of, tensor
 
 
 class Depends(Flag):
@@ -134,6 +135,28 @@ def origin(node: fx.Node) -> fx.Node:
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The tensor that `node` is a view of, or one of several views."""
+    while isinstance(source := next(iter(node.args), None), fx.Node) and (
+        packet(node) in VIEWS or (packet(node) is operator.getitem and packet(source) in VIEWS)
+    ):
+        node = source
+    return node
+
+
+def readers(cast: fx.Node) -> Iterator[GemmTag]:
+    """The GEMMs that read what `cast` makes, through operators that are none."""
+    pending, seen = [cast], {cast}
+    while pending:
+        for user in pending.pop().users:
+            tag = tag_of(user)
+            if tag is not None:
+                yield tag
+            elif user not in seen and user.op == "call_function":
+                seen.add(user)
+                pending.append(user)
 
 
 def _is_transparent(node: fx.Node) -> bool:

@@ -236,7 +236,7 @@ def _cast_words(node: fx.Node) -> tuple[str, str]:
         dim, fmt = node.args[1], Format.of(str(node.args[2]))
         layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
         return f"{fmt.elem} {layout}", f"{fmt}, {layout}"
-    if packet(node) is not ops.quantize.overloadpacket:
+    if packet(node) not in (ops.quantize.overloadpacket, ops.quantize_cached.overloadpacket):
         return _operator(node), _operator(node)
     _, dim, elem, rounding, square = (*node.args, False)[:5]
     layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"

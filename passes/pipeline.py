@@ -15,6 +15,7 @@ from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import GemmTag
+from mxcompile.passes.cache import Cache
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
@@ -55,11 +56,13 @@ def joint_passes(
     cut: str = "",
     known: Mapping[str, tuple[GemmTag, ...]] | None = None,
     tapped: bool = False,
+    uncached: str = "",
 ) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order.
 
     cut: why the graph is but a part of a model, "" if it is all. known: of a part, the GEMMs of the whole.
-    tapped: whether weights come with the state of scales that follow from calls before.
+    tapped: whether weights come with the state of scales that follow from calls before. uncached: why the
+    target cannot keep copies of weights, or "".
     """
     follow = (Follow(known=known or {}),) if cut else ()
     return (
@@ -74,6 +77,7 @@ def joint_passes(
         Restore(),
         Share(),
         Gather(),
+        Cache(inputs=inputs, prefix=prefix, obstacle=uncached),
         Seed(),
         Save(),
     )

@@ -11,8 +11,9 @@ from mxcompile import ops
 from mxcompile.errors import VerificationError
 from mxcompile.formats import Format, num_blocks
 from mxcompile.formats.encoding import scale_shape
-from mxcompile.graph.opsets import is_matmul_like, packet
+from mxcompile.graph.opsets import argument, is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
+from mxcompile.passes.flow import viewed
 
 _FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -21,7 +22,7 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
     """Check `graph` after the pass called `after`. Raises `VerificationError`.
 
     Every matmul-like node is tagged if `found`, with a choice if `decided`; operands of products are FP8
-    with scales of matching shape; every mx node has a fake value.
+    with scales of matching shape; every mx node has a fake value; casts that are kept are of inputs.
     """
     try:
         graph.lint()
@@ -38,6 +39,8 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
             _check_product(node, after)
         elif packet(node) in ops.CASTS and node.meta.get("val") is None:
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
+        elif node.target is ops.quantize_cached and viewed(argument(node)).op != "placeholder":
+            raise VerificationError(f"after {after}: {node.format_node()} keeps a cast of what is no input")
 
 
 def _check_product(node: fx.Node, after: str) -> None:

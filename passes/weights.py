@@ -82,7 +82,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     path = _path(parameter, inputs)
     if not path:
         return
-    if made.target is not ops.quantize or any(options[:1]):
+    if made.target not in (ops.quantize, ops.quantize_cached) or any(options[:1]):
         yield WeightUse(path=path, **{**known, "reason": "its scales are not those of 32 elements along K"})
         return
     value = tensor(source)

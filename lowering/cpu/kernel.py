@@ -172,17 +172,17 @@ def _render(
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)
         body = code.body(Words(kernel, {**inputs, **results}))
         profile = kernel.maybe_codegen_profile()
-        source = f'{_text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
+        source = f'{text(code.header)}\nextern "C" {head}\n{{\n{profile}\n{body}\n}}\n'
         return str(PartialRender(source, kernel.render_hooks).finalize_all())
 
     return kernel, render
 
 
 @functools.cache
-def _text(header: str) -> str:
+def text(header: str) -> str:
     """`header` and what it includes of this folder."""
     lines = ["#include <torch/csrc/inductor/cpp_prefix.h>"]
     for line in (_HEADERS / header).read_text(encoding="utf-8").splitlines():
         local = line.removeprefix('#include "').removesuffix('"')
-        lines.append(_text(local) if line.startswith('#include "') else line)
+        lines.append(text(local) if line.startswith('#include "') else line)
     return "\n".join(lines)

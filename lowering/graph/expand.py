@@ -42,6 +42,8 @@ class Expand:
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
         _split_casts(graph, expander.build)
+        for cast in graph.find_nodes(op="call_function", target=ops.quantize_cached):
+            cast.target = ops.quantize  # what reads its codes takes no values: there is no copy to keep
         graph.eliminate_dead_code()
 
 

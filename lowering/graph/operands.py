@@ -1,6 +1,7 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
     dequantize(quantize(x)) → quantize_dequantize(x)     where the cast is in the same graph
+    dequantize(quantize_cached(w)) → quantize_dequantize_cached(w)      the value is what is kept
     decode(encode(x))       → round_with(x, scale_of(x))
     dequantize(q, s)                                     of any input, a weight that is stored quantized say
 
@@ -18,8 +19,14 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import WEIGHT_KEY, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+
+_WITH_VALUES = {
+    ops.quantize: ops.quantize_dequantize,
+    ops.quantize_cached: ops.quantize_dequantize_cached,
+}
+"""Operators that give a cast's value, by the cast."""
 
 
 class Operands:
@@ -83,11 +90,13 @@ class Operands:
 
     def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
         made = qdata.args[0] if qdata.target is operator.getitem else None
-        if isinstance(made, fx.Node) and made.target is ops.quantize:
+        if isinstance(made, fx.Node) and made.target in _WITH_VALUES:
             square = len(made.args) > 4 and made.args[4]
             if square or scale.target is operator.getitem:
                 arguments: tuple[Any, ...] = (*made.args[:4], square)
-                return self._build.call(ops.quantize_dequantize, *arguments, dtype, like=like)
+                value = self._build.call(_WITH_VALUES[made.target], *arguments, dtype, like=like)
+                value.meta.update({key: made.meta[key] for key in (WEIGHT_KEY,) if key in made.meta})
+                return value
         return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
 
 

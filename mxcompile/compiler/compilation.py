@@ -19,7 +19,7 @@ from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering.targets import Target
 from mxcompile.passes import pipeline as passes
-from mxcompile.passes.account import saved_bytes, weight_bytes
+from mxcompile.passes.account import cached_copies, num_casts, saved_bytes, weight_bytes, wire_bytes
 from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
@@ -56,6 +56,7 @@ class Compilation:
         self.found = found
         self.target = target
         self.part = _empty(gm)
+        self._counted: tuple[int, ...] = (0, 0, 0)
         self.traced = False
         self.lowered = False
         self.changed: Callable[[], None] = _nobody
@@ -112,6 +113,7 @@ class Compilation:
             cut=self.found.cut,
             known=None if plan is None else plan.by_name,
             tapped=self._tapped,
+            uncached=lowering.uncached(self.target),
         )
         start = time.perf_counter()
         try:
@@ -129,6 +131,20 @@ class Compilation:
             weight_bytes_bf16=self.part.weight_bytes_bf16 + in_bf16,
             cache=_cache_state(),
             histories=self.part.histories + histories(graph, len(self.found.inputs)),
+        )
+        self._counted = (0, 0, 0)
+        self._count_work(graph)
+
+    def _count_work(self, *graphs: fx.Graph) -> None:
+        """Count casts and what is sent, of forward and backward in the place of their joint graph."""
+        casts = sum(num_casts(graph, self._count) for graph in graphs)
+        sent = [wire_bytes(graph, self._count) for graph in graphs]
+        counted = casts, sum(own for own, _ in sent), sum(without for _, without in sent)
+        part, before, self._counted = self.part, self._counted, counted
+        self._update(
+            casts=part.casts + counted[0] - before[0],
+            wire_bytes=part.wire_bytes + counted[1] - before[1],
+            wire_bytes_bf16=part.wire_bytes_bf16 + counted[2] - before[2],
         )
 
     def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
@@ -148,6 +164,7 @@ class Compilation:
             saved_bytes=(self.part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
         )
+        self._count_work(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
         if changed:
             for module in graphs:
@@ -158,7 +175,11 @@ class Compilation:
         start = time.perf_counter()
         lowering.run(graph, self.target, self.found.device)
         self.lowered = True
-        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
+        copies = {name: how for name, *how in self.part.copies} | cached_copies(graph, self._count)
+        self._update(
+            pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
+            copies=tuple((name, size, times) for name, (size, times) in copies.items()),
+        )
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:

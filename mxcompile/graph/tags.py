@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format
-from mxcompile.policy import Block, Choice, Gemm, Layer, Role, Saved
+from mxcompile.policy import Block, Choice, Gemm, Layer, Role, Saved, Weights
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -23,6 +23,9 @@ PASS_KEY = "mx_pass"
 
 STATE_KEY = "mx_state"
 """Where the placeholder of a weight holds that of the state of its layer's scales."""
+
+WEIGHT_KEY = "mx_weight"
+"""Where a cast whose result is kept from call to call has the path of its weight."""
 
 
 class Kind(Enum):
@@ -58,7 +61,7 @@ class GemmTag:
     the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
     evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or a part, from
     the model's plan; None where the graph shows all of it. choice, formats (of the operands; None unless the
-    GEMM goes to MXFP8), saved: from `decide`. kernel: from the lowering.
+    GEMM goes to MXFP8), saved, weights: from `decide`. kernel: from the lowering.
     """
 
     layer: str
@@ -81,6 +84,7 @@ class GemmTag:
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
+    weights: Weights = Weights.CAST
     kernel: str = ""
 
     @property

@@ -4,6 +4,8 @@ MXFP8 has operators of its own (`mx`), because it has kernels of its own; all ot
 `general`, which take the format as a word. Both are functional and return contiguous tensors.
 """
 
+from mxcompile.ops.cached import quantize_cached as quantize_cached
+from mxcompile.ops.cached import quantize_dequantize_cached as quantize_dequantize_cached
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
@@ -43,6 +45,8 @@ CASTS = frozenset(
         dequantize,
         dequantize_tiles,
         quantize_dequantize,
+        quantize_cached,
+        quantize_dequantize_cached,
         encode,
         decode,
         scale_of,
@@ -52,7 +56,7 @@ CASTS = frozenset(
 )
 """The operators that change the format of one tensor."""
 
-QUANTIZERS = frozenset({quantize, encode})
+QUANTIZERS = frozenset({quantize, quantize_cached, encode})
 """Those that passes make of an operand: elements and scales."""
 
 GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overloadpacket})

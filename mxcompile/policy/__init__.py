@@ -14,6 +14,7 @@ from mxcompile.policy.model import (
     Rule,
     Saved,
     Use,
+    Weights,
 )
 from mxcompile.policy.policy import Policy
 
@@ -32,4 +33,5 @@ __all__ = [
     "Rule",
     "Saved",
     "Use",
+    "Weights",
 ]

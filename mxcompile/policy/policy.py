@@ -23,6 +23,7 @@ from mxcompile.policy.model import (
     Rule,
     Saved,
     Use,
+    Weights,
 )
 from mxcompile.policy.parse import Source, parse_data, parse_yaml
 from mxcompile.policy.presets import DEFAULT, PRESETS
@@ -95,7 +96,7 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.formats.over(self.base.formats)
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
-        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE)
+        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE, weights=use.weights or Weights.CAST)
 
     def rule_for(self, layer: Layer) -> int | None:
         """Index of the rule that decides for `layer`, or None for the preset."""

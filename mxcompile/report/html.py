@@ -59,6 +59,18 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
         tiles.append(tile("saved for backward", byte_count(s.saved_bytes), note, share))
     if s.weight_bytes:
         tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows)))
+    if s.casts or s.cached_casts:
+        kept = f"{s.cached_casts:,} more when weights change, {byte_count(s.cached_bytes)} kept"
+        often = "step" if s.saved_bytes is not None else "call"
+        tiles.append(tile(f"casts a {often}", f"{s.casts:,}", kept if s.cached_casts else ""))
+    if s.wire_bytes:
+        tiles.append(
+            tile(
+                "sent by each rank",
+                byte_count(s.wire_bytes),
+                f"{byte_count(s.wire_bytes_bf16)} without mxcompile",
+            )
+        )
     if s.peak_bytes is not None:
         tiles.append(tile("peak memory, no optimizer", byte_count(s.peak_bytes), memory(s)))
     tiles += [

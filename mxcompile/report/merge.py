@@ -61,6 +61,35 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
         covered |= {copy.name for copy in copies}
 
 
+def work_of(parts: Sequence[Part]) -> dict[str, int]:
+    """The summary's figures of casts, copies and what is sent: of a step, or of a call where none trains.
+
+    What modules run that have no part of their own counts too; copies that several graphs read count once.
+    """
+    own = {gemm.name for part in parts for gemm in part.gemms}
+    training = [part for part in parts if part.saved_bytes is not None] or list(parts)
+    times = [1 + len(_running(part, own)) for part in training]
+    copies = {
+        path + name.removeprefix(part.prefix): (num_bytes, layers)
+        for part in parts
+        for name, num_bytes, layers in part.copies
+        for path in (part.prefix, *_running(part, own))
+    }
+    return {
+        "cached_bytes": sum(num_bytes * layers for num_bytes, layers in copies.values()),
+        "cached_casts": sum(layers for _, layers in copies.values()),
+        "casts": sum(part.casts * n for part, n in zip(training, times, strict=True)),
+        "wire_bytes": sum(part.wire_bytes * n for part, n in zip(training, times, strict=True)),
+        "wire_bytes_bf16": sum(part.wire_bytes_bf16 * n for part, n in zip(training, times, strict=True)),
+    }
+
+
+def _running(part: Part, own: set[str]) -> list[str]:
+    """Paths of the modules that run the code of `part`, and have no records among `own`."""
+    ends = [gemm.name.removeprefix(part.prefix) for gemm in part.gemms]
+    return [path for path, _block in part.twins if ends and not any(path + end in own for end in ends)]
+
+
 def with_plan(
     gemms: Iterable[GemmRecord], planned: Sequence[GemmRecord], graph: int
 ) -> tuple[GemmRecord, ...]:
@@ -150,6 +179,11 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
         saved_bytes_bf16=total(s.saved_bytes_bf16 for s in summaries),
         weight_bytes=sum(s.weight_bytes for s in summaries),
         weight_bytes_bf16=sum(s.weight_bytes_bf16 for s in summaries),
+        cached_bytes=sum(s.cached_bytes for s in summaries),
+        cached_casts=sum(s.cached_casts for s in summaries),
+        casts=sum(s.casts for s in summaries),
+        wire_bytes=sum(s.wire_bytes for s in summaries),
+        wire_bytes_bf16=sum(s.wire_bytes_bf16 for s in summaries),
         pass_time_us=sum(s.pass_time_us for s in summaries),
         graphs=sum(s.graphs for s in summaries),
         graph_breaks=sum(s.graph_breaks for s in summaries),

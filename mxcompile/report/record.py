@@ -98,11 +98,15 @@ class Summary:
     target, policy: what was compiled for and by which policy. num_gemms: records. flop_share: part of all
     matmul FLOPs in MXFP8, 0 to 1. saved_bytes: kept from forward to backward; saved_bytes_bf16: the same
     without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
-    holds them; weight_bytes_bf16: in BF16. pass_time_us: spent in the passes. graphs: compiled graphs.
-    graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
-    "miss", or "off". warnings: what a user should know. estimate_us, estimate_bf16_us: sums of the
-    records', for all matmuls and casts. parameter_bytes, gradient_bytes, peak_bytes: from `explain` alone, of
-    all parameters and buffers, of their gradients, and of a step without its optimizer.
+    holds them; weight_bytes_bf16: in BF16. cached_bytes: of the copies of weights that are kept from call to
+    call (``weights: cached``); cached_casts: how many, each a cast of a weight that has changed. casts: those
+    that a forward and its backward make every time, one for each tensor and dimension. wire_bytes: given by
+    this rank to the collectives in compiled graphs; wire_bytes_bf16: without mxcompile. pass_time_us: spent
+    in the passes. graphs: compiled graphs. graph_breaks: that Dynamo made in this frame. cache: "hit" if
+    compiled code came from Inductor's caches, "miss", or "off". warnings: what a user should know.
+    estimate_us, estimate_bf16_us: sums of the records', for all matmuls and casts. parameter_bytes,
+    gradient_bytes, peak_bytes: from `explain` alone, of all parameters and buffers, of their gradients, and
+    of a step without its optimizer.
     """
 
     target: str = ""
@@ -113,6 +117,11 @@ class Summary:
     saved_bytes_bf16: int | None = None
     weight_bytes: int = 0
     weight_bytes_bf16: int = 0
+    cached_bytes: int = 0
+    cached_casts: int = 0
+    casts: int = 0
+    wire_bytes: int = 0
+    wire_bytes_bf16: int = 0
     pass_time_us: float = 0.0
     graphs: int = 0
     graph_breaks: int = 0
@@ -131,7 +140,8 @@ class Part:
 
     prefix: path of the module that the graph was compiled for. twins: path and
     block of the modules that run the same code. histories: of the tapped weights whose scales follow
-    from calls before, the position and how many calls count.
+    from calls before, the position and how many calls count. copies: of weights that are kept from call to
+    call: of what, the bytes of one, and how many layers it stands for.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
@@ -139,6 +149,10 @@ class Part:
     saved_bytes_bf16: int | None = None
     weight_bytes: int = 0
     weight_bytes_bf16: int = 0
+    casts: int = 0
+    copies: tuple[tuple[str, int, int], ...] = ()
+    wire_bytes: int = 0
+    wire_bytes_bf16: int = 0
     pass_time_us: float = 0.0
     graph_breaks: int = 0
     cache: str = "off"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import schema
 from mxcompile.report.files import load, publish
-from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan
+from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan, work_of
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
@@ -59,6 +59,7 @@ class Report:
                 saved_bytes_bf16=total(part.saved_bytes_bf16 for part in parts),
                 weight_bytes=sum(part.weight_bytes for part in parts),
                 weight_bytes_bf16=sum(part.weight_bytes_bf16 for part in parts),
+                **work_of(parts),
                 pass_time_us=sum(part.pass_time_us for part in parts),
                 graphs=len(parts),
                 graph_breaks=sum(part.graph_breaks for part in parts),

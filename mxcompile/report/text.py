@@ -75,7 +75,11 @@ def memory(summary: Summary) -> str:
     """Of what the peak of a step is made; "" where it is not known."""
     if summary.peak_bytes is None:
         return ""
-    parts = [("parameters", summary.parameter_bytes), ("gradients", summary.gradient_bytes)]
+    parts = [
+        ("parameters", summary.parameter_bytes),
+        ("gradients", summary.gradient_bytes),
+        ("copies of weights", summary.cached_bytes),
+    ]
     beside = summary.peak_bytes - sum(number or 0 for _, number in parts)
     training = summary.saved_bytes is not None
     parts.append(("kept for backward" if training else "largest product", beside))
@@ -101,6 +105,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         said.append(
             f"weights of linear layers {byte_count(summary.weight_bytes)}{f' ({note})' if note else ''}"
         )
+    said += work(summary)
     if summary.peak_bytes is not None:
         optimizer = ", the optimizer not counted" if summary.gradient_bytes else ""
         said.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
@@ -119,6 +124,23 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
         said.append(f"warning: estimated slower than in BF16: {', '.join(slow[:_NAMED])}{more}")
     return said + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
+
+
+def work(summary: Summary) -> list[str]:
+    """Casts and what is sent, a sentence each."""
+    said = []
+    if summary.casts or summary.cached_casts:
+        often = "forward and backward" if summary.saved_bytes is not None else "call"
+        kept = (
+            f", and {count(summary.cached_casts, 'cast')} of weights whenever these have changed"
+            f" (copies of {byte_count(summary.cached_bytes)} are kept)"
+        )
+        said.append(f"{count(summary.casts, 'cast')} in each {often}{kept if summary.cached_casts else ''}")
+    if summary.wire_bytes:
+        less = f", without mxcompile {byte_count(summary.wire_bytes_bf16)}"
+        changed = summary.wire_bytes != summary.wire_bytes_bf16
+        said.append(f"{byte_count(summary.wire_bytes)} sent by each rank{less if changed else ''}")
+    return said
 
 
 def weights_note(summary: Summary, rows: Iterable[Row]) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+import mxcompile
 from mxcompile.passes.gather import Gather
 
 pytestmark = pytest.mark.slow
@@ -85,8 +86,13 @@ def step(saved: str, train: bool, rank: int) -> dict[str, Any]:
         if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
             value = node.args[0].meta["val"]
             sent.append(value.numel() * value.element_size())
+    (report,) = mxcompile.reports()
     gradients = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **gradients, "sent": sent}
+    given = [node for graph in backend.graphs for node in graph.graph.nodes if "_c10d_" in str(node.target)]
+    total = sum(node.args[0].meta["val"].nbytes for node in given if "wait" not in str(node.target))
+    assert report.summary.wire_bytes == total
+    mxcompile.clear_reports()
+    return {"y": y.detach(), "x": x.grad, **gradients, "sent": sent, "wire": report.summary}
 
 
 def worker(rank: int, folder: str) -> None:
@@ -104,11 +110,13 @@ def worker(rank: int, folder: str) -> None:
 def test_mx_bytes_travel_and_nothing_else_changes(tmp_path: Path):
     torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=RANKS)
     for rank in range(RANKS):
-        found = torch.load(tmp_path / f"{rank}.pt")
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         for way in WAYS:
             before, after = found[way], found[f"{way} after"]
             assert before.keys() == after.keys()
-            assert all(torch.equal(before[key], after[key]) for key in before if key != "sent"), way
+            numbers = [key for key in before if key not in ("sent", "wire")]
+            assert all(torch.equal(before[key], after[key]) for key in numbers), way
+            assert before["wire"].wire_bytes_bf16 == after["wire"].wire_bytes == after["wire"].wire_bytes_bf16
             assert after["sent"] == [2 * TOKENS * WIDTH * 2]
             if way == "columnwise":  # wgrad casts the source along tokens
                 assert before["sent"] == after["sent"]

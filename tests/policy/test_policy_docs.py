@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mxcompile.cli import main
-from mxcompile.policy import Gemm, Policy, Role, Saved, schema
+from mxcompile.policy import Gemm, Policy, Role, Saved, Weights, schema
 from mxcompile.policy.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -108,7 +108,14 @@ def _file(text: str) -> Path:
 @pytest.mark.parametrize(
     "word",
     sorted(
-        {*schema.MATCH, *schema.USE, *schema.TOP, *schema.RULE, *PRESETS, *map(str, (*Role, *Gemm, *Saved))}
+        {
+            *schema.MATCH,
+            *schema.USE,
+            *schema.TOP,
+            *schema.RULE,
+            *PRESETS,
+            *map(str, (*Role, *Gemm, *Saved, *Weights)),
+        }
         | {
             "e4m3",
             "e5m2",
