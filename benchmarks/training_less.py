@@ -1,0 +1,284 @@
+"""What training with less saves and costs: one table of a Llama's optimizer step, sharded by FSDP2.
+
+A step is some micro-batches, forward and backward, and AdamW. All ways train equal models on equal tokens,
+in turns, in the same processes, one for each rank, one thread each. Counted on rank 0, none of it computed:
+
+    saved_bytes     what autograd is given to keep of one micro-batch, each storage once, weights not
+    weight_bytes    the shard of the parameters, and copies of weights that are kept
+    sent_bytes      what the rank sends in the collectives of one step, as rings do it: of an all-gather
+                    (n − 1) · input, of a reduce-scatter (n − 1)/n · input, of an all-reduce twice that
+    casts           casts to MXFP8 in a step, one for each tensor and dimension: of compiled graphs those they
+                    hold, times the micro-batches; of kept and gathered weights those that ran
+
+torchao's MXFP8 training is emulated on CPUs; where it fails, its row says why. Most of the first run is
+compiling, which a second one finds in Inductor's caches.
+Usage: python benchmarks/training_less.py [--repeats 7] [--ranks 2] [--micro-batches 4] [--models …]
+           [--ways …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from training_step import MODELS
+
+import mxcompile
+from mxcompile.lowering.cpu.copies import COPIES
+
+SIZES = MODELS | {"llama 2×128": {"layers": 2, "width": 128, "feed_forward": 352, "vocabulary": 512}}
+"""The smallest one is to try the script."""
+BATCH, LENGTH = 2, 128
+BASELINE = "bf16 inductor"
+TORCHAO = "torchao mxfp8 (emulated)"
+ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
+SAVED, CACHED, TILES = {"saved": "mxfp8"}, {"weights": "cached"}, {"weight_block": "32x32"}
+WAYS: dict[str, tuple[dict[str, str], bool]] = {
+    "mxfp8": ({}, False),
+    "saved: mxfp8": (SAVED, False),
+    "weights: cached": (CACHED, False),
+    "weights: cached, 32×32": (CACHED | TILES, False),
+    "gathered in mxfp8 (32×32)": (TILES, True),
+    "all of them": (SAVED | CACHED | TILES, True),
+}
+"""By name: what the rule says, and whether FSDP2 gathers in MXFP8."""
+
+
+_GIVEN = ("input_tensor", "input", "tensor")
+"""What collectives call the tensor that a rank gives."""
+
+
+@dataclass(slots=True)
+class Subject:
+    """One way to train, its model sharded and compiled."""
+
+    model: nn.Module
+    call: Any
+    optimizer: torch.optim.Optimizer
+
+    def micro_batch(self, tokens: Tensor) -> Tensor:
+        """Loss of one forward."""
+        loss: Tensor = self.call(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def step(self, batches: list[Tensor]) -> None:
+        """One optimizer step."""
+        for tokens in batches:
+            (self.micro_batch(tokens) / len(batches)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--models", nargs="*", choices=SIZES, default=["llama 2×512"])
+    parser.add_argument("--ways", nargs="*", choices=[*WAYS, TORCHAO], default=[*WAYS, TORCHAO])
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (options, name, folder)
+            torch.multiprocessing.spawn(_rank, arguments, nprocs=options.ranks)
+            rows += torch.load(Path(folder) / "rows.pt")
+    common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
+    common.write("training_less", rows)
+
+
+def _rank(rank: int, options: argparse.Namespace, name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    place = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=options.ranks)
+    try:
+        rows = measure(name, options, rank)
+        if rank == 0:
+            torch.save(rows, Path(folder) / "rows.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str, Any]]:
+    """One row for each way of training the model `name`."""
+    generator = torch.Generator().manual_seed(rank)
+    vocabulary, shape = SIZES[name]["vocabulary"], (BATCH, LENGTH)
+    batches = [torch.randint(vocabulary, shape, generator=generator) for _ in range(options.micro_batches)]
+    model = common.llama(**SIZES[name])
+    counts: dict[str, dict[str, Any]] = {}
+    subjects: dict[str, Subject] = {}
+    for way in (BASELINE, *options.ways):
+        try:
+            with _casts_of_gathers() as gathered:
+                subjects[way] = made(way, model, batches[0])
+                counts[way] = counted(way, subjects[way], batches, gathered)
+        except Exception as error:  # a row of the table says what another library cannot do
+            if way != TORCHAO:
+                raise
+            counts[way] = {"why": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+            subjects.pop(way, None)
+    if TORCHAO in subjects:
+        counts[TORCHAO]["casts"] = torchao_casts(model, batches)
+    runs: dict[str, Callable[[], None]] = {
+        way: lambda own=own: own.step(batches) for way, own in subjects.items()
+    }
+    times = common.alternate(runs, repeats=options.repeats)
+    about = {
+        "model": name,
+        "ranks": options.ranks,
+        "batch": f"{options.micro_batches}×{BATCH}×{LENGTH}",
+    }
+    return [{**about, "run": way, **_timed(way, times), **count} for way, count in counts.items()]
+
+
+def _timed(way: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    if way not in times:
+        return {"median_ms": None, "ratio_to_bf16": None, "times_ms": []}
+    return {
+        "median_ms": round(statistics.median(times[way]), 2),
+        "ratio_to_bf16": round(common.median_ratio(times, way, BASELINE), 3),
+        "times_ms": [round(taken, 2) for taken in times[way]],
+    }
+
+
+def made(way: str, model: nn.Module, tokens: Tensor) -> Subject:
+    """The model of one way, before its first call."""
+    from torch.distributed.fsdp import fully_shard
+
+    own = common.torchao_model(model, emulated=True) if way == TORCHAO else copy.deepcopy(model)
+    use, gathers = WAYS.get(way, ({}, False))
+    policy = {"version": 1, "rules": [{"match": {"role": ROLES}, "use": use}] if use else []}
+    if gathers:
+        mxcompile.quantize_gathers_(own, policy, kwargs={"input_ids": tokens, "labels": tokens})
+    for layer in own.model.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(own, reshard_after_forward=True)
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    if way in WAYS:
+        call = torch.compile(own, backend="mxfp8", options={"policy": policy})
+    else:
+        call = torch.compile(own)
+    return Subject(model=own, call=call, optimizer=torch.optim.AdamW(own.parameters(), lr=1e-4))
+
+
+def counted(way: str, own: Subject, batches: list[Tensor], gathered: list[int]) -> dict[str, Any]:
+    """The columns that are counted, in the third step of `own`: nothing is compiled any more."""
+    COPIES.clear()
+    own.step(batches)
+    own.step(batches)
+    copies, gathers = COPIES.casts, gathered[0]
+    with _sent() as sent:
+        own.step(batches)
+    casts = COPIES.casts - copies + gathered[0] - gathers
+    if way in WAYS:
+        (report,) = mxcompile.reports()
+        casts += report.summary.casts * len(batches)
+    parameters = sum(_local(p).numel() * p.element_size() for p in own.model.parameters())
+    return {
+        "saved_bytes": saved_bytes(own, batches[0]),
+        "weight_bytes": parameters + COPIES.num_bytes,
+        "sent_bytes": sum(sent),
+        "casts": casts,
+    }
+
+
+def saved_bytes(own: Subject, tokens: Tensor) -> int:
+    """What a forward gives autograd to keep. Gathered weights are free again by its end."""
+    kept: dict[int, Any] = {}
+    given = {_local(t).untyped_storage().data_ptr() for t in [tokens, *own.model.parameters()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = own.micro_batch(tokens)
+    total = sum(storage.nbytes() for storage in kept.values())
+    loss.backward()
+    own.optimizer.zero_grad()
+    return total
+
+
+def _local(value: Any) -> Tensor:
+    held = value.to_local() if hasattr(value, "to_local") else value
+    found: Tensor = getattr(held, "master", held)
+    return found
+
+
+@contextlib.contextmanager
+def _sent() -> Iterator[list[float]]:
+    """Bytes that this rank sends in each collective of the process group that is called in here."""
+    ranks, found = dist.get_world_size(), []
+    share = {
+        "all_gather_into_tensor": ranks - 1.0,
+        "all_gather_single": ranks - 1.0,
+        "reduce_scatter_tensor": (ranks - 1) / ranks,
+        "reduce_scatter_single": (ranks - 1) / ranks,
+        "all_reduce": 2 * (ranks - 1) / ranks,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, factor in share.items():
+            original = getattr(dist, name, None)
+            if original is None:  # the names of FSDP2's collectives differ between versions of torch
+                continue
+
+            def call(*args: Any, original: Any = original, factor: float = factor, **kwargs: Any) -> Any:
+                given = inspect.signature(original).bind(*args, **kwargs).arguments
+                found.append(given[next(key for key in _GIVEN if key in given)].nbytes * factor)
+                return original(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(dist, name, call))
+        yield found
+
+
+@contextlib.contextmanager
+def _casts_of_gathers() -> Iterator[list[int]]:
+    """How often weights were cast to be gathered, as a list of one number."""
+    from mxcompile.distributed.tensors import TileCast
+
+    count, original = [0], TileCast.__call__
+
+    def call(self: TileCast, x: Tensor) -> Any:
+        count[0] += 1
+        return original(self, x)
+
+    with mock.patch.object(TileCast, "__call__", call):
+        yield count
+
+
+def torchao_casts(model: nn.Module, batches: list[Tensor]) -> int:
+    """How often torchao casts in one step, counted where it is not compiled."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    count, original = [0], MXTensor.to_mx
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return original(*args, **kwargs)
+
+    own = common.torchao_model(model, emulated=True)
+    with mock.patch.object(MXTensor, "to_mx", staticmethod(call)):
+        own(input_ids=batches[0], labels=batches[0]).loss.backward()
+    return count[0] * len(batches)
+
+
+if __name__ == "__main__":
+    main()
