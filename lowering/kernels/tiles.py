@@ -73,25 +73,28 @@ def magnitude_bits(x):
 
 @triton.jit
 def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """E8M0 bytes (int32, 0 to 255) of block maxima given by `magnitude_bits`; NaN and Inf give 255."""
-    finite = tl.minimum(amax_bits, _INF_BITS)  # what is added below cannot overflow
+    """E8M0 bytes (int32, 0 to 255) of block maxima given by `magnitude_bits`; NaN and Inf give 255.
+
+    Finite ones give 247 at most, since emax ≥ 8; what wraps around above them is not used.
+    """
+    rounded = amax_bits
     if ROUNDING == "rceil":
-        finite += 0x1FFFFF
+        rounded += 0x1FFFFF
     elif ROUNDING == "even":
-        finite += _half(_dropped_bits(ELEM))
+        rounded += _half(_dropped_bits(ELEM))
     elif ROUNDING == "ceil":
-        finite += 0x7FFFFF
+        rounded += 0x7FFFFF
     else:
         tl.static_assert(ROUNDING == "floor", "ROUNDING is rceil, floor, ceil or even")
-    byte = tl.minimum(tl.maximum((finite >> 23) - _emax(ELEM), 0), 254)
+    byte = tl.maximum((rounded >> 23) - _emax(ELEM), 0)
     return tl.where(amax_bits >= _INF_BITS, _SCALE_NAN, byte)
 
 
 @triton.jit
-def inverse_scale(byte):
-    """2^(127 − byte), FP32; NaN for 255. byte: int32."""
-    bits = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
-    return tl.where(byte == _SCALE_NAN, _NAN_BITS, bits).to(tl.float32, bitcast=True)
+def inverse_of_amax(amax_bits, byte):
+    """2^(127 − byte), FP32, of the `scale_byte` that `amax_bits` gave; NaN where these are NaN or Inf."""
+    bits = tl.where(amax_bits >= _INF_BITS, _NAN_BITS, (254 - byte) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -176,8 +179,9 @@ def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.c
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
-    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], (R, C))
+    amax_bits = tl.max(magnitude_bits(blocks), axis=2)
+    byte = scale_byte(amax_bits, ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_of_amax(amax_bits, byte)[:, :, None], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 
@@ -190,8 +194,9 @@ def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: t
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
-    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
+    amax_bits = tl.max(magnitude_bits(blocks), axis=1)
+    byte = scale_byte(amax_bits, ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_of_amax(amax_bits, byte)[:, None, :], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 
@@ -204,8 +209,9 @@ def quantize_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.co
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
-    byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
-    scaled = tl.reshape(squares * inverse_scale(byte)[:, None, :, None], (R, C))
+    amax_bits = tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1)
+    byte = scale_byte(amax_bits, ELEM, ROUNDING)
+    scaled = tl.reshape(squares * inverse_of_amax(amax_bits, byte)[:, None, :, None], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 
