@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+
 import pytest
 import torch
 from probes import (
@@ -39,6 +42,8 @@ from probes import (
 from torch import nn
 
 from mxcompile.passes.roles.cuts import Cuts
+from mxcompile.passes.roles.precedence import STATEMENTS
+from mxcompile.passes.roles.statement import Statement
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
@@ -345,3 +350,41 @@ class _Shifted(nn.Module):
 
 def test_a_maximum_whose_place_nobody_reads_chooses_nothing():
     assert roles(_Shifted(), tokens()) == ATTENTION
+
+
+class _Tied(nn.Module):
+    """A body between a table and a head that is the same table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(11, WIDTH), Body()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(ids)) @ self.table.weight.t()
+
+
+def _neighbours() -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Models that have, together, every role and what is nearly it."""
+    x, ids = tokens(), torch.arange(LENGTH)[None]
+    yield from (
+        (model, x) for model in (Attention(), Headed(False), Headed(True), Mixer("product"), Routed(True))
+    )
+    yield from ((model, x) for model in (SoftMixture(), Squeezed(True), Squeezed(False), Routed(False)))
+    yield nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)), x
+    yield _Tied(), ids
+    yield nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, WIDTH), Body()), ids
+
+
+def test_every_statement_holds_of_some_layer_and_says_why_not_of_another(monkeypatch):
+    ask, seen = Statement.ask, defaultdict(set)
+
+    def noted(statement, site):
+        answer = ask(statement, site)
+        assert answer.says
+        seen[statement].add(answer.holds)
+        return answer
+
+    monkeypatch.setattr(Statement, "ask", noted)
+    for model, x in _neighbours():
+        roles(model, x)
+    assert seen == {one: {True, False} for one in STATEMENTS}
