@@ -41,7 +41,7 @@ def test_the_python_examples_run(
 def test_the_commands_exist() -> None:
     lines = [line for block in blocks("") for line in block.splitlines()]
     commands = [line.split()[1:] for line in lines if line.startswith("mxcompile ")]
-    assert [command[0] for command in commands] == ["audit", "audit", "tune"]
+    assert [command[0] for command in commands] == ["audit", "audit", "tune", "tune"]
     for command in commands:
         assert callable(parser().parse_args(command).run)
 
