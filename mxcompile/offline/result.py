@@ -191,9 +191,9 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
         binary = binaries.get(kernel, Binary())
         rows.append(
             [
-                _short(kernel, 34),
+                _short(kernel, 26),
                 len(same),
-                _short(_computed(same), 30),
+                _short(_computed(same), 23),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
                 *_bounds(same),
                 _short(_instruction(binary), 12),

@@ -62,9 +62,12 @@ class Step:
         reasons = ", ".join(
             f"{name} {self.by_reason[name]:,.0f}" for name in REASONS if name in self.by_reason
         )
-        text = "bounds of the launches, estimates from the machine code"
-        text += f": {self.us:,.0f} µs ({kinds}; bound by {reasons})"
-        return f"{text}; {self.unclear} with loops counted once" if self.unclear else text
+        unclear = f"; {self.unclear} with loops counted once" if self.unclear else ""
+        return (
+            f"bounds of the launches, estimates from the machine code: {self.us:,.0f} µs{unclear}\n"
+            f"  {kinds}\n"
+            f"  bound by {reasons}"
+        )
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:
