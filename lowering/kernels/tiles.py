@@ -91,9 +91,9 @@ def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def inverse_of_amax(amax_bits, byte):
-    """2^(127 − byte), FP32, of the `scale_byte` that `amax_bits` gave; NaN where these are NaN or Inf."""
-    bits = tl.where(amax_bits >= _INF_BITS, _NAN_BITS, (254 - byte) << 23)
+def inverse_scale(byte):
+    """2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, none from 248 to 254."""
+    bits = tl.where(byte == _SCALE_NAN, _NAN_BITS, (254 - byte) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -179,9 +179,8 @@ def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.c
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
-    amax_bits = tl.max(magnitude_bits(blocks), axis=2)
-    byte = scale_byte(amax_bits, ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_of_amax(amax_bits, byte)[:, :, None], (R, C))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 
@@ -194,9 +193,8 @@ def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: t
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
-    amax_bits = tl.max(magnitude_bits(blocks), axis=1)
-    byte = scale_byte(amax_bits, ELEM, ROUNDING)
-    scaled = tl.reshape(blocks * inverse_of_amax(amax_bits, byte)[:, None, :], (R, C))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
+    scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 
@@ -209,9 +207,8 @@ def quantize_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.co
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
-    amax_bits = tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1)
-    byte = scale_byte(amax_bits, ELEM, ROUNDING)
-    scaled = tl.reshape(squares * inverse_of_amax(amax_bits, byte)[:, None, :, None], (R, C))
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
+    scaled = tl.reshape(squares * inverse_scale(byte)[:, None, :, None], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
 
 

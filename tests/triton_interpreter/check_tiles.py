@@ -24,7 +24,7 @@ def byte_kernel(x_ptr, out_ptr, inverse_ptr, SIZE: tl.constexpr, ELEM: tl.conste
     bits = tiles.magnitude_bits(tl.load(x_ptr + at))
     byte = tiles.scale_byte(bits, ELEM, ROUNDING)
     tl.store(out_ptr + at, byte.to(tl.uint8))
-    tl.store(inverse_ptr + at, tiles.inverse_of_amax(bits, byte))
+    tl.store(inverse_ptr + at, tiles.inverse_scale(byte))
 
 
 @triton.jit
