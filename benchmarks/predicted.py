@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import Step, codegen
 
-POLICIES = ["bf16", "nvidia", "fp8_rowwise"]
+POLICIES = ["bf16", "nvidia"]
 
 
 class Layer(nn.Module):
