@@ -38,11 +38,10 @@ _WAIT_LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """opcode: with its modifiers. operands: the rest of the line. guarded: executed under a condition."""
+    """opcode: with its modifiers. operands: the rest of the line."""
 
     opcode: str
     operands: str
-    guarded: bool = False
 
     @property
     def multiplies(self) -> bool:
@@ -149,7 +148,7 @@ def parse(text: str) -> MachineCode:
         found = _NVIDIA_LINE.match(line) or _AMD_LINE.match(line)
         if found is None:
             continue
-        instructions.append(Instruction(found["opcode"], found["rest"].strip(), bool(found["guard"])))
+        instructions.append(Instruction(found["opcode"], found["rest"].strip()))
         if found["opcode"] in ("EXIT", "s_endpgm") and not found["guard"]:
             end = len(instructions)
     kept = tuple(instructions[:end])

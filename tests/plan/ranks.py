@@ -267,7 +267,7 @@ def worker(rank: int, ways: list[Callable[[nn.Module], Call]], ranks: int, folde
                 losses = train(model, way(model))
                 report = report_of_all()
                 found[way.__name__] = losses, rows(report), pending(report)
-            except Exception:
+            except Exception:  # whatever it is: the other ways go on, and the test shows it
                 found[way.__name__] = traceback.format_exc()
     finally:
         torch.save(found, Path(folder) / f"{rank}.pt")
