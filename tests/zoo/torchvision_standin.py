@@ -26,7 +26,7 @@ class _Empty(type):
         return _Empty(name, (), {})
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        # the zoo imports timm and builds models; whatever would need torchvision's operators must fail, not pass
+        # models of timm are built beside it; what would need torchvision's operators must fail, not pass
         raise NotImplementedError(f"torchvision's {cls.__name__} is a stand-in here")
 
 
