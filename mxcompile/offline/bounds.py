@@ -149,6 +149,18 @@ class _Launched:
         return math.ceil(self.sizes.get("K", 1) / self.sizes.get("BLOCK_K", 1))
 
     @cached_property
+    def around(self) -> Loop | None:
+        """The loop over tiles, if a program makes several."""
+        return self.code.product_loops[0] if len(self.code.product_loops) > 1 else None
+
+    @cached_property
+    def peeled(self) -> int:
+        """Steps along K that the compiler wrote out beside their loop."""
+        if self.steady is None:
+            return 0
+        return self.code.products(self.around) // self.code.products(self.steady) - 1
+
+    @cached_property
     def tiles(self) -> int:
         """Of the result, those of a batch together."""
         tile = 2 * self.sizes.get("BLOCK_M", 1) * self.sizes.get("BLOCK_N", 1) * self.sizes.get("K", 1)
@@ -158,9 +170,9 @@ class _Launched:
     def trips(self) -> dict[Loop, float]:
         """How often loops go round, of those where it is known."""
         products = self.code.product_loops
-        known: dict[Loop, float] = {products[-1]: self.steps} if products else {}
-        if len(products) > 1:
-            known[products[0]] = math.ceil(self.tiles / self.programs)
+        known: dict[Loop, float] = {products[-1]: max(self.steps - self.peeled, 0)} if products else {}
+        if self.around is not None:
+            known[self.around] = math.ceil(self.tiles / self.programs)
         rounds = self._rounds()
         if rounds is not None:
             known |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in known}
@@ -217,9 +229,10 @@ class _Launched:
         """From a tile's last product to the next one's first, where nothing else is on the processor."""
         if self.resident > 1 or self.steady is None:
             return 0.0
-        around = self.code.product_loops[0] if len(self.code.product_loops) > 1 else None
-        issued = self.code.issued({}, around) - self.code.issued({}, self.steady)
-        barriers = self.code.barriers(around) - self.code.barriers(self.steady)
+        steps = 1 + self.peeled
+        issued = self.code.issued({}, self.around) - steps * self.code.issued({}, self.steady)
+        barriers = self.code.barriers(self.around) - steps * self.code.barriers(self.steady)
+        issued, barriers = max(issued, 0), max(barriers, 0)
         return issued * self.warps / (ISSUE * self.target.issue_rate) + barriers * BARRIER_CYCLES
 
     @cached_property

@@ -103,6 +103,10 @@ class MachineCode:
         """Barriers in the body of `within`, or in all."""
         return sum(instruction.waits for _, instruction in self._within(within))
 
+    def products(self, within: Loop | None = None) -> int:
+        """Matrix instructions in the body of `within`, or in all."""
+        return sum(instruction.multiplies for _, instruction in self._within(within))
+
     def round_trips(self, trips: Mapping[Loop, float]) -> float:
         """How often a warp waits for device memory: batches of loads, each ended by the first use of one."""
         waiting: set[int] = set()

@@ -137,6 +137,25 @@ def test_the_four_times_by_hand():
     assert (bound.us, bound.by) == (bound.mma_us, "mma")
 
 
+def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
+    """The first step beside the loop: three rounds are left to it, and a tile's time stays what it was."""
+    step = NVIDIA[NVIDIA.index("        /*0040*/") : NVIDIA.index("        /*0060*/")]
+    peeled = NVIDIA.replace(
+        ".L_x_1:\n", step + "        /*0060*/               @P0 IADD3 R9, R9, R9, RZ ;\n.L_x_1:\n"
+    )
+    binary = Binary(
+        settings={"num_warps": 8},
+        registers=64,
+        shared_bytes=200_000,
+        mma=("block_scale",),
+        text={"sass": peeled},
+    )
+    written_out, plain = _bound(binary=binary), _bound()
+    assert written_out.instructions == plain.instructions
+    assert written_out.between == pytest.approx(plain.between)
+    assert written_out.mma_us == pytest.approx(plain.mma_us)
+
+
 def test_other_programs_fill_what_lies_between_tiles():
     small = Binary(
         settings={"num_warps": 4}, registers=64, shared_bytes=1000, mma=("x",), text={"sass": NVIDIA}
