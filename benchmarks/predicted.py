@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import Step, codegen
 
-POLICIES = ["bf16", "nvidia"]
+POLICIES = ["bf16", "nvidia", "fp8_rowwise"]
 
 
 class Layer(nn.Module):
