@@ -170,6 +170,9 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
 
 
 def _packed(gather: fx.Node) -> fx.Node:
-    """The tensor whose codes and scales the collective `gather` was given."""
+    """The tensor whose codes and scales the collective `gather` was given, as it was given to it before."""
     parts: Any = argument(gather).args[0]
-    return argument(argument(argument(parts[0])))  # the bytes of an item of the cast
+    source = argument(argument(argument(parts[0])))  # the bytes of an item of the cast
+    while source.meta.get(PASS_KEY) == Gather.name:  # converted before the cast, and not behind the gather
+        source = argument(source)
+    return source

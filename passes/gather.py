@@ -4,8 +4,8 @@
 
 Ranks of sequence parallelism hold tokens; blocks run along features, so the casts are the same, bit for bit.
 Codes and scales of a token are one row of bytes, which one collective sends: 33/64 of BF16's. `move` is what
-brings the ranks' parts into the order of tokens: views, permutations, splits and concatenations that leave
-the last dimension alone.
+brings the ranks' parts into the order of tokens: views, permutations, slices, splits and concatenations that
+leave the last dimension alone. A change of dtype among them, autocast's, is made before the cast.
 
 Done where the cast along features is all that reads the gathered tensor: in inference, where the weight is
 frozen, and where wgrad's copy is made of the rowwise one (``saved: transcode``). wgrad's own cast, along
@@ -16,7 +16,7 @@ change.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,10 +26,12 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import COPIES, argument, aten, packet
+from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
 from mxcompile.graph.tags import tensor
 
 _VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
+_ALONG = {aten.cat: 1, aten.slice: 1, aten.split: 2}
+"""What takes rows apart or together along one dimension, and which argument that is; 0 if there is none."""
 _COLLECTIVES = torch.ops._c10d_functional
 
 
@@ -54,11 +56,15 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
-    """A collective `gather` whose result, moved by `steps` in graph order, only `casts` read, all alike."""
+    """A collective `gather` whose result, moved by `steps` in graph order, only `casts` read, all alike.
+
+    dtypes: what values become on the way to each of the casts, one after the other.
+    """
 
     gather: fx.Node
     steps: tuple[fx.Node, ...]
     casts: tuple[fx.Node, ...]
+    dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
     def of(gather: fx.Node, places: Mapping[fx.Node, int]) -> _Moved | None:
@@ -83,7 +89,11 @@ class _Moved:
             return None
         if any(arg not in steps and arg is not gather for step in steps for arg in _tensors(step)):
             return None
-        return _Moved(gather=gather, steps=tuple(sorted(steps, key=places.__getitem__)), casts=tuple(casts))
+        moves = tuple(sorted(steps, key=places.__getitem__))
+        dtypes = _dtypes(gather, moves, casts)
+        if dtypes is None:
+            return None
+        return _Moved(gather=gather, steps=moves, casts=tuple(casts), dtypes=dtypes)
 
     def write(self, build: Builder) -> None:
         """Cast, send and move bytes instead."""
@@ -94,6 +104,8 @@ class _Moved:
         assert how is not None
         width, last, byte = value.shape[-1], value.ndim - 1, torch.uint8
         with graph.inserting_before(self.gather):
+            for dtype in self.dtypes:
+                x = call(prims.convert_element_type.default, x, dtype, like=self.casts[0])
             cast = call(ops.quantize, x, last, *how, like=self.casts[0])
             qdata, scale = (call(operator.getitem, cast, index, like=cast) for index in (0, 1))
             codes = call(aten.view.dtype, qdata, byte, like=cast)
@@ -101,6 +113,9 @@ class _Moved:
             sent = call(self.gather.target, packed, *self.gather.args[1:], like=self.gather)
         made = {self.gather: sent}
         for step in self.steps:
+            if _converts(step):
+                made[step] = made[argument(step)]
+                continue
             with graph.inserting_before(step):
                 made[step] = _repeated(step, made, packed.meta["val"].shape[-1], build)
         for each in self.casts:
@@ -135,6 +150,27 @@ def _how(cast: fx.Node) -> tuple[Any, ...] | None:
     return (elem, rounding) if plain and along else None
 
 
+def _dtypes(
+    gather: fx.Node, steps: Iterable[fx.Node], casts: Iterable[fx.Node]
+) -> tuple[torch.dtype, ...] | None:
+    """What `steps`, in graph order, convert the result of `gather` to; None if casts differ in that."""
+    found: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
+    for step in steps:
+        known = {found[arg] for arg in _tensors(step)}
+        if len(known) > 1:
+            return None
+        (found[step],) = known
+        if _converts(step):
+            found[step] += (step.meta["val"].dtype,)
+    seen = {found[argument(cast)] for cast in casts}
+    return seen.pop() if len(seen) == 1 else None
+
+
+def _converts(step: fx.Node) -> bool:
+    """Whether `step` changes the dtype and nothing else."""
+    return step.target is prims.convert_element_type.default
+
+
 def _tensors(step: fx.Node) -> list[fx.Node]:
     return [arg for arg in step.all_input_nodes if not isinstance(arg.meta.get("val"), torch.SymInt)]
 
@@ -142,15 +178,15 @@ def _tensors(step: fx.Node) -> list[fx.Node]:
 def _keeps_last(step: fx.Node, width: int) -> bool:
     """Whether `step` moves rows of `width` about and leaves each as it is."""
     what = packet(step)
-    if what in (_COLLECTIVES.wait_tensor, operator.getitem) or what in COPIES:
+    if what in (_COLLECTIVES.wait_tensor, operator.getitem) or what in COPIES or _converts(step):
         return True
-    if what is aten.split or what is aten.cat:
-        first = step.args[0] if what is aten.split else step.args[0][0]  # type: ignore[index]
-        value = tensor(first)
-        dim = step.args[2 if what is aten.split else 1] if len(step.args) > (1 + (what is aten.split)) else 0
+    if what in _ALONG:
+        first = step.args[0][0] if what is aten.cat else step.args[0]  # type: ignore[index]
+        value, place = tensor(first), _ALONG[what]
+        dim = step.args[place] if len(step.args) > place else 0
         return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
     value = tensor(step)
-    if value is None or value.shape[-1] != width:
+    if value is None or not isinstance(value.shape[-1], int) or value.shape[-1] != width:
         return False
     if what is aten.permute:
         order: Any = step.args[1]

@@ -78,6 +78,7 @@ class _Writer:
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
         self._casts: dict[tuple[Any, int, _Cast], Quantized] = {}
+        self._rowwise: dict[tuple[Any, _Cast], Quantized] = {}
         self.states = States(self._build)
         self._seen: dict[Quantized, fx.Node] = {}
         self._state: tuple[fx.Node, str] | None = None
@@ -201,17 +202,18 @@ class _Writer:
     def _quantize(self, operand: fx.Node, dim: int, how: _Cast, tag: GemmTag, node: fx.Node) -> Quantized:
         """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
         source, swapped = untransposed(widest(operand, self._build, self._products))
+        kept = tag.gemm is Gemm.WGRAD and tag.tensors[-1 - dim] != "dy"
+        transcode = tag.saved is Saved.TRANSCODE and kept
         if swapped:
             dim = -3 - dim
-        transcode = tag.saved is Saved.TRANSCODE and tag.gemm is Gemm.WGRAD
         if _is_better_picked_later(source, how.fmt):
             cast = self._picked(source, dim, how, node)
         elif how.mx and how.fmt.tile == Tile.SQUARE:
             cast = self._square_cast(source, dim, how, node)
         elif how.fmt.tile.is_square:
             cast = self._cast(source, -1, how, node)
-        elif transcode and (source, -1, how) in self._casts:
-            cast = self._transcoded(source, dim, how, node)
+        elif transcode and (rowwise := self._rowwise.get((_same(source), how))) is not None:
+            cast = self._transcoded(source, rowwise, dim, how, node)
         else:
             cast = self._cast(source, dim, how, node)
         _note_itemsize(cast, operand)
@@ -234,6 +236,8 @@ class _Writer:
             like = source if source.op == "call_function" else node
             self._casts[key] = self._emit(source, dim, how, like)
         cast = self._casts[key]
+        if dim == -1:
+            self._rowwise.setdefault((_same(source), how), cast)
         if stateful and self._state is not None and cast in self._seen:
             self.states.add(*self._state, self._seen[cast])
         return cast
@@ -268,11 +272,13 @@ class _Writer:
         tile = call(aten.div.Tensor_mode, column, BLOCK, like=node, rounding_mode="floor")
         return qdata, call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
 
-    def _transcoded(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
-        """The other layout made from the rowwise copy, which then is all that is kept."""
+    def _transcoded(
+        self, source: fx.Node, rowwise: Quantized, dim: int, how: _Cast, node: fx.Node
+    ) -> Quantized:
+        """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
         key = (source, dim, how)
         if key not in self._casts:
-            qdata, scale = self._casts[source, -1, how]
+            qdata, scale = rowwise
             op, words = (ops.dequantize, ()) if how.mx else (ops.decode, (str(how.fmt),))
             copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, like=node)
             self._casts[key] = self._emit(copy, dim, how, node)
@@ -281,7 +287,9 @@ class _Writer:
 
 def _same(source: fx.Node) -> Any:
     """Equal for equal views of one tensor, which `share` will merge."""
-    return (source.target, str(source.args)) if packet(source) in VIEWS else source
+    if packet(source) not in VIEWS:
+        return source
+    return source.target, _same(argument(source)), str(source.args[1:]), str(source.kwargs)
 
 
 def _without_state(node: fx.Node, tag: GemmTag) -> GemmTag:

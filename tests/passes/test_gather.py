@@ -1,8 +1,11 @@
-"""Sequence parallelism on two Gloo ranks: casts in front of the gather against casts after it."""
+"""Sequence parallelism on two and four Gloo ranks: casts in front of the gather against casts after it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,25 +23,59 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile.passes.gather import Gather
 
 pytestmark = pytest.mark.slow
 
-RANKS, WIDTH, HIDDEN, TOKENS = 2, 96, 128, 40
-WAYS = {  # what is said of saved, whether weights train
-    "transcode": ("transcode", True),
-    "columnwise": ("columnwise", True),
-    "frozen": ("columnwise", False),
+RANKS, WIDTH, HIDDEN, BATCH = 4, 96, 128, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to train under sequence parallelism, and what becomes of what its last micro-batch gathers.
+
+    ranks: that share the tokens. saved: what the policy says of it. train: whether weights train. converts:
+    whether layers change the dtype of what they have gathered. lengths: tokens of a rank in each micro-batch;
+    dynamic shapes if they differ. compiled: by Inductor. quantized, others: gathers of MX bytes, and of the
+    dtype that the model has.
+    """
+
+    ranks: int = RANKS
+    saved: str = "transcode"
+    train: bool = True
+    checkpointed: bool = False
+    autocast: bool = False
+    converts: bool = False
+    lengths: tuple[int, ...] = (40, 40)
+    compiled: bool = False
+    quantized: int = 1
+    others: int = 1  # of the output's gradient, which wgrad casts along tokens
+
+
+WAYS = {
+    "inductor": Way(ranks=2, compiled=True),
+    "columnwise": Way(ranks=2, saved="columnwise", quantized=0, others=2),  # wgrad casts along tokens
+    "frozen": Way(saved="columnwise", train=False, autocast=True, quantized=2, others=0),
+    "checkpointed": Way(checkpointed=True, converts=True, quantized=2),
+    "lengths, autocast": Way(autocast=True, lengths=(40, 52, 44)),
 }
 
 
+class Narrow(nn.Linear):
+    """A layer in BF16 of a model in FP32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.bfloat16(), self.weight)
+
+
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.Linear]) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.gate, self.up = (layer(WIDTH, HIDDEN, bias=False) for _ in range(2))
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,17 +84,23 @@ class MLP(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, way: Way) -> None:
         super().__init__()
-        self.mlp = MLP()
+        self.mlp = MLP(Narrow if way.converts else nn.Linear)
+        self.checkpointed = way.checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x)
+        return x + (checkpoint(self.mlp, x, use_reentrant=False) if self.checkpointed else self.mlp(x))
 
 
-def sharded() -> nn.Module:
+def sharded(way: Way) -> nn.Module:
     torch.manual_seed(0)
-    model = Model().bfloat16()
+    model = Model(way)
+    if not way.autocast:
+        model.bfloat16()
+    if way.converts:
+        model.mlp.norm.float()
+    mesh = init_device_mesh("cpu", (RANKS // way.ranks, way.ranks), mesh_dim_names=("data", "model"))
     tokens = Shard(1)
     plan = {
         "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(tokens,)),
@@ -66,59 +109,93 @@ def sharded() -> nn.Module:
         "mlp.up": ColwiseParallel(input_layouts=tokens),
         "mlp.down": RowwiseParallel(output_layouts=tokens),
     }
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    return parallelize_module(model, mesh["model"], plan)
 
 
-def step(saved: str, train: bool, rank: int) -> dict[str, Any]:
-    """Result, gradients and the bytes a rank puts into each gather of forward."""
+@contextmanager
+def gathers(found: list[tuple[str, int]]) -> Iterator[None]:
+    """Dtype and number of elements of what this rank gives Gloo to gather, as PyTorch's profiler sees it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+        yield
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "gloo:all_gather"]
+    found.extend((event.dtypes()[0], math.prod(event.shapes()[0])) for event in events)
+
+
+def step(way: Way) -> dict[str, Any]:
+    """Results, gradients summed over micro-batches, what the last one gathers, and the report's summary."""
     torch._dynamo.reset()
-    model = sharded()
-    for linear in (model.mlp.gate, model.mlp.up, model.mlp.down):
-        linear.requires_grad_(train)
-    rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "saved": saved}}
-    backend = EagerBackend(policy={"version": 1, "rules": [rule]})
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(2, TOKENS, WIDTH, generator=generator).bfloat16().requires_grad_()
-    y = torch.compile(model, backend=backend, fullgraph=True)(x)
-    y.float().square().sum().backward()
-    sent = []
-    for node in backend.graphs[0].graph.nodes:
-        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            value = node.args[0].meta["val"]
-            sent.append(value.numel() * value.element_size())
-    (report,) = mxcompile.reports()
-    gradients = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
-    given = [node for graph in backend.graphs for node in graph.graph.nodes if "_c10d_" in str(node.target)]
-    total = sum(node.args[0].meta["val"].nbytes for node in given if "wait" not in str(node.target))
-    assert report.summary.wire_bytes == total
     mxcompile.clear_reports()
-    return {"y": y.detach(), "x": x.grad, **gradients, "sent": sent, "wire": report.summary}
+    model = sharded(way)
+    for linear in (model.mlp.gate, model.mlp.up, model.mlp.down):
+        linear.requires_grad_(way.train)
+    rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "saved": way.saved}}
+    policy = {"version": 1, "rules": [rule]}
+    how: dict[str, Any] = {"backend": EagerBackend(policy=policy)}
+    if way.compiled:
+        how = {"backend": "mxfp8", "options": {"policy": policy}}
+    compiled = torch.compile(model, fullgraph=True, dynamic=len({*way.lengths}) > 1, **how)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: dict[str, Any] = {}
+    for number, tokens in enumerate(way.lengths):
+        x = torch.randn(BATCH, tokens, WIDTH, generator=generator)
+        x = (x if way.autocast or way.converts else x.bfloat16()).requires_grad_()
+        sent: list[tuple[str, int]] = []
+        last = number == len(way.lengths) - 1
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=way.autocast)
+        with gathers(sent) if last else nullcontext(), autocast:
+            y = compiled(x)
+            y.float().square().sum().backward()
+        found |= {f"y{number}": y.detach(), f"x{number}": x.grad}
+    found |= {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
+    (report,) = mxcompile.reports()
+    assert str(report).count("sent by each rank") == 1
+    return {"numbers": found, "sent": sent, "summary": report.summary}
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
     try:
-        found = {way: step(*how, rank) for way, how in WAYS.items()}
+        before = {name: step(way) for name, way in WAYS.items()}
         Gather.apply = lambda self, graph: None  # type: ignore[method-assign]
-        found |= {f"{way} after": step(*how, rank) for way, how in WAYS.items()}
-        torch.save(found, f"{folder}/{rank}.pt")
+        torch._inductor.config.fx_graph_cache = False  # its key does not know of this
+        torch._functorch.config.enable_autograd_cache = False
+        after = {name: step(way) for name, way in WAYS.items()}
+        torch.save((before, after), f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def test_mx_bytes_travel_and_nothing_else_changes(tmp_path: Path):
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=RANKS)
-    for rank in range(RANKS):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
-        for way in WAYS:
-            before, after = found[way], found[f"{way} after"]
-            assert before.keys() == after.keys()
-            numbers = [key for key in before if key not in ("sent", "wire")]
-            assert all(torch.equal(before[key], after[key]) for key in numbers), way
-            assert before["wire"].wire_bytes_bf16 == after["wire"].wire_bytes == after["wire"].wire_bytes_bf16
-            assert after["sent"] == [2 * TOKENS * WIDTH * 2]
-            if way == "columnwise":  # wgrad casts the source along tokens
-                assert before["sent"] == after["sent"]
-            else:
-                assert sum(before["sent"]) <= 0.53 * sum(after["sent"])
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_mx_bytes_travel_and_nothing_else_changes(name: str, ranks: list[Any]):
+    way = WAYS[name]
+    for rank in ranks:
+        before, after = (found[name] for found in rank)
+        assert before["numbers"].keys() == after["numbers"].keys()
+        assert len(before["numbers"]) == 2 * len(way.lengths) + (4 if way.train else 1)
+        for key, value in before["numbers"].items():
+            assert torch.equal(value, after["numbers"][key]), key
+        check_bytes(way, before["sent"], after["sent"])
+        ours, theirs = before["summary"], after["summary"]
+        assert ours.wire_bytes_bf16 == theirs.wire_bytes == theirs.wire_bytes_bf16
+        assert (ours.wire_bytes < theirs.wire_bytes) == (way.quantized > 0)
+
+
+def check_bytes(way: Way, before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """What is sent with casts in front of gathers, and behind them: dtypes and numbers of elements."""
+    elements = BATCH * way.lengths[-1] * WIDTH
+    assert len(before) == len(after) == way.quantized + way.others
+    for ours, theirs in zip(sorted(before), sorted(after), strict=True):
+        assert theirs[0] in ("float", "c10::BFloat16")
+        assert theirs[1] == elements
+        assert ours[0] == "unsigned char" or ours == ("c10::BFloat16", elements)
+    carried = [count for kind, count in before if kind == "unsigned char"]
+    assert len(carried) == way.quantized
+    assert all(count <= 0.53 * 2 * elements for count in carried)

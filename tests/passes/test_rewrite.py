@@ -142,6 +142,21 @@ def test_what_is_saved_of_an_input(saved: str):
     )
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_transcoding_is_of_the_input_alone(bias: bool, autocast: bool):
+    """Not of the gradient; under autocast each GEMM reads the FP32 input through a view of its own."""
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 48, bias=bias))
+    backend = EagerBackend(policy=policy(precision="mxfp8", saved="transcode"))
+    ir = step(model, features(2, 48, 64).requires_grad_(), backend, autocast=autocast)
+    ((copy, shape),) = re.findall(r"%(\w+): float32\[(\d+, \d+)\] = mx\.dequantize", ir)
+    assert shape == "96, 64"
+    assert len(re.findall(rf"mx\.quantize\.default\(%{copy}, -2", ir)) == 1
+    kept = {(str(v.dtype).removeprefix("torch."), tuple(v.shape)) for v in forward_outputs(backend)}
+    assert kept >= {("float8_e4m3fn", (96, 64)), ("uint8", (96, 2))}
+    assert ("uint8", (3, 64)) not in kept
+
+
 def test_master_weights_are_quantized_as_they_are_stored():
     """Under autocast the cast of an FP32 weight to BF16 is undone; an activation's own rounding is not."""
     ir = step(SwiGLU(), features(2, 20, WIDTH), EagerBackend(), autocast=True)
