@@ -82,6 +82,14 @@ class _Progress:
     early: dict[fx.Node, Made] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A weight's buffers, which `kernel.stored` gave."""
+
+    codes: Any
+    scales: Any
+
+
 _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 """By Inductor's graph."""
 
@@ -208,3 +216,22 @@ def dequantize(
 
     code = Code(header="casts.h", body=body)
     return kernel.call(code, inputs, {"values": (shape, dtype)}, device)[0]
+
+
+def dequantize_part(weight: Stored, first: int, count: int, dtype: torch.dtype) -> ir.TensorBox:
+    """Values of `count` rows from `first` on, of codes [N, K], blocks along K; all parts share the code."""
+    k = weight.codes.get_size()[1]
+    elem = f"mxcompile::{elem_type(weight.codes.get_dtype()).name.upper()}"
+
+    def body(words: Words) -> str:
+        start, rows, width = (words.given(size) for size in (first, count, k))
+        codes, scales = words.pointer("codes"), words.pointer("scales")
+        part = f"{codes} + {start} * {width}, {scales} + {start} * mxcompile::num_blocks({width})"
+        return (
+            f"mxcompile::dequantize_rows<{elem}>({part}, {rows}, {width},"
+            f" {words.threads}, {words.pointer('values')});"
+        )
+
+    code = Code(header="casts.h", body=body)
+    inputs = {"codes": weight.codes, "scales": weight.scales}
+    return kernel.call(code, inputs, {"values": ([count, k], dtype)}, weight.codes.get_device_or_error())[0]

@@ -2,21 +2,23 @@
 
     out = x [M, K] · wᵀ [N, K] (+ bias)        BF16 or FP32 x; w as it is stored, codes along its rows
 
-More rows than `MOST_ROWS`, and weights that do not lie in memory as they are multiplied, are dequantized
-once, for the vendor's GEMM (see `inductor.dequantized`). A bias of another shape than [N] is added behind.
+More rows than `MOST_ROWS` take the vendor's GEMM with the dequantized weight, a part of its rows at a time
+where the whole is large (see `PART_BYTES`). A bias of another shape than [N] is added behind.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
-from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
+from mxcompile.lowering.cpu.casts import Stored, dequantize_part
 from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -69,3 +71,15 @@ def product(
 def _expanded(bias: ir.TensorBox, n: Any) -> ir.TensorBox:
     expanded: ir.TensorBox = lowerings[torch.ops.aten.expand.default](bias, [n])
     return expanded
+
+
+def parts(qdata: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype) -> list[ir.TensorBox] | None:
+    """The weight [N, K] in `dtype`, in parts of some rows; None where it is small, or not for this kernel."""
+    device, sizes = qdata.get_device_or_error(), qdata.get_size()
+    if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
+        return None
+    shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
+    if not (ranges := parts_of(shape, dtype)):
+        return None
+    weight = Stored(codes=kernel.stored(qdata), scales=kernel.stored(scale))
+    return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

@@ -17,12 +17,13 @@
 #define MXCOMPILE_BF16_DOT 1
 #endif
 #include <memory>
+#include <utility>
 
 MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
 
-constexpr int64_t ROWS = 4;       // of x that share one decoding of the weight
+constexpr int64_t ROWS = 8;       // of x that share one decoding of the weight
 constexpr int64_t WEIGHTS = 4;    // rows of the weight that share one reading of x, where it outgrows the cache
 constexpr int64_t NEAR = 1 << 13;  // elements of x that stay in the first-level cache beside the weight
 constexpr int64_t STEP = 64;      // codes that the dot form decodes together
@@ -88,17 +89,24 @@ inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
   }
 }
 
+// f of 0, 1, … as constants: sums that constants index stay in registers, those that a loop indexes do not.
+template <class F, int... index>
+inline __attribute__((always_inline)) void each(std::integer_sequence<int, index...>, F f) {
+  (f(std::integral_constant<int, index>()), ...);
+}
+
 template <int rows, int weights>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
                         float* sums) {
+  constexpr std::make_integer_sequence<int, rows> all_rows{};
+  constexpr std::make_integer_sequence<int, weights> all_weights{};
   const Decoder decoder(t);
-  __m512 total[weights][rows];
-  for (int w = 0; w < weights; w++)
-    for (int m = 0; m < rows; m++) total[w][m] = _mm512_setzero_ps();
+  __m512 total[weights * rows];
+  for (int i = 0; i < weights * rows; i++) total[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < shape.k; k += STEP) {
     bool whole = k + STEP <= shape.k, second_block = k + BLOCK < shape.k;
     __mmask64 inside = whole ? ~0ull : ~0ull >> (STEP - (shape.k - k));
-    for (int w = 0; w < weights; w++) {
+    each(all_weights, [&](auto w) __attribute__((always_inline)) {
       const uint8_t *here = codes + w * shape.k + k, *bytes = scales + w * shape.blocks() + k / BLOCK;
       _mm_prefetch(reinterpret_cast<const char*>(here + AHEAD), _MM_HINT_T0);
       __m512i code = whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(inside, here);
@@ -107,37 +115,44 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
       __m512bh first = (__m512bh)unpacked[0], second = (__m512bh)unpacked[1];
       __m512 scale = _mm512_set1_ps(t.scale[bytes[0]]);
       if (second_block) scale = _mm512_mask_mov_ps(scale, 0xff00, _mm512_set1_ps(t.scale[bytes[1]]));
-      for (int m = 0; m < rows; m++) {
+      each(all_rows, [&](auto m) __attribute__((always_inline)) {
         const Bfloat16* row = x + m * shape.padded() + k;
         __m512 dot = _mm512_dpbf16_ps(_mm512_setzero_ps(), first, (__m512bh)_mm512_loadu_si512(row));
         dot = _mm512_dpbf16_ps(dot, second, (__m512bh)_mm512_loadu_si512(row + 32));
-        total[w][m] = _mm512_fmadd_ps(dot, scale, total[w][m]);
-      }
-    }
+        total[w * rows + m] = _mm512_fmadd_ps(dot, scale, total[w * rows + m]);
+      });
+    });
   }
-  for (int w = 0; w < weights; w++)
-    for (int m = 0; m < rows; m++) sums[w * ROWS + m] = _mm512_reduce_add_ps(total[w][m]);
+  each(all_weights, [&](auto w) __attribute__((always_inline)) {
+    each(all_rows, [&](auto m) __attribute__((always_inline)) {
+      sums[w * ROWS + m] = _mm512_reduce_add_ps(total[w * rows + m]);
+    });
+  });
 }
 
 template <int rows>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, const Tables& t,
                         int64_t weights, float* sums) {
-  if (weights == WEIGHTS && rows * shape.k > NEAR) return sums_by_dot<rows, WEIGHTS>(x, codes, scales, shape, t, sums);
-  for (int64_t w = 0; w < weights; w++)
-    sums_by_dot<rows, 1>(x, codes + w * shape.k, scales + w * shape.blocks(), shape, t, sums + w * ROWS);
+  constexpr int together = rows > 4 ? 2 : WEIGHTS;  // so that all sums stay in registers
+  for (int64_t w = 0; w < weights;) {
+    const uint8_t *its_codes = codes + w * shape.k, *its_scales = scales + w * shape.blocks();
+    bool several = w + together <= weights && rows * shape.k > NEAR;
+    if (several)
+      sums_by_dot<rows, together>(x, its_codes, its_scales, shape, t, sums + w * ROWS);
+    else
+      sums_by_dot<rows, 1>(x, its_codes, its_scales, shape, t, sums + w * ROWS);
+    w += several ? together : 1;
+  }
 }
 
 template <class Elem>
 inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
                         int64_t weights, float* sums) {
-  static_assert(ROWS == 4, "one case for each number of rows");
-  const Tables& t = tables<Elem>();
-  switch (count) {
-    case 1: return sums_by_dot<1>(x, codes, scales, shape, t, weights, sums);
-    case 2: return sums_by_dot<2>(x, codes, scales, shape, t, weights, sums);
-    case 3: return sums_by_dot<3>(x, codes, scales, shape, t, weights, sums);
-    default: return sums_by_dot<4>(x, codes, scales, shape, t, weights, sums);
-  }
+  static_assert(ROWS == 8, "one function for each number of rows");
+  using Sums = void (*)(const Bfloat16*, const uint8_t*, const uint8_t*, Shape, const Tables&, int64_t, float*);
+  constexpr Sums of_rows[] = {sums_by_dot<1>, sums_by_dot<2>, sums_by_dot<3>, sums_by_dot<4>,
+                              sums_by_dot<5>, sums_by_dot<6>, sums_by_dot<7>, sums_by_dot<8>};
+  of_rows[count - 1](x, codes, scales, shape, tables<Elem>(), weights, sums);
 }
 #endif
 

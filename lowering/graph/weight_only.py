@@ -7,7 +7,8 @@ Reading the weight is the time of such a product, so it is read as it is stored,
 and decoded in registers. An activation in MXFP8 is what its copy stands for, so that the result is that of
 the MX GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy leaves in BF16 is
 read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster
-then. So are weights that only the graph casts.
+then; on CPUs if the weight is small, since large ones are better dequantized in parts (see `cpu`). So are
+weights that only the graph casts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mxcompile.graph.opsets import VIEWS, argument, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.lowering.cpu import MOST_ROWS
+from mxcompile.lowering.cpu import MOST_ROWS, parts_of
 from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.operands import Operands, stored
 from mxcompile.lowering.targets import Target
@@ -92,8 +93,11 @@ class WeightOnly:
             return False
         if self._on_cpu and not (swapped and weight.is_contiguous() and scales.is_contiguous()):
             return False  # it is read as it lies in memory
-        most = MOST_ROWS if self._on_cpu else most_rows(self.target, working_dtype(out.dtype))
-        return hint(out.shape[0]) <= most and _is_input(qdata) and _is_input(scale)
+        if not (_is_input(qdata) and _is_input(scale)):
+            return False
+        if self._on_cpu:
+            return hint(out.shape[0]) <= MOST_ROWS or bool(parts_of(weight.shape, working_dtype(out.dtype)))
+        return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype))
 
     def _replace(self, node: fx.Node, build: Builder, operands: Operands) -> None:
         out = tensor(node)
@@ -129,10 +133,11 @@ class WeightOnly:
 
     def _form(self, rows: int, weight: fx.Node, dtype: torch.dtype) -> str:
         """How the kernel multiplies `rows` rows of `dtype`, in words."""
-        if self._on_cpu:
-            return "C++"
         value = tensor(weight)
         assert value is not None
+        if self._on_cpu:
+            parts = parts_of(value.shape, dtype)
+            return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
         n, k = map(hint, value.shape)
         choices = forms(rows, n, k, dtype, self.target)
         return choices[0].one_of(len(choices))

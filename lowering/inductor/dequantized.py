@@ -20,6 +20,7 @@ from mxcompile.lowering.inductor.casts import lower_dequantize
 
 _MM = lowerings[torch.ops.aten.mm.default]
 _ADD = lowerings[torch.ops.aten.add.Tensor]
+_CAT = lowerings[torch.ops.aten.cat.default]
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
@@ -36,7 +37,9 @@ def lower_weight_only_mm(
         return made
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
-    weight = _PERMUTE(lower_dequantize(qdata, scale, -1, dtype), [1, 0])
-    out: Any = _MM(to_dtype(x, dtype), weight)
+    weights = cpp.parts(qdata, scale, dtype) or [lower_dequantize(qdata, scale, -1, dtype)]
+    x = to_dtype(x, dtype)
+    outs = [_MM(x, _PERMUTE(weight, [1, 0])) for weight in weights]
+    out: Any = outs[0] if len(outs) == 1 else _CAT(outs, 1)
     result: ir.TensorBox = to_dtype(out if bias is None else _ADD(out, bias), out_dtype)
     return result

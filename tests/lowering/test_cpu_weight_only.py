@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +12,12 @@ from cpp_forms import PARAMS, integer, library, pointer
 from every_product import SOURCE, differing
 from stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.testing import FileCheck
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.lowering import cpu
 
 ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
@@ -102,6 +106,7 @@ def test_every_code_under_every_scale(product: Product, elem: str):
         (5, 9, 65),
         (1, 6, 8300),
         (3, 4, 2800),
+        (8, 5, 1100),
         (16, 33, 1000),
         (0, 3, 64),
     ],
@@ -146,6 +151,22 @@ def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
             assert 20 * torch.log10(right.norm() / (found - right).norm()) >= LEAST_DB
     kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
     assert kernels == ["mx_weight_only_mm C++"] * 3
+
+
+def test_large_weights_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """For many rows, by one kernel for all parts; the last part is a short one."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu, "PART_BYTES", 2 * 64 * 160)
+    model = with_stored_weights(FeedForward(160, 330).bfloat16())
+    x = torch.randn(40, 160, dtype=BF16)
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(torch.compile(model, backend="mxfp8", dynamic=False), x)
+        right = expected(model, x).float()
+    assert 20 * torch.log10(right.norm() / (found.float() - right).norm()) >= LEAST_DB
+    kernels = [gemm.kernel for gemm in mxcompile.reports()[-1].gemms]
+    assert kernels == [f"mx_weight_only_mm dequantized in {parts} parts, mm" for parts in (6, 6, 3)]
+    FileCheck().check_count("extern_kernels.mm(", 6 + 6 + 3, exactly=True).run(code)
+    assert len(set(re.findall(r"cpp_fused_\w+(?=\()", code))) < 6
 
 
 def test_without_a_compiler_the_record_says_so(monkeypatch: pytest.MonkeyPatch):
