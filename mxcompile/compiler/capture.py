@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from mxcompile.compiler.frames import Frame
+from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
 from mxcompile.graph.blocks import Blocks
@@ -27,8 +28,9 @@ class Capture:
     in Dynamo's terms, of the module at `prefix`. cut: why the graph is but a part of the model, "" if it is
     all. stage: whether the model is a stage of a pipeline, whose other layers are in other processes.
     backward: whether it is that of graphs compiled before. planned: for a part, what is known of the whole.
-    device: of the first tensor. identity: hash of what names and decides the graph's layers; with_sources:
-    the same with the lines of the user's code, and the inputs' shapes.
+    gathers: what FSDP2 gathers of its inputs. device: of the first tensor. identity: hash of what names and
+    decides the graph's layers; with_sources: the same with what else a report depends on, the lines of the
+    user's code and the inputs' shapes among it.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -42,6 +44,7 @@ class Capture:
     stage: bool
     backward: bool
     planned: Planned
+    gathers: Gathers
     device: torch.device
     identity: str
     with_sources: str
@@ -56,6 +59,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
     shared = tuple(given.others for given in located.inputs)
+    gathers = gathers_of(root, located.path, located.inputs)
     about = (blocks, located.prefix, located.path, cut, planned.below(located.prefix), shared)
     return Capture(
         inputs=located.inputs,
@@ -69,9 +73,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module |
         stage=frame.is_stage,
         backward=frame.backward,
         planned=planned,
+        gathers=gathers,
         device=_device(example_inputs),
         identity=_hash(_identity(gm, about)),
-        with_sources=_hash(_details(gm, example_inputs, about)),
+        with_sources=_hash((gathers, *_details(gm, example_inputs, about))),
     )
 
 

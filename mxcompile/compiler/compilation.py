@@ -12,6 +12,7 @@ from torch import fx
 from torch._inductor import config, list_mode_options
 
 from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.gathers import Gathers
 from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.compiler.options import Options
 from mxcompile.errors import UnsupportedError
@@ -121,6 +122,7 @@ class Compilation:
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
         held, in_bf16 = weight_bytes(graph, self._count)
+        gathers = Gathers() if self.traced else self.found.gathers
         drawn = outline(graph, self.found.inputs, self.found.path)
         self.traced = True
         self._update(
@@ -129,6 +131,8 @@ class Compilation:
             pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
             weight_bytes=self.part.weight_bytes + held,
             weight_bytes_bf16=self.part.weight_bytes_bf16 + in_bf16,
+            wire_bytes=self.part.wire_bytes + gathers.forward,
+            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
             cache=_cache_state(),
             histories=self.part.histories + histories(graph, len(self.found.inputs)),
         )
@@ -160,9 +164,12 @@ class Compilation:
         forward, backward = (module.graph for module in graphs)
         changed = Compress(num_outputs=num_forward_outputs, inputs=self.found.inputs).apply(forward, backward)
         saved, without = saved_bytes(forward, num_forward_outputs, self._count)
+        gathers = self.found.gathers if self.part.saved_bytes is None else Gathers()
         self._update(
             saved_bytes=(self.part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
+            wire_bytes=self.part.wire_bytes + gathers.backward,
+            wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
         )
         self._count_work(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)

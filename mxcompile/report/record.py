@@ -101,9 +101,10 @@ class Summary:
     holds them; weight_bytes_bf16: in BF16. cached_bytes: of the copies of weights that are kept from call to
     call (``weights: cached``); cached_casts: how many, each a cast of a weight that has changed. casts: those
     that a forward and its backward make every time, one for each tensor and dimension. wire_bytes: given by
-    this rank to the collectives in compiled graphs; wire_bytes_bf16: without mxcompile. pass_time_us: spent
-    in the passes. graphs: compiled graphs. graph_breaks: that Dynamo made in this frame. cache: "hit" if
-    compiled code came from Inductor's caches, "miss", or "off". warnings: what a user should know.
+    this rank to the collectives in compiled graphs, and to FSDP2's gathers of the weights that these read;
+    wire_bytes_bf16: without mxcompile. pass_time_us: spent in the passes. graphs: compiled graphs.
+    graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
+    "miss", or "off". warnings: what a user should know.
     estimate_us, estimate_bf16_us: sums of the records', for all matmuls and casts. parameter_bytes,
     gradient_bytes, peak_bytes: from `explain` alone, of all parameters and buffers, of their gradients, and
     of a step without its optimizer.

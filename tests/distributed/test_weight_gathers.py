@@ -11,7 +11,7 @@ import weight_ranks as ranks
 pytestmark = pytest.mark.slow
 
 TWO = [ranks.accumulated, ranks.checkpointed, ranks.whole_fp32]
-FOUR = [ranks.loaded, ranks.two_dimensions]
+FOUR = [ranks.loaded, ranks.two_dimensions, ranks.hybrid]
 ALL = {"head.weight"} | {f"blocks.0.{name}.weight" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
@@ -39,6 +39,24 @@ def check(found: list[dict[str, Any]], name: str, stay: set[str]) -> None:
         assert set(before["stays"]) == stay
         assert set(before["travels"]) == ALL - stay
         sent(before["sent"], after["sent"], all_of_them=not stay - {"head.weight"})
+        reported(before, after, name)
+
+
+def reported(before: dict[str, Any], after: dict[str, Any], name: str) -> None:
+    """The report says what FSDP2 gathers for a forward and its backward, with and without MXFP8.
+
+    Of compiled graphs, which are those of blocks: the embedding and the head are gathered apart.
+    """
+    pairs = [pair for pair in zip(before["last"], after["last"], strict=True) if pair[0] != pair[1]]
+    ours, theirs = before["summary"], after["summary"]
+    gathered = [sum(sizes) // (1 + (name == "accumulated")) for sizes in zip(*pairs, strict=True)]
+    others = ours.wire_bytes - gathered[0]  # of tensor parallelism, in the graphs
+    assert others == theirs.wire_bytes - gathered[1]
+    assert (others > 0) == (name == "two_dimensions")
+    assert theirs.wire_bytes == theirs.wire_bytes_bf16 == ours.wire_bytes_bf16
+    assert ours.cached_casts == 0  # also where the policy asks for copies: nothing casts what has arrived
+    assert "sent by each rank, without mxcompile" in before["report"]
+    assert "sent by each rank\n" in after["report"]
 
 
 def sent(before: list[tuple[str, int]], after: list[tuple[str, int]], all_of_them: bool) -> None:
@@ -67,6 +85,7 @@ def test_one_group_of_fp32_masters(two: Any):
         assert before["losses"] == after["losses"]
         assert all(torch.equal(before["gradients"][key], value) for key, value in after["gradients"].items())
         assert len(before["travels"]) == 7
+        reported(before, after, "whole_fp32")
         assert all(
             ours < 0.35 * theirs for (_, ours), (_, theirs) in zip(before["sent"], after["sent"], strict=True)
         )
@@ -79,3 +98,8 @@ def test_four_ranks_from_meta_with_shards_that_cut_tiles(four: Any):
 
 def test_tensor_parallel_shards(four: Any):
     check(four, "two_dimensions", {"head.weight", "blocks.0.k.weight", "blocks.0.v.weight"})
+
+
+def test_shards_in_groups_of_replicas(four: Any):
+    """HSDP: shards of one of two groups; a checkpoint that DCP writes and reads."""
+    check(four, "hybrid", {"head.weight"})

@@ -5,6 +5,7 @@ Every way runs twice: with weights that are cast before FSDP2 gathers them, and 
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +38,12 @@ POLICY: dict[str, Any] = {
     ],
 }
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-Gather = Callable[[nn.Module], object]
+CACHED = {
+    "version": 1,
+    "rules": [{**rule, "use": {**rule["use"], "weights": "cached"}} for rule in POLICY["rules"]],
+}
+Gather = Callable[..., bool]
+"""Makes gathers MXFP8, or leaves them: which."""
 Step = Callable[[int], Tensor]
 
 
@@ -101,18 +108,18 @@ def shard(model: Model, **how: Any) -> Model:
     return model
 
 
-def compiled(model: nn.Module, **how: Any) -> nn.Module:
-    return torch.compile(model, backend=EagerBackend(policy=POLICY), **how)
+def compiled(model: nn.Module, policy: Any = POLICY, **how: Any) -> nn.Module:
+    return torch.compile(model, backend=EagerBackend(policy=policy), **how)
 
 
 # -- ways: a model and what makes its gathers MXFP8, to the model and what computes one loss --------------
 
 
 def accumulated(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
-    """Shards on the CPU; two micro-batches of different lengths, reduced once."""
-    gather(model)
+    """Shards on the CPU; two micro-batches of different lengths, reduced once; copies that are kept."""
+    policy = CACHED if gather(model) else POLICY
     sharded = shard(model, mp_policy=MIXED, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    call = compiled(sharded, dynamic=True)
+    call = compiled(sharded, policy, dynamic=True)
 
     def run(step: int) -> Tensor:
         model.set_requires_gradient_sync(False)
@@ -183,6 +190,32 @@ def two_dimensions(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
     return model, lambda step: loss(call(ids(step)))
 
 
+def hybrid(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
+    """Two groups of two that share weights; saved by DCP, loaded into a model that never trained."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    quantized = gather(model, mesh=mesh)
+    shard(model, mp_policy=MIXED, mesh=mesh)
+    call = compiled(model)
+
+    def run(step: int) -> Tensor:
+        if step == 1:
+            state = model.state_dict()
+            known = {name: value.to_local().clone() for name, value in state.items()}
+            if quantized:  # what is loaded into the model that gathers no MXFP8 too
+                dcp.save(state, checkpoint_id="checkpoint")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            dcp.load(state, checkpoint_id="checkpoint")
+            model.load_state_dict(state)
+            assert all(
+                torch.equal(value.to_local(), known[name]) for name, value in model.state_dict().items()
+            )
+        return loss(call(ids(step)))
+
+    return model, run
+
+
 # -- the ranks -------------------------------------------------------------------------------------------
 
 
@@ -210,15 +243,17 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
     mxcompile.clear_reports()
     table: list[Any] = []
 
-    def prepare(model: nn.Module, **how: Any) -> None:
+    def prepare(model: nn.Module, **how: Any) -> bool:
         if first:
             table.append(gather(model, **how))
+        return first
 
     model, step = way(build(), prepare)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=True)
     found: dict[str, Any] = {"losses": [], "sent": []}
     with counted(found["sent"]):
         for number in range(2):
+            before = len(found["sent"])
             value = step(number)
             value.backward()
             found["losses"].append(value.item())
@@ -227,6 +262,7 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
             }
             optimizer.step()
             optimizer.zero_grad()
+    found["last"] = [num_bytes for _, num_bytes in found["sent"][before:]]
     found["gradients"] = gradients
     found["state"] = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     found["types"] = {type(value.to_local()).__name__ for value in model.state_dict().values()}
@@ -235,12 +271,14 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
     }
     found["travels"] = {row.name: row.reason for row in table[0].weights if row.travels} if first else {}
     found["stays"] = {row.name: row.reason for row in table[0].weights if not row.travels} if first else {}
-    found["report"] = "\n".join(map(str, mxcompile.reports()))
+    (report,) = mxcompile.reports()
+    found["report"], found["summary"] = str(report), report.summary
     return found
 
 
 def worker(rank: int, ways: list[Callable[..., Any]], ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
+    os.chdir(folder)
     store = dist.FileStore(f"{folder}/rendezvous", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     found: dict[str, Any] = {}

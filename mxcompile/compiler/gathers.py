@@ -1,0 +1,72 @@
+"""What FSDP2 gathers of the weights that a compiled graph reads: bytes that this rank gives.
+
+    its shard of each of them     once in forward, and in backward too unless reshard_after_forward=False
+
+FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. What it
+gathered is read from its own state, which is not public: of a torch that keeps it otherwise nothing is
+counted. Neither are gradients, which are reduced as without mxcompile, nor weights that no compiled graph
+reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mxcompile.graph.names import GraphInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathers:
+    """Bytes that this rank gives: in forward, once more in backward; `_without`: as without mxcompile."""
+
+    forward: int = 0
+    forward_without: int = 0
+    backward: int = 0
+    backward_without: int = 0
+
+
+def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) -> Gathers:
+    """For a graph of the module at `path` in the model `root`, of which `inputs` are parameters."""
+    if root is None:
+        return Gathers()
+    read = {f"{path}.{name}".strip(".") for given in inputs for name in (given.path, *given.others) if name}
+    found = [gathered for name, gathered in _parameters(root) if name in read]
+    again = [gathered for gathered in found if gathered[2]]
+    return Gathers(
+        forward=sum(sent for sent, _, _ in found),
+        forward_without=sum(without for _, without, _ in found),
+        backward=sum(sent for sent, _, _ in again),
+        backward_without=sum(without for _, without, _ in again),
+    )
+
+
+def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+    """Path of every parameter that FSDP2 has gathered, the bytes given, those without, and whether twice."""
+    paths = {id(module): name for name, module in root.named_modules()}
+    for module in root.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        for group in _groups(state):
+            for parameter in group.fsdp_params:
+                about = parameter._module_info
+                outputs = parameter.all_gather_outputs
+                if not outputs or id(about.module) not in paths:
+                    continue
+                ranks = group.mesh_info.shard_mesh_size
+                sent = sum(output.numel() * output.element_size() for output in outputs) // ranks
+                dtype = parameter.param_dtype or parameter.orig_dtype
+                without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
+                name = f"{paths[id(about.module)]}.{about.param_name}".strip(".")
+                yield name, (sent, without, group.post_forward_mesh_info is not None)
+
+
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together; torch before 2.12 has one for a module."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]
