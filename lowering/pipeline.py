@@ -18,10 +18,12 @@ from torch._inductor import config
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
 from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
-from mxcompile.lowering.inductor import cached as cached  # registers the lowerings of cached casts
+from mxcompile.lowering.inductor import cached as cached  # those of cached casts
 from mxcompile.lowering.inductor import casts as casts  # those of the other casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
@@ -129,13 +131,15 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
         Native(target=target, device=device.type).apply(graph)
         Fuse(target=target).apply(graph)
         Pair().apply(graph)
+    told = CachedAttention(target=target).apply(graph)
     reasons = _weight_only(graph, target, device)
     reasons |= VendorFP8(target=target, device=device.type).apply(graph)
     Expand(reasons=reasons).apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)
         if tags and not tags[0].kernel:
-            set_tag(node, *(replace(tag, kernel=str(packet(node))) for tag in tags))
+            kernel_of = "; ".join(filter(None, (str(packet(node)), told.get(node))))
+            set_tag(node, *(replace(tag, kernel=kernel_of) for tag in tags))
         elif obstacle and tags and tags[0].formats is not None:
             set_tag(node, *(replace(tag, kernel=f"{tag.kernel}; {obstacle}") for tag in tags))
     graph.lint()

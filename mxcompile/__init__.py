@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mxcompile.serving import StoredWeights as StoredWeights
     from mxcompile.serving import aoti_configs as aoti_configs
     from mxcompile.serving import quantize_weights_ as quantize_weights_
+    from mxcompile.serving import static_cache as static_cache
     from mxcompile.storage import MXTensor as MXTensor
     from mxcompile.storage import quantize as quantize
     from mxcompile.tune import tune as tune
@@ -67,6 +68,7 @@ _HOME = {
     "reduce_histories": "mxcompile.compiler.histories",
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",
+    "static_cache": "mxcompile.serving",
     "tune": "mxcompile.tune",
 }
 

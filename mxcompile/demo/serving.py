@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mxcompile.demo.training import VOCABULARY, Settings, Text, Trainee, batches
 from mxcompile.errors import OptionError
 from mxcompile.report import Report, clear_reports, reports
-from mxcompile.serving import quantize_weights_
+from mxcompile.serving import quantize_weights_, static_cache
 from mxcompile.storage import MXTensor
 
 BASELINE = "bf16"
@@ -36,12 +36,14 @@ class Way:
     """A way to serve a model.
 
     backend: of ``torch.compile``, with options. prepare: what is done with the model's weights before.
+    cached: whether keys and values are stored in MXFP8.
     """
 
     label: str
     backend: str = "inductor"
     options: dict[str, Any] | None = None
     prepare: Callable[[nn.Module], object] | None = None
+    cached: bool = False
 
 
 def _store(model: nn.Module) -> None:
@@ -179,7 +181,7 @@ def quality(
     expected: list[Tensor] = []
     for way in ways:
         with _Served(model, way):
-            logits = [model(input_ids=each[:, :-1]).logits.float() for each in given]
+            logits = [_logits(model, each[:, :-1], cached=way.cached) for each in given]
         expected = expected or logits
         yield Quality(
             label=way.label,
@@ -195,10 +197,13 @@ def speed(model: nn.Module, size: Wide, ways: Iterable[Way] = WAYS) -> Iterator[
     """`Speed` of `model` served in each of `ways`; its weights are what the last way made of them."""
     prompt = torch.arange(size.prompt, device=size.device)[None] % VOCABULARY
     for way in ways:
+        cache = static_cache(model, size.prompt + 1 + size.tokens) if way.cached else None
         with _Served(model, way):
-            _generate(model, prompt, 1 + size.tokens)  # compiles both graphs, for a cache of this length
-            first = min(_seconds(model, prompt, 1) for _ in range(size.repeats))
-            whole = min(_seconds(model, prompt, 1 + size.tokens) for _ in range(size.repeats))
+            _generate(
+                model, prompt, 1 + size.tokens, cache
+            )  # compiles both graphs, for a cache of this length
+            first = min(_seconds(model, prompt, 1, cache) for _ in range(size.repeats))
+            whole = min(_seconds(model, prompt, 1 + size.tokens, cache) for _ in range(size.repeats))
         yield Speed(
             label=way.label,
             prefill_ms=first * 1e3,
@@ -237,6 +242,13 @@ def _bytes(x: Any) -> int:
     return sum(_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
 
 
+def _logits(model: Any, tokens: Tensor, *, cached: bool) -> Tensor:
+    """Of one call; where keys and values are cached, attention reads them from there."""
+    given = {"past_key_values": static_cache(model, tokens.shape[1])} if cached else {}
+    found: Tensor = model(input_ids=tokens, **given).logits.float()
+    return found
+
+
 def _loss(logits: Sequence[Tensor], given: Sequence[Tensor]) -> float:
     losses = [
         nn.functional.cross_entropy(found.flatten(0, 1), each[:, 1:].flatten())
@@ -250,23 +262,25 @@ def _gap(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _generate(model: Any, prompt: Tensor, tokens: int) -> Tensor:
-    """`prompt` and `tokens` more, greedily; the cache is as long as that of the longest call so far."""
+def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any = None) -> Tensor:
+    """`prompt` and `tokens` more, greedily; without a `cache` in one as long as the longest call's so far."""
+    if cache is not None:
+        cache.reset()
     made: Tensor = model.generate(
         prompt,
+        **({"cache_implementation": "static"} if cache is None else {"past_key_values": cache}),
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,
         pad_token_id=0,
         use_cache=True,
-        cache_implementation="static",
         disable_compile=True,
     )
     return made
 
 
-def _seconds(model: nn.Module, prompt: Tensor, tokens: int) -> float:
+def _seconds(model: nn.Module, prompt: Tensor, tokens: int, cache: Any) -> float:
     start = time.perf_counter()
-    made = _generate(model, prompt, tokens)
+    made = _generate(model, prompt, tokens, cache)
     made[0, -1].item()  # waits for the device
     return time.perf_counter() - start

@@ -4,6 +4,7 @@ MXFP8 has operators of its own (`mx`), because it has kernels of its own; all ot
 `general`, which take the format as a word. Both are functional and return contiguous tensors.
 """
 
+from mxcompile.ops.attention import attention as attention
 from mxcompile.ops.cached import quantize_cached as quantize_cached
 from mxcompile.ops.cached import quantize_dequantize_cached as quantize_dequantize_cached
 from mxcompile.ops.define import SPECS as SPECS

@@ -93,6 +93,22 @@ def test_what_quality_measures():
         assert found.perplexity == pytest.approx(math.exp(-chances.log().mean()), rel=1e-4)
 
 
+def test_a_cache_in_mxfp8_is_measured():
+    """Attention reads what the cast leaves of keys and values, prompt included; the weights stay."""
+    text = demo.Text(train=torch.arange(600) % 251, validation=torch.arange(700) * 7 % 253)
+    model = demo.wide(replace(WIDE, width=128))
+    eager = (
+        demo.Way(label="bf16", backend="eager"),
+        demo.Way(label="cached", backend="eager", cached=True),
+    )
+    before, after = demo.quality(model, SMALL, text, eager, count=1)
+    assert before.logits_gap == 0 < after.logits_gap < 0.1
+    assert before.weight_bytes == after.weight_bytes
+    (fast,) = demo.speed(model, WIDE, eager[1:])
+    assert fast.label == "cached"
+    assert fast.prefill_ms > 0
+
+
 def _store(model: Any, names: tuple[str, ...]) -> None:
     for name in names:
         layer = getattr(model.model.layers[0].mlp, name)

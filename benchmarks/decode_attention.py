@@ -1,0 +1,182 @@
+"""Attention of one decode step on this machine: keys and values in MXFP8 against BF16.
+
+One query for each of 32 heads, 8 heads of keys and values, 128 wide (those of Llama 3 8B), over contexts of
+some lengths, all of it used. A turn reads the caches of as many layers as make 256 MB in BF16, so that every
+one comes from memory, in calls of four layers; ways take turns, with a pause in which threads of the one
+before fall asleep.
+
+    sdpa bf16, repeated   PyTorch's attention over keys and values repeated for the heads that share them:
+                          what Hugging Face's models compile to
+    sdpa bf16, packed     the same over keys and values as they are, heads that share them as queries: what
+                          Hugging Face's models run eagerly
+    mxfp8, dequantized    the cache in MXFP8 under backend="inductor": values are made first
+    mxfp8                 the cache in MXFP8 under backend="mxfp8"
+
+Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
+
+Usage: python benchmarks/decode_attention.py [--repeats 20] [--contexts 1024 …] [--queries 1] [--dry]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import mxcompile  # noqa: F401 - registers the backend's operators
+from mxcompile import ops
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+CONTEXTS = (1024, 2048, 4096, 8192, 16384)
+TOTAL_BYTES = 256 << 20
+TOGETHER = 4
+PAUSE_S = 0.02
+BASELINES = ("sdpa bf16, repeated", "sdpa bf16, packed")
+ELEM = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to attend.
+
+    attend: q, caches of `TOGETHER` layers, mask → their results, compiled. caches: of all layers. num_bytes:
+    of one.
+    """
+
+    attend: Callable[..., Any]
+    caches: list[list[tuple[Tensor, ...]]]
+    num_bytes: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
+    parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for context in options.contexts:
+        rows += measure(context, options.queries, options.repeats)
+    common.show([{k: v for k, v in row.items() if k != "times_us"} for row in rows])
+    if not options.dry:
+        common.write("decode_attention", rows)
+
+
+@torch.no_grad()
+def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
+    """One row per way of attending to `context` keys."""
+    torch._dynamo.reset()
+    layers = max(TOGETHER, TOTAL_BYTES // (2 * 2 * KV_HEADS * DIM * context) // TOGETHER * TOGETHER)
+    torch.manual_seed(0)
+    q = torch.randn(1, HEADS, queries, DIM).bfloat16()
+    mask = torch.arange(context)[None] <= torch.arange(context - queries, context)[:, None]
+    made = ways(context, layers)
+    check({name: way.attend(q, way.caches[0], mask[None, None]) for name, way in made.items()})
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for _ in tqdm(range(repeats), desc=f"{context}", leave=False):
+        for name, way in made.items():
+            time.sleep(PAUSE_S)
+            way.attend(q, way.caches[0], mask[None, None])  # wakes the threads
+            start = time.perf_counter()
+            for caches in way.caches:
+                way.attend(q, caches, mask[None, None])
+            times[name].append((time.perf_counter() - start) * 1e3 / layers)
+    return [_row(context, queries, name, way, times) for name, way in made.items()]
+
+
+def ways(context: int, layers: int) -> dict[str, Way]:
+    """What is compared, compiled at its first call."""
+    shape = (1, KV_HEADS, context, DIM)
+    dense = [tuple(torch.randn(shape).bfloat16() for _ in "kv") for _ in range(layers)]
+    stored = [tuple(part for x in layer for part in _cast(x)) for layer in dense]
+    bf16, mxfp8 = ([each[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for each in (dense, stored))
+    made = {
+        BASELINES[0]: (_each(_repeated), bf16, "inductor"),
+        BASELINES[1]: (_each(_packed), bf16, "inductor"),
+        "mxfp8, dequantized": (_each(_stored), mxfp8, "inductor"),
+        "mxfp8": (_each(_stored), mxfp8, "mxfp8"),
+    }
+    return {
+        name: Way(
+            attend=torch.compile(attend, backend=backend, dynamic=False),
+            caches=caches,
+            num_bytes=sum(part.nbytes for part in caches[0][0]),
+        )
+        for name, (attend, caches, backend) in made.items()
+    }
+
+
+def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = ops.quantize(x, -1, ELEM, "rceil")
+    return codes.view(torch.uint8), scales
+
+
+def _each(attend: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    return lambda q, layers, mask: [attend(q, layer, mask) for layer in layers]
+
+
+def _repeated(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    k, v = (
+        x[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).reshape(1, HEADS, *x.shape[2:]) for x in layer
+    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).contiguous()
+
+
+def _packed(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    groups, queries = HEADS // KV_HEADS, q.shape[2]
+    packed = q.reshape(1, KV_HEADS, groups * queries, DIM)
+    out = F.scaled_dot_product_attention(packed, *layer, attn_mask=mask.repeat(1, 1, groups, 1))
+    return out.reshape(1, HEADS, queries, DIM).transpose(1, 2).contiguous()
+
+
+def _stored(q: Tensor, layer: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    k, v = (
+        ops.dequantize(codes.view(ELEM), scales, -1, torch.bfloat16)
+        for codes, scales in (layer[:2], layer[2:])
+    )
+    return _repeated(q, (k, v), mask)
+
+
+def check(found: dict[str, list[Tensor]]) -> None:
+    """All ways give one result, those over MXFP8 within what its elements lose. Raises `SystemExit`."""
+    right = found[BASELINES[0]][0].float()
+    for name, results in found.items():
+        gap = float((results[0].float() - right).norm() / right.norm())
+        if not gap <= (0.05 if "mxfp8" in name else 0.01):
+            raise SystemExit(f"{name} is {gap:.3f} away from {BASELINES[0]}")
+
+
+def _row(context: int, queries: int, run: str, way: Way, times: dict[str, list[float]]) -> dict[str, Any]:
+    median = statistics.median(times[run])
+    return {
+        "context": context,
+        "queries": queries,
+        "run": run,
+        "median_us": round(median * 1e3, 1),
+        "least_us": round(min(times[run]) * 1e3, 1),
+        "cache_mb": round(way.num_bytes / 1e6, 2),
+        "gb_per_s": round(way.num_bytes / median / 1e6, 1),
+        **{
+            f"{baseline.rpartition(' ')[2]}_over_this": round(
+                1 / common.median_ratio(times, run, baseline), 2
+            )
+            for baseline in BASELINES
+        },
+        "times_us": [round(t * 1e3, 1) for t in times[run]],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""``mx.attention`` on CPU: the kernel of ``attention.h``; where there can be none, a call of the operator.
+
+out [B, Q, H, D] = softmax(factor · q · kᵀ + mask) · v     BF16 or FP32 q; k and v as they are stored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, register_lowering
+
+from mxcompile import ops
+from mxcompile.formats import elem_type
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
+
+_CALL = fallback_handler(ops.attention, add_to_fallback_set=False)
+
+
+@register_lowering(ops.attention, type_promotion_kind=None)
+def lower_attention(
+    q: ir.TensorBox,
+    keys: ir.TensorBox,
+    key_scales: ir.TensorBox,
+    values: ir.TensorBox,
+    value_scales: ir.TensorBox,
+    mask: ir.TensorBox | None,
+    factor: float,
+    elem_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The result of the operator."""
+    device, dtypes = q.get_device_or_error(), [x.get_dtype() for x in (q, mask) if x is not None]
+    if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in dtypes):
+        called: ir.TensorBox = _CALL(q, keys, key_scales, values, value_scales, mask, factor, elem_dtype)
+        return called
+    batch, heads, queries, dim = q.get_size()
+    kv_heads, length = keys.get_size()[1:3]
+    given = {"q": q, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
+    given |= {} if mask is None else {"mask": mask}
+    inputs = {name: kernel.stored(value) for name, value in given.items()}
+    elem = f"mxcompile::{elem_type(elem_dtype).name.upper()}"
+    strides = (0, 0, 0) if mask is None else _strides(mask.get_size())
+
+    def body(words: Words) -> str:
+        operands = [words.pointer(name) for name in list(given)[:5]]
+        operands.append(words.pointer("mask") if mask is not None else "static_cast<const float*>(nullptr)")
+        sizes = words.given(batch, heads, kv_heads, queries, length, dim, *strides)
+        problem = f"mxcompile::Attention{{{sizes}, static_cast<float>({float(factor)!r})}}"
+        arguments = ", ".join([*operands, problem, words.threads, words.pointer("out")])
+        return f"mxcompile::attention<{elem}>({arguments});"
+
+    code = Code(header="attention.h", body=body)
+    return kernel.call(code, inputs, {"out": ([batch, queries, heads, dim], q.get_dtype())}, device)[0]
+
+
+def _strides(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Elements of a contiguous mask between neighbouring sequences, heads and queries; 0 where they share."""
+    batch, heads, queries, length = (1,) * (4 - len(shape)) + tuple(shape)
+    steps = heads * queries * length, queries * length, length
+    first, second, third = (
+        0 if size == 1 else step for size, step in zip((batch, heads, queries), steps, strict=True)
+    )
+    return first, second, third

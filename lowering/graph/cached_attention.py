@@ -1,0 +1,180 @@
+"""cached_attention: attention of few queries reads keys and values as an MXFP8 cache holds them.
+
+    attention(q, dequantize(k, sk), dequantize(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
+
+also where k and v were repeated for the heads that share them. Reading them is the time of such an attention,
+so they are read in half the bytes of BF16, each once, and decoded in registers (`cpu.attention`). On other
+chips, for more queries and in other forms of attention they are dequantized, and the record says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import ATTENTION_FORWARD, TRANSPARENT, argument, aten, packet
+from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
+from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.targets import Target
+
+_FLOATS = (torch.bfloat16, torch.float32)
+_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view})
+KERNEL = "mx_attention C++ (keys and values mxfp8)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedAttention:
+    """target: the chip."""
+
+    target: Target
+    name: ClassVar[str] = "cached_attention"
+
+    def apply(self, graph: fx.Graph) -> Mapping[fx.Node, str]:
+        """Replace what the kernel is for; why others that read such a cache are not, by node."""
+        build, reasons = Builder(graph, self.name), {}
+        for node in list(graph.nodes):
+            if packet(node) in ATTENTION_FORWARD:
+                operands = [argument(node, index) for index in (1, 2)]
+            elif any(tag.kind is not Kind.LINEAR for tag in tags_of(node)):
+                operands = [each for each in node.all_input_nodes if tensor(each) is not None]
+            else:
+                continue
+            if not any(map(_cached, operands)):
+                continue
+            if reason := self._obstacle(node):
+                reasons[node] = f"keys and values dequantized: {reason}"
+            else:
+                _replace(node, build)
+        graph.eliminate_dead_code()
+        return reasons
+
+    def _obstacle(self, node: fx.Node) -> str:
+        """Why `node`, which reads a cache, is not on the kernel; "" if it can be."""
+        if self.target.device != "cpu":
+            return f"no kernel for {self.target.name} reads codes"
+        if packet(node) not in ATTENTION_FORWARD:
+            return "scores and values are products of their own"
+        if packet(node) is not aten._scaled_dot_product_flash_attention_for_cpu:
+            return f"a form of attention, {packet(node)}, that has no kernel"
+        query = tensor(argument(node, 0))
+        assert query is not None
+        if hint(query.shape[2]) > MOST_ROWS:
+            return f"{hint(query.shape[2])} queries, the kernel is for up to {MOST_ROWS}"
+        if query.dtype not in _FLOATS:
+            return f"queries in {query.dtype}"
+        return _form_obstacle(node, query) or kernel.obstacle()
+
+
+def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
+    """What the form of `node`, an attention of a CPU, has that the kernel has not; "" if nothing."""
+    given = dict(zip(("dropout_p", "is_causal"), node.args[3:], strict=False)) | dict(node.kwargs)
+    if given.get("dropout_p") or given.get("is_causal"):
+        return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
+    if any(user.users and user.args[1:] != (0,) for user in node.users):
+        return "something reads more than its values"
+    parts = [_held(argument(node, index)) for index in (1, 2)]
+    if None in parts:
+        return "it reads a part of what the cache holds, or that changed"
+    shapes = [value.shape for part in parts if part is not None and (value := tensor(part[0])) is not None]
+    if shapes[0] != shapes[1] or shapes[0][3] != query.shape[3] or hint(shapes[0][2]) == 0:
+        return "keys, values and queries differ in their sizes"
+    mask = _mask(node)
+    value = None if mask is None else tensor(mask)
+    if value is not None and (
+        value.dtype not in _FLOATS or value.ndim > 4 or value.shape[-1] != shapes[0][2]
+    ):
+        return f"a mask of {value.dtype}, {tuple(value.shape)}"
+    return ""
+
+
+def _replace(node: fx.Node, build: Builder) -> None:
+    query = argument(node, 0)
+    (keys, key_scales, elem), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
+    given = tensor(query)
+    assert given is not None
+    factor: Any = node.kwargs.get("scale")
+    factor = float(given.shape[3]) ** -0.5 if factor is None else factor
+    with build.graph.inserting_before(node):
+        arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, elem)
+        made = build.call(ops.attention, *arguments, like=node)
+        set_tag(made, *(replace(tag, kernel=KERNEL) for tag in tags_of(node)))
+        result = build.call(aten.permute.default, made, [0, 2, 1, 3], like=node)
+    for user in list(node.users):
+        if user.args[1:] == (0,):
+            user.replace_all_uses_with(result)
+        build.graph.erase_node(user)
+    build.graph.erase_node(node)  # by hand: attention may drop out at random, so it counts as impure
+
+
+_Held = tuple[fx.Node, fx.Node, torch.dtype]
+"""Codes, which may be bytes, scales and the type of elements."""
+
+
+def _part(node: fx.Node) -> _Held:
+    found = _held(node)
+    assert found is not None
+    return found
+
+
+def _held(node: fx.Node) -> _Held | None:
+    """What a cache holds, of which `node` is the values, repeated for heads that share them or not."""
+    made = _unrepeated(node)
+    if made.target is not ops.dequantize:
+        return None
+    codes, scales = argument(made, 0), argument(made, 1)
+    elements, scale = tensor(codes), tensor(scales)
+    if elements is None or scale is None or elements.ndim != 4 or scale.ndim != 4:
+        return None
+    if made.args[2] not in (-1, 3):
+        return None
+    if codes.target is aten.view.dtype and _dtype(argument(codes, 0)) is torch.uint8:
+        return argument(codes, 0), scales, elements.dtype
+    return codes, scales, elements.dtype
+
+
+def _unrepeated(node: fx.Node) -> fx.Node:
+    """[B, KV, T, D] of which `node` is [B, KV·n, T, D], each head n times in turn; else `node`."""
+    if packet(node) not in _RESHAPES:
+        return node
+    expanded = argument(node)
+    while packet(expanded) is aten.clone:
+        expanded = argument(expanded)
+    if packet(expanded) is not aten.expand or packet(argument(expanded)) is not aten.unsqueeze:
+        return node
+    unsqueezed = argument(expanded)
+    source, wide, result = tensor(argument(unsqueezed)), tensor(expanded), tensor(node)
+    if unsqueezed.args[1] not in (2, -3) or source is None or wide is None or result is None:
+        return node
+    batch, heads, length, dim = source.shape if source.ndim == 4 else (0, 0, 0, 0)
+    same = wide.shape[:2] == (batch, heads) and wide.shape[3:] == (length, dim)
+    same = same and result.shape == (batch, heads * wide.shape[2], length, dim)
+    return argument(unsqueezed) if same else node
+
+
+def _cached(node: fx.Node) -> bool:
+    """Whether `node` is values of MX data, in whatever shape."""
+    while packet(node) in TRANSPARENT and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.target is ops.dequantize
+
+
+def _mask(node: fx.Node) -> fx.Node | None:
+    """What is added to the scores, before it is expanded."""
+    found = node.kwargs.get("attn_mask")
+    while isinstance(found, fx.Node) and packet(found) is aten.expand:
+        value = tensor(argument(found))
+        if value is None or value.shape[-1] != tensor(found).shape[-1]:  # type: ignore[union-attr]
+            break
+        found = argument(found)
+    return found if isinstance(found, fx.Node) else None
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = tensor(node)
+    return None if value is None else value.dtype

@@ -1,0 +1,183 @@
+"""`MXStaticCache`: a static cache of Hugging Face models whose keys and values are stored in MXFP8.
+
+    update(k, v)  →  write quantize(k), quantize(v) along head_dim; give the values of all keys and all values
+
+A row of head_dim values is E4M3 codes and one E8M0 byte for every 32 of them, 33 bytes for what takes 64 in
+BF16. Attention gets values, whoever computes it; in a compiled graph `lowering.graph.cached_attention` makes
+an attention of few queries read codes instead. Layers that look through a window, hold a recurrent state or
+share another layer's keys stay what transformers makes them: `MXStaticCache.kept` says which, and why.
+
+Scales follow RCEIL, as those of all activations by default. For inference alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from mxcompile import ops
+from mxcompile.errors import ModelError, UnsupportedError
+from mxcompile.formats import Rounding
+
+log = logging.getLogger(__name__)
+
+ELEM = torch.float8_e4m3fn
+_BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
+
+
+class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-ignore]
+    """The keys and values of one layer.
+
+    key_codes, value_codes: bytes of E4M3, [batch, heads, max_cache_len, head_dim]. key_scales, value_scales:
+    bytes of E8M0, [batch, heads, max_cache_len, ⌈head_dim/32⌉]. All exist from the first update on.
+    """
+
+    key_codes: Tensor
+    key_scales: Tensor
+    value_codes: Tensor
+    value_scales: Tensor
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The values of all keys, made when asked for; None before the first update."""
+        return self._values(self.key_codes, self.key_scales) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._nothing(value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of all values, as `keys`."""
+        return self._values(self.value_codes, self.value_scales) if self.is_initialized else None
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._nothing(value)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What codes and scales take; 0 before the first update."""
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the buffers for keys and values like these, all zeros."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        self.key_codes, self.key_scales = self._zeros(self.k_head_dim)
+        self.value_codes, self.value_scales = self._zeros(self.v_head_dim)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            for buffer in (*self._buffers(), self.cumulative_length):
+                torch._dynamo.mark_static_address(buffer)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the next rows, [batch, heads, rows, head_dim]; give the values of all keys and all values.
+
+        Raises `UnsupportedError` for rows that gradients are asked of.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedError(
+                "a cache in MXFP8 gives no gradients: call the model under torch.no_grad()"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = key_states.shape[-2]
+        places = torch.arange(rows, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(rows)
+        self._write(self.key_codes, self.key_scales, places, key_states)
+        self._write(self.value_codes, self.value_scales, places, value_states)
+        keys = self._values(self.key_codes, self.key_scales)
+        return keys, self._values(self.value_codes, self.value_scales)
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        for buffer in self._buffers():
+            buffer.zero_()
+        self.cumulative_length.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give every sequence of the batch the rows of the one that `beam_idx` names."""
+        for buffer in self._buffers():
+            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def offload(self) -> None:
+        """Move the rows to main memory."""
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Move them back."""
+        if self.is_initialized:
+            self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        for name in _BUFFERS if self.is_initialized else ():
+            setattr(self, name, getattr(self, name).to(device, non_blocking=True))
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in _BUFFERS) if self.is_initialized else ()
+
+    def _zeros(self, head_dim: int) -> tuple[Tensor, Tensor]:
+        shape = (self.batch_size, self.num_heads, self.max_cache_len)
+        codes = torch.zeros((*shape, head_dim), dtype=torch.uint8, device=self.device)
+        return codes, torch.zeros((*shape, -(-head_dim // 32)), dtype=torch.uint8, device=self.device)
+
+    def _write(self, codes: Tensor, scales: Tensor, places: Tensor, rows: Tensor) -> None:
+        elements, bytes_ = ops.quantize(rows, -1, ELEM, Rounding.RCEIL)
+        codes.index_copy_(2, places, elements.view(torch.uint8))
+        scales.index_copy_(2, places, bytes_)
+
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        values: Tensor = ops.dequantize(codes.view(ELEM), scales, -1, self.dtype)
+        return values
+
+    def _nothing(self, value: object) -> None:
+        if value is not None:
+            raise AttributeError("keys and values are written by `update` alone")
+
+
+class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
+    """A `transformers.StaticCache` in half the bytes; see `mxcompile.static_cache`.
+
+    kept: the layers that are not in MXFP8, by their number, with the reason.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
+        """config, max_cache_len, options: as of `transformers.StaticCache`.
+
+        Raises `ModelError` where no layer of the model has keys and values that can be stored in MXFP8.
+        """
+        super().__init__(config, max_cache_len, **options)
+        self.kept = {index: why for index, layer in enumerate(self.layers) if (why := _obstacle(layer))}
+        if len(self.kept) == len(self.layers):
+            raise ModelError(
+                f"no layer of {type(config).__name__} can have its keys and values in MXFP8:"
+                f" {'; '.join(sorted(set(self.kept.values())))}. Use transformers.StaticCache"
+            )
+        for reason in sorted(set(self.kept.values())):
+            numbers = ", ".join(str(index) for index, why in self.kept.items() if why == reason)
+            log.warning("layers %s keep their keys and values as they are: %s", numbers, reason)
+        for index in range(len(self.layers)):
+            if index not in self.kept:
+                self.layers[index] = MXStaticLayer(max_cache_len=max_cache_len)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the layers in MXFP8 take; 0 before the first update."""
+        return sum(layer.stored_bytes for layer in self.layers if isinstance(layer, MXStaticLayer))
+
+
+def _obstacle(layer: object) -> str:
+    """Why the keys and values of `layer` stay as they are; "" if they need not."""
+    if type(layer) is StaticLayer:
+        return ""
+    if getattr(layer, "is_sliding", False):
+        return "attention over a sliding window holds but that window"
+    return f"a {type(layer).__name__} holds more than keys and values, or none"

@@ -1,0 +1,155 @@
+"""Which attentions read a cache in MXFP8 as it is, what the others say, and that both mean the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.graph.cached_attention import KERNEL, CachedAttention
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.policy import Gemm
+
+TAG = GemmTag(
+    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "x")
+)
+BF16, ELEM = torch.bfloat16, torch.float8_e4m3fn
+WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def inputs(queries: int = 1, heads: int = 4, keys: int = 50, dtype: torch.dtype = BF16) -> list[Tensor]:
+    """A query, a cache of two heads (bytes, scales, bytes, scales), a mask for the last 10 keys."""
+    torch.manual_seed(0)
+    q = torch.randn(1, heads, queries, 64).to(dtype)
+    cache = []
+    for _ in "kv":
+        codes, scales = ops.quantize(torch.randn(1, 2, keys, 64), -1, ELEM, "rceil")
+        cache += [codes.view(torch.uint8), scales]
+    return [q, *cache, (torch.arange(keys) < keys - 10)[None, None, None].expand(1, 1, queries, keys)]
+
+
+def values(codes: Tensor, scales: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    return ops.dequantize(codes.view(ELEM), scales, -1, dtype)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    batch, kv_heads, *rest = x.shape
+    return x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(batch, heads, *rest)
+
+
+def attend(q, k, ks, v, vs, mask) -> Tensor:
+    keys, vals = (repeated(values(*each, q.dtype), q.shape[1]) for each in ((k, ks), (v, vs)))
+    return F.scaled_dot_product_attention(q, keys, vals, attn_mask=mask)
+
+
+def unmasked(q, k, ks, v, vs, mask) -> Tensor:
+    return attend(q, k, ks, v, vs, None)
+
+
+def additive(q, k, ks, v, vs, mask) -> Tensor:
+    bias = torch.where(mask, torch.arange(mask.shape[-1]) / -8, -math.inf).to(q.dtype)
+    return F.scaled_dot_product_attention(
+        q, *(values(*each, q.dtype) for each in ((k, ks), (v, vs))), attn_mask=bias, scale=0.3
+    )
+
+
+def sliced(q, k, ks, v, vs, mask) -> Tensor:
+    keys, vals = (repeated(values(*each), q.shape[1])[:, :, :20] for each in ((k, ks), (v, vs)))
+    return F.scaled_dot_product_attention(q, keys, vals)
+
+
+def causal(q, k, ks, v, vs, mask) -> Tensor:
+    keys, vals = (repeated(values(*each), q.shape[1]) for each in ((k, ks), (v, vs)))
+    return F.scaled_dot_product_attention(q, keys, vals, is_causal=True)
+
+
+def capped(q, k, ks, v, vs, mask) -> Tensor:
+    keys, vals = (repeated(values(*each), q.shape[1]) for each in ((k, ks), (v, vs)))
+    scores = 5 * torch.tanh(q @ keys.transpose(-1, -2) / 40)
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ vals
+
+
+def lowered(function, given: list[Tensor], target: str = "cpu") -> tuple[fx.GraphModule, list[str]]:
+    """`function` as a graph after the pass, and the reasons it gives."""
+    with torch.no_grad():
+        module = make_fx(lambda *arguments: function(*arguments), tracing_mode="fake")(*given)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
+        set_tag(node, TAG)  # as `find` does
+    reasons = CachedAttention(target=TARGETS[target]).apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, list(reasons.values())
+
+
+def count(module: fx.GraphModule) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=ops.attention))
+
+
+@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("function", [attend, unmasked, additive])
+def test_reads_the_cache(function, queries: int):
+    given = inputs(queries, heads=2 if function is additive else 6, dtype=torch.float32)
+    module, reasons = lowered(function, given)
+    assert (count(module), reasons) == (1, [])
+    assert not module.graph.find_nodes(op="call_function", target=ops.dequantize)
+    torch.testing.assert_close(module(*given), function(*given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "target", "reason"),
+    [
+        (attend, {"queries": 17}, "cpu", "17 queries, the kernel is for up to 16"),
+        (attend, {}, "sm_90", "no kernel for sm_90 reads codes"),
+        (attend, {"dtype": torch.float16}, "cpu", "queries in torch.float16"),
+        (sliced, {"queries": 2}, "cpu", "it reads a part of what the cache holds, or that changed"),
+        (causal, {"queries": 2}, "cpu", "causal without a mask"),
+        (capped, {}, "cpu", "scores and values are products of their own"),
+    ],
+)
+def test_leaves_what_the_kernel_is_not_for(function, changes, target: str, reason: str):
+    module, reasons = lowered(function, inputs(**changes), target)
+    assert (count(module), set(reasons)) == (0, {f"keys and values dequantized: {reason}"})
+
+
+def test_leaves_attention_without_a_cache():
+    plain = [torch.randn(1, 2, 3, 64) for _ in range(3)]
+    module, reasons = lowered(F.scaled_dot_product_attention, plain)
+    assert (count(module), reasons) == (0, [])
+
+
+def test_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel, "_no_compiler", lambda: "no C++ compiler: none is found")
+    module, reasons = lowered(attend, inputs())
+    assert (count(module), reasons) == (0, ["keys and values dequantized: no C++ compiler: none is found"])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_passes_opcheck(masked: bool):
+    q, *cache, mask = inputs(queries=3)
+    added = torch.where(mask, 0.0, -torch.inf) if masked else None
+    opcheck(ops.attention, (q, *cache, added, 0.1, ELEM), test_utils=WITHOUT_SCHEMA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_attention_records_what_ran(dynamic: bool):
+    mxcompile.clear_reports()
+    compiled = torch.compile(attend, backend="mxfp8", dynamic=dynamic)
+    for queries, kernel_name in ((3, KERNEL), (5, KERNEL), (20, "20 queries, the kernel is for up to 16")):
+        given = inputs(queries)
+        with torch.no_grad():
+            found = compiled(*given)
+            right = attend(*(x.float() if x.dtype is BF16 else x for x in given))
+        torch.testing.assert_close(found.float(), right, rtol=0.01, atol=0.01)
+        if not dynamic:  # where the number of queries varies, that of the first call chose
+            assert all(gemm.kernel.endswith(kernel_name) for gemm in mxcompile.reports()[-1].gemms)
+    assert {gemm.kernel for gemm in mxcompile.reports()[0].gemms} >= {KERNEL}

@@ -1,0 +1,167 @@
+"""Caches of keys and values in MXFP8: what they hold and give, `generate` with them, what they refuse."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from reference import round_trip
+from torch import nn
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+import mxcompile
+from mxcompile.errors import MXCompileError
+from mxcompile.serving.cache import MXStaticLayer
+
+PROMPT = torch.arange(2, 24)[None]
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+ROOM = 40
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    config = LlamaConfig(
+        vocab_size=64, intermediate_size=96, num_hidden_layers=2, max_position_embeddings=64, **sizes
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16().eval().requires_grad_(False)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=80, n_layer=2, n_head=2)
+    return GPT2LMHeadModel(config).eval().requires_grad_(False)
+
+
+class RoundTrip(StaticLayer):
+    """A cache in the model's dtype of what the reference cast leaves of keys and values."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        rows = (round_trip(x, 3).to(x.dtype) for x in (key_states, value_states))
+        return super().update(*rows, *args, **kwargs)
+
+
+def reference_cache(model: nn.Module) -> StaticCache:
+    cache = StaticCache(model.config, ROOM)
+    cache.layers = [RoundTrip(max_cache_len=ROOM) for _ in cache.layers]
+    return cache
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_gives_what_was_written_cast_once(head_dim: int, dtype: torch.dtype):
+    torch.manual_seed(0)
+    layer, rows = MXStaticLayer(max_cache_len=9), torch.randn(2, 3, 7, head_dim).to(dtype)
+    assert layer.keys is None
+    assert layer.stored_bytes == 0
+    with torch.no_grad():
+        layer.update(rows[:, :, :5], -rows[:, :, :5])
+        keys, values = layer.update(rows[:, :, 5:], -rows[:, :, 5:])
+    expected = torch.cat([round_trip(rows, 3), torch.zeros(2, 3, 2, head_dim)], 2).to(dtype)
+    for found, wanted in ((keys, expected), (values, -expected), (layer.keys, keys), (layer.values, values)):
+        assert found.dtype is dtype
+        assert torch.equal(found, wanted)
+    assert int(layer.get_seq_length()) == 7
+    assert layer.stored_bytes == 2 * 2 * 3 * 9 * (head_dim + -(-head_dim // 32))
+
+
+def test_a_layer_is_reset_reordered_and_moved():
+    layer, rows = MXStaticLayer(max_cache_len=4), torch.randn(3, 1, 2, 32)
+    with torch.no_grad():
+        layer.update(rows, rows)
+        before, address = layer.keys, layer.key_codes.data_ptr()
+        layer.reorder_cache(torch.tensor([2, 2, 0]))
+        assert torch.equal(layer.keys, before[[2, 2, 0]])
+        assert layer.key_codes.data_ptr() == address  # compiled code has it
+        layer.offload()
+        layer.prefetch()
+        assert torch.equal(layer.values, before[[2, 2, 0]])
+        layer.reset()
+        assert int(layer.get_seq_length()) == 0
+        assert not layer.keys.any()
+        layer.update(rows, rows)
+    assert torch.equal(layer.keys, before)
+
+
+def test_takes_half_the_bytes():
+    """33 of 64 where head_dim is whole blocks: the codes, and a byte for 32 of them."""
+    model = llama()
+    cache = mxcompile.static_cache(model, ROOM)
+    assert cache.stored_bytes == 0
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+        plain = StaticCache(model.config, ROOM)
+        model(PROMPT, past_key_values=plain)
+    in_bf16 = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    assert cache.stored_bytes / in_bf16 == 33 / 64 <= 0.52
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_generates_what_the_reference_cast_generates(make):
+    model = make()
+    found = model.generate(PROMPT, past_key_values=mxcompile.static_cache(model, ROOM), **GREEDY)
+    assert torch.equal(found, model.generate(PROMPT, past_key_values=reference_cache(model), **GREEDY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_generates_compiled(make):
+    """Prompts of two lengths; decode runs on the kernel in every layer, prefill says why it does not."""
+    model, prompts = make(), PROMPT.repeat(2, 1)
+    shorter = torch.ones_like(prompts)
+    shorter[1, :9] = 0  # padded on the left
+    options = {**GREEDY, "attention_mask": shorter, "output_logits": True, "return_dict_in_generate": True}
+    right = model.generate(prompts, past_key_values=reference_cache(model), **options)
+    mxcompile.clear_reports()
+    model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
+    cache = mxcompile.static_cache(model, ROOM)
+    found = model.generate(prompts, past_key_values=cache, disable_compile=True, **options)
+    assert torch.equal(found.sequences, right.sequences)
+    found, right = torch.stack(found.logits).double(), torch.stack(right.logits).double()
+    assert (found - right).norm() / right.norm() < 0.02
+    gemms = [gemm for report in mxcompile.reports() for gemm in report.gemms]
+    attentions = [gemm for gemm in gemms if gemm.role in ("attn_scores", "attn_values")]
+    assert {g.kernel for g in attentions if g.m == 1} == {"mx_attention C++ (keys and values mxfp8)"}
+    assert sum(g.m == 1 for g in attentions) == 4
+    prefill = {g.kernel.partition("; ")[2] for g in attentions if g.m > 1}
+    assert prefill == {"keys and values dequantized: 22 queries, the kernel is for up to 16"}
+
+
+def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture):
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8
+    )
+    with caplog.at_level(logging.WARNING, "mxcompile"):
+        cache = mxcompile.static_cache(config, ROOM)
+    kinds = [type(layer) for layer in cache.layers]
+    assert kinds == [StaticSlidingWindowLayer, MXStaticLayer] * 2
+    assert cache.kept == dict.fromkeys((0, 2), "attention over a sliding window holds but that window")
+    assert "layers 0, 2 keep their keys and values" in caplog.text
+
+
+def test_refuses_what_has_nothing_to_store():
+    from transformers import MistralConfig
+
+    with pytest.raises(MXCompileError, match=r"no layer of MistralConfig .* sliding window"):
+        mxcompile.static_cache(MistralConfig(sliding_window=8), ROOM)
+    with pytest.raises(MXCompileError, match="a Hugging Face model, found Linear"):
+        mxcompile.static_cache(nn.Linear(2, 2), ROOM)
+    with pytest.raises(MXCompileError, match="at least 1, found 0"):
+        mxcompile.static_cache(llama(), 0)
+
+
+def test_refuses_gradients_and_writes_past_it():
+    layer, rows = MXStaticLayer(max_cache_len=4), torch.randn(1, 1, 2, 32, requires_grad=True)
+    with pytest.raises(MXCompileError, match="no gradients"):
+        layer.update(rows, rows)
+    with pytest.raises(AttributeError, match="`update` alone"):
+        layer.keys = rows
