@@ -197,11 +197,9 @@ def speed(model: nn.Module, size: Wide, ways: Iterable[Way] = WAYS) -> Iterator[
     """`Speed` of `model` served in each of `ways`; its weights are what the last way made of them."""
     prompt = torch.arange(size.prompt, device=size.device)[None] % VOCABULARY
     for way in ways:
-        cache = static_cache(model, size.prompt + 1 + size.tokens) if way.cached else None
+        cache = _cache(model, size, way)
         with _Served(model, way):
-            _generate(
-                model, prompt, 1 + size.tokens, cache
-            )  # compiles both graphs, for a cache of this length
+            _generate(model, prompt, 1 + size.tokens, cache)  # compiles both graphs
             first = min(_seconds(model, prompt, 1, cache) for _ in range(size.repeats))
             whole = min(_seconds(model, prompt, 1 + size.tokens, cache) for _ in range(size.repeats))
         yield Speed(
@@ -262,13 +260,23 @@ def _gap(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any = None) -> Tensor:
-    """`prompt` and `tokens` more, greedily; without a `cache` in one as long as the longest call's so far."""
-    if cache is not None:
-        cache.reset()
+def _cache(model: Any, size: Wide, way: Way) -> Any:
+    """A static cache for all calls: allocated at once, so that the first runs the graphs of all others."""
+    from transformers import StaticCache
+
+    room = size.prompt + 1 + size.tokens
+    cache = static_cache(model, room) if way.cached else StaticCache(model.config, room)
+    head_dim, device = size.width // size.heads, torch.device(size.device)
+    cache.early_initialization(1, size.key_value_heads, head_dim, torch.bfloat16, device)
+    return cache
+
+
+def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any) -> Tensor:
+    """`prompt` and `tokens` more, greedily."""
+    cache.reset()
     made: Tensor = model.generate(
         prompt,
-        **({"cache_implementation": "static"} if cache is None else {"past_key_values": cache}),
+        past_key_values=cache,
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,
