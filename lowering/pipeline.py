@@ -58,7 +58,7 @@ def _obstacle() -> str:
     They build on parts of Inductor that are not public, and on Triton, which not every machine has.
     """
     try:
-        from mxcompile.lowering.graph import fuse, native, pair, tile_scales  # noqa: F401
+        from mxcompile.lowering.graph import couple, fuse, native, pair, tile_scales  # noqa: F401
         from mxcompile.lowering.inductor import prologues, winners  # noqa: F401
         from mxcompile.lowering.templates import (  # noqa: F401
             casts,
@@ -124,13 +124,17 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
+        from mxcompile.lowering.graph.couple import Couple
         from mxcompile.lowering.graph.fuse import Fuse
         from mxcompile.lowering.graph.native import Native
         from mxcompile.lowering.graph.pair import Pair
+        from mxcompile.lowering.kernels import packed
 
         Native(target=target, device=device.type).apply(graph)
         Fuse(target=target).apply(graph)
         Pair().apply(graph)
+        if packed.available(target):
+            Couple().apply(graph)
     told = CachedAttention(target=target).apply(graph)
     reasons = _weight_only(graph, target, device)
     reasons |= VendorFP8(target=target, device=device.type).apply(graph)

@@ -203,6 +203,19 @@ def lower_quantize_both(
     return *rowwise, *columnwise
 
 
+@register_lowering(ops.quantize_two, type_promotion_kind=None)
+def lower_quantize_two(
+    x: ir.TensorBox,
+    y: ir.TensorBox,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
+) -> tuple[ir.TensorBox, ...]:
+    """Both layouts of both."""
+    first = lower_quantize_both(x, elem_dtype, rounding, scale_layout)
+    return *first, *lower_quantize_both(y, elem_dtype, rounding, scale_layout)
+
+
 @register_lowering(ops.flatten, type_promotion_kind=None)
 def lower_flatten(x: ir.TensorBox) -> ir.TensorBox:
     """A view: the elements are where they were. Of stored elements, or Inductor compares sizes to find it."""

@@ -6,7 +6,7 @@ The producer is a pointwise kernel-to-be whose result only the cast reads: a nor
 product, the transposition behind an attention. Left to itself Inductor's scheduler gives it to what comes
 before it (a norm's row statistic, the GEMM that makes one of SwiGLU's factors) and stores x. So this runs
 before the scheduler fuses anything. A producer that reads more than two tensors of x's size is left alone:
-it is cheaper to store what it makes.
+it is cheaper to store what it makes. The two producers of a cast of two tensors may read three.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
-_MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them
+_MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them; one more for a second x
 
 
 class Prologues(SchedulerPass):
     """Fuses producers into casts."""
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """`nodes`, in an order that respects their dependencies, with pairs fused."""
+        """`nodes`, in an order that respects their dependencies, with casts and their producers fused."""
         producers = {node.get_name(): node for node in nodes if _is_pointwise(node)}
-        fused: dict[str, BaseSchedulerNode] = {}
         result: Nodes = []
         for node in nodes:
-            producer = _producer(node, producers) if _is_cast(node) else None
-            if producer is None:
-                result.append(node)
-                continue
-            result.remove(producer)
-            result.append(_fuse(producer, node))
-            fused[producer.get_name()] = result[-1]
+            fused = node
+            for producer in _producers(node, producers) if _is_cast(node) else ():
+                result.remove(producer)
+                fused = _fuse(producer, fused)
+            result.append(fused)
         return result
 
 
@@ -59,25 +56,30 @@ def _is_cast(node: BaseSchedulerNode) -> bool:
     )
 
 
-def _producer(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> BaseSchedulerNode | None:
-    """What makes the tensor that `cast` reads, if nothing else reads it and it reads little itself."""
+def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """What makes the tensors that `cast` reads, where only it reads them and they read little themselves."""
     assert isinstance(cast.node, ir.TritonTemplateBuffer)
+    found = []
     for name in cast.node.get_allowed_prologue_inps():
         buffer = cast.scheduler.name_to_buf.get(name)
         producer = None if buffer is None else producers.get(buffer.defining_op_name())
         if producer is None:
             continue
         (output,) = producer.get_outputs()
-        readers = [user.node for user in output.users]
-        if readers == [cast] and _reads(producer) <= _MOST_READS * _size(output.node):
-            return producer
-    return None
+        if [user.node for user in output.users] == [cast]:
+            found.append(producer)
+    return found if found and _reads(found) <= _most_reads(found) else []
 
 
-def _reads(node: BaseSchedulerNode) -> float:
-    """Elements that `node` reads."""
+def _most_reads(producers: list[BaseSchedulerNode]) -> float:
+    (output,) = producers[0].get_outputs()
+    return (_MOST_READS + len(producers) - 1) * _size(output.node)
+
+
+def _reads(producers: list[BaseSchedulerNode]) -> float:
+    """Elements that `producers` read, each once."""
     total = 0.0
-    for dependency in node.read_writes.reads:
+    for dependency in {each for producer in producers for each in producer.read_writes.reads}:
         total += float(V.graph.sizevars.optimization_hint(dependency.get_numel(), fallback=0))
     return total
 

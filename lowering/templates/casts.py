@@ -36,18 +36,19 @@ from mxcompile.formats import BLOCK, ScaleLayout, elem_type
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.inductor.tiling import tiled_size
+from mxcompile.lowering.kernels import packed
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates.producers import Producing
 
-_SOURCE = r"""
-from mxcompile.lowering.kernels import scale_bytes, tiles
+_IMPORTS = r"""
+from mxcompile.lowering.kernels import packed, scale_bytes, tiles
+{% set cast = "packed" if PACKED else "tiles" %}
+{% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE" %}
+"""
 
-{% if ROWWISE and COLUMNWISE %}
-{{def_kernel("X", "ROW_SCALE", "COLUMN", "COLUMN_SCALE")}}
-{% else %}
-{{def_kernel("X", "SCALE")}}
-{% endif %}
+_PLACE = r"""
     M = {{size("X", 0)}}
     N = {{size("X", 1)}}
     pid_m = tl.program_id(0)
@@ -63,28 +64,77 @@ from mxcompile.lowering.kernels import scale_bytes, tiles
 {% endif %}
     idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :]
-    mask = (idx_m < M) & (idx_n < N)
+    mask_m = idx_m < M
+    mask_n = idx_n < N
+    mask = mask_m & mask_n
+    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
+    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+"""
+
+_X = r"""
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
                  index_shape=("BLOCK_M", "BLOCK_N"))}}
     x = x.to(DTYPE)
-    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
-    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
-{% if ROWWISE and COLUMNWISE %}
-    column_codes, column_byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
+"""
+
+_BOTH = r"""
+    column_codes, column_byte = {{cast}}.quantize_columnwise(x, {{how}})
     tl.store(COLUMN + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(column_codes, ELEM), mask=mask)
     scale_bytes.store_columnwise(COLUMN_SCALE, column_byte, blocks_m, rn, end_m, N, TILED)
-    codes, row_byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
+    codes, row_byte = {{cast}}.quantize_rowwise(x, {{how}})
     scale_bytes.store_rowwise(ROW_SCALE, row_byte, rm, blocks_n, M, N, TILED)
-{% elif ROWWISE %}
-    codes, byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, NATIVE)
-    scale_bytes.store_rowwise(SCALE, byte, rm, blocks_n, M, N, TILED)
-{% else %}
-    codes, byte = tiles.quantize_columnwise(x, ELEM, ROUNDING, NATIVE)
-    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, end_m, N, TILED)
-{% endif %}
+"""
+
+_STORE = r"""
     qdata = tiles.as_elem(codes, ELEM)
     {{store_output(("idx_m", "idx_n"), "qdata", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
 """
+
+_SOURCE = (
+    _IMPORTS
+    + r"""
+{% if ROWWISE and COLUMNWISE %}
+{{def_kernel("X", "ROW_SCALE", "COLUMN", "COLUMN_SCALE")}}
+{% else %}
+{{def_kernel("X", "SCALE")}}
+{% endif %}
+"""
+    + _PLACE
+    + _X
+    + r"{% if ROWWISE and COLUMNWISE %}"
+    + _BOTH
+    + r"""{% elif ROWWISE %}
+    codes, byte = {{cast}}.quantize_rowwise(x, {{how}})
+    scale_bytes.store_rowwise(SCALE, byte, rm, blocks_n, M, N, TILED)
+{% else %}
+    codes, byte = {{cast}}.quantize_columnwise(x, {{how}})
+    scale_bytes.store_columnwise(SCALE, byte, blocks_m, rn, end_m, N, TILED)
+{% endif %}
+"""
+    + _STORE
+)
+
+# Both are loaded before anything is stored, so that what both producers read is read once.
+_SOURCE_OF_TWO = (
+    _IMPORTS
+    + r"""
+{{def_kernel("X", "Y", "ROW_SCALE", "COLUMN", "COLUMN_SCALE",
+             "Y_ROW", "Y_ROW_SCALE", "Y_COLUMN", "Y_COLUMN_SCALE")}}
+"""
+    + _PLACE
+    + _X
+    + r"""
+    {{load_input("Y", "y", ("idx_m", "idx_n"), mask="mask", indent_width=4,
+                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    y = y.to(DTYPE)
+"""
+    + _BOTH
+    + _STORE
+    + _BOTH.replace("COLUMN", "Y_COLUMN").replace("ROW_SCALE", "Y_ROW_SCALE").replace("(x,", "(y,")
+    + r"""
+    tl.store(Y_ROW + idx_m.to(INDEX) * N + idx_n, tiles.as_elem(codes, ELEM), mask=mask)
+"""
+)
 
 
 @SymbolicGridFn
@@ -95,7 +145,12 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-TEMPLATE = TritonTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
+class _Template(TritonTemplate):
+    kernel_type = Producing
+
+
+TEMPLATE = _Template(name="mx_cast", grid=_grid, source=_SOURCE)
+TEMPLATE_OF_TWO = _Template(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
 
 Results = tuple[ir.TensorBox, ...]
 
@@ -129,6 +184,22 @@ def lower_quantize_both(
     if target is None:
         return casts.lower_quantize_both(x, elem_dtype, rounding, scale_layout)
     return _batch(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target)
+
+
+@register_lowering(ops.quantize_two, type_promotion_kind=None)
+def lower_quantize_two(
+    x: ir.TensorBox,
+    y: ir.TensorBox,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    scale_layout: str = ScaleLayout.ROW_MAJOR,
+) -> Results:
+    """Those of `lower_quantize_both` of x, then of y."""
+    target = _target(x, "both")
+    if target is None or len(x.get_size()) != 2:
+        first = lower_quantize_both(x, elem_dtype, rounding, scale_layout)
+        return *first, *lower_quantize_both(y, elem_dtype, rounding, scale_layout)
+    return _cast(x, "both", elem_dtype, rounding, ScaleLayout(scale_layout), target, second=y)
 
 
 def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
@@ -179,32 +250,29 @@ def _cast(
     target: Target,
     *,
     entry: int = 0,
+    second: ir.TensorBox | None = None,
 ) -> Results:
-    """The casts of one matrix, or of a batch whose entries have `entry` rows each."""
-    x = realize_inputs(x)
+    """The casts of one matrix, or of a batch whose entries have `entry` rows each; then those of `second`."""
+    sources = [realize_inputs(source) for source in (x, second) if source is not None]
+    x = sources[0]
     device, (m, n) = x.get_device_or_error(), x.get_size()
     tiled = scale_layout is ScaleLayout.TILED_128X4
-    if tiled:
-        rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
-    else:
-        rows, columns = [m, _blocks(n)], [_column_blocks(m, entry), n]
-    extra = {
-        "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
-        "rowwise": [(rows, torch.uint8)],
-        "columnwise": [(columns, torch.uint8)],
-    }[layout]
+    extra = _extra(x, layout, elem_dtype, tiled, entry)
+    if second is not None:
+        extra += [([m, n], elem_dtype), *extra]
     others = [empty_strided(shape, None, dtype=dtype, device=device) for shape, dtype in extra]
     for other in others:
         other.realize()
-    inputs = [x, *(other.data for other in others)]
-    tile = configs.cast(target, layout)
+    inputs = [*sources, *(other.data for other in others)]
+    fast = x.get_dtype() == torch.bfloat16 and packed.available(target)
+    tile = configs.cast(target, layout if second is None else "two", packed=fast)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
     choices: list[Any] = []
-    error = TEMPLATE.maybe_append_choice(
+    error = (TEMPLATE if second is None else TEMPLATE_OF_TWO).maybe_append_choice(
         choices,
         input_nodes=tuple(inputs),
         layout=ir.FixedLayout(device, elem_dtype, [m, n]),
-        mutated_inputs=inputs[1:],
+        mutated_inputs=inputs[len(sources) :],
         num_stages=1,
         # rows of entries, and rows that are read byte by byte, take registers of their own
         num_warps=tile.num_warps * (2 if entry or gathered else 1),
@@ -219,6 +287,7 @@ def _cast(
         ELEM=repr(elem_type(elem_dtype).name),
         ROUNDING=repr(rounding),
         NATIVE=target.encodes_fp8,
+        PACKED=fast,
         INDEX="tl.int64",
     )
     if error is not None:
@@ -226,6 +295,22 @@ def _cast(
     made: Any = autotune_select_algorithm("mx_cast", choices, inputs, choices[0].layout)
     qdata: ir.TensorBox = made[0] if isinstance(made, tuple) else made
     return (qdata, *others)
+
+
+def _extra(
+    x: ir.TensorBox, layout: str, elem_dtype: torch.dtype, tiled: bool, entry: int
+) -> list[tuple[list[Any], torch.dtype]]:
+    """Shapes and dtypes of what the template writes besides its output."""
+    m, n = x.get_size()
+    if tiled:
+        rows, columns = [tiled_size(m, _blocks(n))], [tiled_size(n, _blocks(m))]
+    else:
+        rows, columns = [m, _blocks(n)], [_column_blocks(m, entry), n]
+    return {
+        "both": [(rows, torch.uint8), ([m, n], elem_dtype), (columns, torch.uint8)],
+        "rowwise": [(rows, torch.uint8)],
+        "columnwise": [(columns, torch.uint8)],
+    }[layout]
 
 
 def _column_blocks(rows: Any, entry: int) -> Any:

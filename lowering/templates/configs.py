@@ -122,8 +122,16 @@ WORD = 4
 _PER_THREAD = 64  # elements: a producer computed in the same registers needs as many again
 
 
-def cast(target: Target, layout: str) -> TileConfig:
-    """The tile of a cast in `layout`, "rowwise", "columnwise" or "both", with room for its producer."""
+_OF_TWO = TileConfig(block_m=32, block_n=128, num_warps=1)
+
+
+def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
+    """The tile of a cast in `layout`, "rowwise", "columnwise", "both" or "two", with room for its producer.
+
+    packed: whether two elements share a register.
+    """
+    if layout == "two":
+        return _OF_TWO
     tile = chosen(QUANTIZE, "quantize", target).of(layout, 2)
-    threads = ceil(tile.block_m * tile.block_n / _PER_THREAD)
-    return replace(tile, num_warps=max(tile.num_warps, threads // target.warp_size))
+    warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
+    return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))

@@ -28,6 +28,7 @@ from mxcompile.ops.mx import quantize as quantize
 from mxcompile.ops.mx import quantize_both as quantize_both
 from mxcompile.ops.mx import quantize_dequantize as quantize_dequantize
 from mxcompile.ops.mx import quantize_mm as quantize_mm
+from mxcompile.ops.mx import quantize_two as quantize_two
 from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
 from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
@@ -43,6 +44,7 @@ CASTS = frozenset(
     for op in (
         quantize,
         quantize_both,
+        quantize_two,
         dequantize,
         dequantize_tiles,
         quantize_dequantize,

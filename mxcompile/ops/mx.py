@@ -7,6 +7,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
 
     quantize             x → qdata, scale along one dimension
     quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
+    quantize_two         the same of x, then of y, which are computed from the same tensors
     dequantize           qdata, scale → x
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
@@ -87,6 +88,22 @@ def _spec_quantize_both(
 ) -> list[Spec]:
     rowwise = _spec_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
     return rowwise + _spec_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
+
+
+def _quantize_two(
+    x: Tensor, y: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
+) -> tuple[Tensor, ...]:
+    return (
+        *_quantize_both(x, elem_dtype, rounding, scale_layout),
+        *_quantize_both(y, elem_dtype, rounding, scale_layout),
+    )
+
+
+def _spec_quantize_two(
+    x: Tensor, y: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
+) -> list[Spec]:
+    first = _spec_quantize_both(x, elem_dtype, rounding, scale_layout)
+    return first + _spec_quantize_both(y, elem_dtype, rounding, scale_layout)
 
 
 def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
@@ -278,6 +295,12 @@ quantize_both = define(
     " (Tensor qdata_rowwise, Tensor scale_rowwise, Tensor qdata_columnwise, Tensor scale_columnwise)",
     _quantize_both,
     _spec_quantize_both,
+)
+quantize_two = define(
+    "quantize_two(Tensor x, Tensor y, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"
+    " (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_two,
+    _spec_quantize_two,
 )
 dequantize = define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",

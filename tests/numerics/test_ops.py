@@ -26,6 +26,7 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
         qdata, scale = ops.quantize(x, dim, E4M3, "rceil", square)
         opcheck(ops.dequantize, (qdata, scale, dim, BF16), test_utils=WITHOUT_SCHEMA)
     opcheck(ops.quantize_both, (x, E4M3, "even"))
+    opcheck(ops.quantize_two, (x, x + 1, E4M3, "even"))
     tiles = torch.full((*x.shape[:-2], *(-(-size // 32) for size in x.shape[-2:])), 127, dtype=torch.uint8)
     opcheck(ops.dequantize_tiles, (x.to(E4M3), tiles, "rceil", BF16), test_utils=WITHOUT_SCHEMA)
 
@@ -74,6 +75,7 @@ def test_tiled_scales(shape: tuple[int, int]):
         found = ops.dequantize(qdata, tiled, dim, torch.float32)
         assert torch.equal(found, ops.dequantize(qdata, scale, dim, torch.float32))
     opcheck(ops.quantize_both, (x, E4M3, "even", "128x4"))
+    opcheck(ops.quantize_two, (x, x + 1, E4M3, "even", "128x4"))
 
 
 def swizzled_places(rows: int, blocks: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.dot                 operands widened to FP32
     tl.dot_scaled          dequantized in FP32 and multiplied there
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
+    inline PTX             that of ``lowering.kernels.packed``, by its text; any other is an error as before
+    tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
 """
@@ -20,6 +22,9 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
+
+from mxcompile.formats import ELEM_TYPES
+from mxcompile.lowering.kernels import packed
 
 NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -53,6 +58,8 @@ def pytest_configure() -> None:
     _Builder.binary_op = _binary
     _Builder.unary_op = _unary
     _Builder.create_dot = _dot
+    _Builder.create_inline_asm = _inline_asm
+    interpreter.ReduceOps.generic_reduce = _reduce
     _Builder.create_dot_scaled = _dot_scaled
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
         TritonSemantic.dot_scaled = _semantic_dot_scaled
@@ -126,6 +133,86 @@ def _dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *arguments):
     accumulator = arguments[-1]
     left, right = _dequantized(a, a_scale, a_format, -1), _dequantized(b, b_scale, b_format, -2)
     return _Handle(np.matmul(left, right, dtype=np.float32) + accumulator.data, tl.float32)
+
+
+def _halves(word):
+    return np.ascontiguousarray(word).view(np.uint16)
+
+
+def _larger(a, b):
+    """`max.u16x2`."""
+    return np.maximum(_halves(a), _halves(b)).view(np.int32)
+
+
+def _special(word):
+    """`add.u32` of 0x0080 to each half, then `prmt` with the sign of each half's upper byte in both."""
+    moved = _halves(np.ascontiguousarray(word) + np.int32(0x00800080))
+    return np.where(moved >> 15, 0xFFFF, 0).astype(np.uint16).view(np.int32)
+
+
+def _rounded(x):
+    """`cvt.rn.bf16x2.f32`: nearest even, as `convert`."""
+    return convert(x.view(np.uint32), tl.float32, tl.bfloat16, None)
+
+
+def _encoded(elem):
+    """`mul.rn.bf16x2`, subnormals kept, then `cvt.rn.satfinite` to FP8, whose NaN is 0x7F."""
+
+    def encode(x, factor):
+        wide = [bits.view(NUMPY[tl.bfloat16]).astype(np.float32) for bits in (x, factor)]
+        product = (wide[0] * wide[1]).astype(NUMPY[tl.bfloat16]).astype(np.float32)
+        codes = convert(product.view(np.uint32), tl.float32, elem, None)
+        return np.where(np.isnan(product), 0x7F, codes).astype(np.uint8)
+
+    return encode
+
+
+def _sigmoid(x):
+    """The value that the chip's instructions are within `packed.sigmoid`'s bound of."""
+    with np.errstate(over="ignore"):
+        return (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+
+
+_FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+_PTX = {
+    packed.LARGER.value: (tl.int32, _larger),
+    packed.SPECIAL.value: (tl.int32, _special),
+    packed.ROUND.value: (tl.bfloat16, _rounded),
+    packed.SIGMOID.value: (tl.float32, _sigmoid),
+    **{packed.ENCODE[name]: (tl.uint8, _encoded(_FP8[name])) for name in ELEM_TYPES},
+}
+
+
+class _Results:
+    def __init__(self, handle):
+        self.handle = handle
+
+    def get_result(self, index):
+        assert index == 0
+        return self.handle
+
+
+def _inline_asm(self, asm, constraints, values, types, is_pure, pack):
+    if asm not in _PTX:
+        raise NotImplementedError(f"no meaning is known of this PTX:\n{asm}")
+    dtype, meaning = _PTX[asm]
+    data = [np.ascontiguousarray(value.data) for value in values]
+    return _Results(_Handle(meaning(*data).reshape(data[0].shape), dtype))
+
+
+def _reduce(self, tensors):
+    """`combine_fn` of whole slices, first to last; Triton's own goes element by element."""
+    data = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
+
+    def slices(place):
+        return [self.to_tensor(each[place], tensor.dtype) for each, tensor in zip(data, tensors, strict=True)]
+
+    result = tuple(slices(0))
+    for place in range(1, len(data[0])):
+        combined = self.combine_fn.fn(*result, *slices(place))
+        result = combined if isinstance(combined, tuple) else (combined,)
+    assert not self.keep_dims
+    return list(result)
 
 
 def _semantic_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *arguments):

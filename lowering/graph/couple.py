@@ -1,0 +1,121 @@
+"""couple: one operator where both copies are made of two tensors that are computed from the same ones.
+
+    quantize_both(f(g, u, v)), quantize_both(h(g, u, v))  →  quantize_two(f(…), h(…))     g, u, v read once
+
+The gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
+other factor. f and h are elementwise and read by their casts alone, so that the cast's kernel can compute
+them where it would load them; left apart, one of them is stored for the other's cast. At most three tensors
+of their size are read. For chips whose casts have a template, after `pair`. Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import TRANSPARENT, argument, packet
+from mxcompile.graph.tags import hint, tensor
+
+_MOST_LEAVES, _SHARED_LEAVES = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """A cast and how its source is computed. chain: elementwise nodes, in order. leaves: what they read."""
+
+    cast: fx.Node
+    chain: tuple[fx.Node, ...]
+    leaves: frozenset[fx.Node]
+    large: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Couple:
+    """No options."""
+
+    name: ClassVar[str] = "couple"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Merge the couples of `graph`, each where its first cast was."""
+        build = Builder(graph, Couple.name)
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        waiting: list[_Made] = []
+        for node in list(graph.nodes):
+            made = _made(node, order)
+            if made is None:
+                continue
+            other = next((each for each in waiting if _fit(each, made, order)), None)
+            if other is None:
+                waiting.append(made)
+            else:
+                waiting.remove(other)
+                _merge(build, other, made)
+
+
+def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
+    """What `cast` casts, if it makes both copies of a matrix that elementwise operators compute for it."""
+    if cast.target is not ops.quantize_both:
+        return None
+    source = argument(cast)
+    value = tensor(source)
+    if value is None or value.ndim != 2 or value.dtype is not torch.bfloat16:
+        return None
+    chain: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    pending = [source]
+    while pending:
+        node = pending.pop()
+        # what others read too is stored anyway, but for what is cheap to compute again
+        if _elementwise(node) and (node is not source or set(node.users) == {cast}):
+            chain.add(node)
+            pending += [each for each in node.all_input_nodes if each not in chain]
+        else:
+            leaves.add(node)
+    size = hint(value.numel())
+    large = frozenset(
+        leaf for leaf in leaves if (found := tensor(leaf)) is None or hint(found.numel()) >= size
+    )
+    return _Made(
+        cast=cast, chain=tuple(sorted(chain, key=order.__getitem__)), leaves=frozenset(leaves), large=large
+    )
+
+
+def _elementwise(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and (torch.Tag.pointwise in tags or packet(node) in TRANSPARENT)
+
+
+def _fit(first: _Made, second: _Made, order: dict[fx.Node, int]) -> bool:
+    """Whether they have one format and size, read the same, and the second can be made where the first is."""
+    same = tensor(argument(first.cast)).shape == tensor(argument(second.cast)).shape  # type: ignore[union-attr]
+    alike = first.cast.args[1:] == second.cast.args[1:]
+    few = len(first.large | second.large) <= _MOST_LEAVES
+    shared = len(first.large & second.large) >= _SHARED_LEAVES
+    ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
+    return same and alike and few and shared and ready
+
+
+def _merge(build: Builder, first: _Made, second: _Made) -> None:
+    for node in second.chain:
+        if not _before(node, first.cast):
+            first.cast.prepend(node)
+    with build.graph.inserting_before(first.cast):
+        sources: tuple[Any, ...] = argument(first.cast), argument(second.cast)
+        two = build.call(ops.quantize_two, *sources, *first.cast.args[1:], like=first.cast)
+        results = [build.call(operator.getitem, two, index, like=first.cast) for index in range(8)]
+    for cast, made in ((first.cast, results[:4]), (second.cast, results[4:])):
+        for user in list(cast.users):
+            build.replace(user, made[user.args[1]])  # type: ignore[index]
+        build.graph.erase_node(cast)
+    for unread in [result for result in results if not result.users]:
+        build.graph.erase_node(unread)
+
+
+def _before(node: fx.Node, other: fx.Node) -> bool:
+    return bool(node < other)

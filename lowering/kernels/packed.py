@@ -1,0 +1,192 @@
+"""The MX cast of BF16 tiles, two elements a register: for NVIDIA's chips whose conversion to FP8 reads BF16.
+
+    h      = magnitude bits of a block's largest BF16 value: as 16-bit integers they are ordered as the values
+    byte   = max(((h + up) >> 7) − emax, 0), 255 for NaN and Inf       up: `tiles.scale_byte`'s, of 16 bits
+    code   = round-to-nearest-even(x · 2^(127 − byte)), saturated      mul.rn.bf16x2, cvt.rn.satfinite
+
+The same bits as `tiles`: BF16 has FP32's exponents, so h decides as FP32's bits do, and a product with a
+power of two is exact or below 2^−126, where both round to the zero of FP8 with its sign. Two blocks' bytes
+lie in the halves of an int32; no sum or difference below carries from one to the other.
+
+The instructions that Triton does not make of its own are PTX in the constants below, which
+``tests/triton_interpreter/exact_interpreter.py`` gives their meaning, that of the PTX ISA 9.1.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from mxcompile import formats
+from mxcompile.lowering.targets import Target
+
+_PTX = (9, 1)  # the first whose conversion to FP8 reads BF16: that of CUDA 13.1, in Triton from 3.7 on
+
+BLOCK = tl.constexpr(formats.BLOCK)
+
+LARGER = tl.constexpr("max.u16x2 $0, $1, $2;")
+"""The larger of each half, as unsigned integers."""
+
+SPECIAL = tl.constexpr("""{
+    .reg .b32 t;
+    add.u32 t, $1, 0x00800080;
+    prmt.b32 $0, t, 0, 0xBB99;
+}""")
+"""All ones in each half that is 0x7F80 or more of 0x7FFF: the magnitude of Inf and NaN."""
+
+ROUND = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+"""BF16 of two FP32 values."""
+
+_ENCODE = """{{
+    .reg .b32 low, high;
+    .reg .b16 first, second;
+    mul.rn.bf16x2 low, $1, $3;
+    mul.rn.bf16x2 high, $2, $4;
+    cvt.rn.satfinite.{elem}x2.bf16x2 first, low;
+    cvt.rn.satfinite.{elem}x2.bf16x2 second, high;
+    mov.b32 $0, {{first, second}};
+}}"""
+ENCODE = {name: _ENCODE.format(elem=name) for name in formats.ELEM_TYPES}
+"""FP8 codes of four BF16 values times four BF16 factors, by element type."""
+
+SIGMOID = tl.constexpr("""{
+    .reg .f32 t;
+    mul.rn.f32 t, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.rn.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}""")
+"""1 / (1 + 2^(−x · log2 e)), FP32; see `sigmoid`."""
+
+
+@cache
+def available(target: Target) -> bool:
+    """Whether `target` has the instructions and the installed Triton an assembler that knows them."""
+    if not isinstance(target.arch, int) or target.arch < 100:
+        return False
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
+
+        return bool(ptx_get_version(get_ptxas(target.arch).version) >= 10 * _PTX[0] + _PTX[1])
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return False  # a Triton that names them otherwise: `tiles` serves
+
+
+@triton.constexpr_function
+def _encode_asm(elem):
+    return ENCODE[elem]
+
+
+@triton.constexpr_function
+def _twice(bits):
+    """16 `bits` in both halves of an int32."""
+    both = bits * 0x10001
+    return both - (1 << 32) if both >> 31 else both
+
+
+@triton.constexpr_function
+def _emax(elem):
+    return formats.ELEM_TYPES[elem].emax << 7
+
+
+@triton.constexpr_function
+def _up(elem, rounding):
+    """What is added to a block's largest value before its exponent is taken."""
+    even = 1 << (6 - formats.ELEM_TYPES[elem].mantissa_bits)
+    return {"floor": 0, "rceil": 0x1F, "ceil": 0x7F, "even": even}[rounding]
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of each half of two int32, as unsigned 16-bit integers."""
+    return tl.inline_asm_elementwise(LARGER, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def magnitudes(x):
+    """|x| of pairs of neighbours along the last dimension: int32 [R, C / 2] of BF16 [R, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), (R, C // 2, 2)))
+    return ((high.to(tl.int32) << 16) | low.to(tl.int32)) & 0x7FFF7FFF
+
+
+@triton.jit
+def scale_pairs(largest, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """Scale bytes, and BF16 bits of 2^(127 − byte), of two blocks each. largest: two magnitudes an int32."""
+    EMAX: tl.constexpr = _twice(_emax(ELEM))
+    MOST: tl.constexpr = _twice((254 << 7) + _emax(ELEM))
+    UP: tl.constexpr = _twice(_up(ELEM, ROUNDING))
+    EXPONENT: tl.constexpr = _twice(0xFF80)
+    special = tl.inline_asm_elementwise(SPECIAL, "=r,r", [largest], dtype=tl.int32, is_pure=True, pack=1)
+    exponent = larger((largest + UP) & EXPONENT, tl.full(largest.shape, EMAX, tl.int32))
+    inverse = (MOST - exponent) | special
+    return (((exponent - EMAX) >> 7) | special) & 0x00FF00FF, inverse
+
+
+@triton.jit
+def _low(pair):
+    return (pair & 0xFFFF).to(tl.uint16)
+
+
+@triton.jit
+def _high(pair):
+    return ((pair >> 16) & 0xFFFF).to(tl.uint16)
+
+
+@triton.jit
+def _halves(pairs, R: tl.constexpr, C: tl.constexpr):
+    """The halves of int32 [R, C / 2] as uint16 [R, C]."""
+    return tl.reshape(tl.join(_low(pairs), _high(pairs)), (R, C))
+
+
+@triton.jit
+def _encode(x, inverse, ELEM: tl.constexpr):
+    ASM: tl.constexpr = _encode_asm(ELEM)
+    inverse = inverse.to(tl.bfloat16, bitcast=True)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x, inverse], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`tiles.quantize_rowwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R, C / 32]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    words = tl.reshape(magnitudes(x), (R, C // BLOCK, BLOCK // 2))
+    pairs = tl.reduce(words, 2, larger)
+    byte, inverse = scale_pairs(larger(pairs, pairs >> 16) & 0xFFFF, ELEM, ROUNDING)
+    inverse = tl.broadcast_to(_low(inverse)[:, :, None], (R, C // BLOCK, BLOCK))
+    return _encode(x, tl.reshape(inverse, (R, C)), ELEM), byte.to(tl.uint8)
+
+
+@triton.jit
+def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`tiles.quantize_columnwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R / 32, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    words = tl.reshape(magnitudes(x), (R // BLOCK, BLOCK, C // 2))
+    byte, inverse = scale_pairs(tl.reduce(words, 1, larger), ELEM, ROUNDING)
+    inverse = tl.broadcast_to(_halves(inverse, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
+    codes = _encode(x, tl.reshape(inverse, (R, C)), ELEM)
+    return codes, _halves(byte, R // BLOCK, C).to(tl.uint8)
+
+
+@triton.jit
+def rounded(x):
+    """`x`, FP32, as BF16, two at a time."""
+    if x.dtype == tl.float32:
+        x = tl.inline_asm_elementwise(ROUND, "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)) of FP32, by the chip's approximations of 2^x and 1 / x.
+
+    Relative error at most 2^−17 where the result is 2^−126 or more; less is 0. What is rounded to BF16, whose
+    last place is 2^−8, is off by one in that place at most.
+    """
+    wide = x.to(tl.float32)
+    return tl.inline_asm_elementwise(SIGMOID, "=f,f", [wide], dtype=tl.float32, is_pure=True, pack=1)

@@ -1,0 +1,70 @@
+"""What a cast's producer is written as: Inductor's code for it, with the same values for less.
+
+    a row's statistic, a column's weight      loaded once a row or column, and broadcast
+    1 / (1 + exp(−x)) before BF16             the chip's approximations (`lowering.kernels.packed.sigmoid`)
+
+Inductor indexes all that a prologue reads with the whole tile. Triton then loads a row's statistic along
+the rows, in a layout of its own, and moves it to that of the tile through shared memory. These are rewrites
+of the generated text: one that finds nothing to rewrite leaves the code as right as it was, and slower.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch._inductor.select_algorithm import TritonTemplateKernel
+
+_LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
+_SILU = re.compile(
+    r"(?P<negative>\w+) = -(?P<x>\w+)\n"
+    r"\s*(?P<power>\w+) = libdevice\.exp\((?P=negative)\)\n"
+    r"\s*(?P<one>\w+) = tl\.full\(\[1\], 1\.0, tl\.float32\)\n"
+    r"\s*(?P<sum>\w+) = (?P=power) \+ (?P=one)\n"
+    r"\s*(?P<result>\w+) = \((?P=x) / (?P=sum)\)\n"
+)
+_ROUNDED = re.compile(r"\b([xy]) = (.+)\.to\(tl\.bfloat16\)\.broadcast_to\(xindex\.shape\)")
+_ROUNDED_BEFORE = re.compile(
+    r"(\w+) = (\w+)\.to\(tl\.bfloat16\)\n(\s*)([xy]) = \1\.broadcast_to\(xindex\.shape\)\n"
+)
+
+
+class Producing(TritonTemplateKernel):
+    """A kernel whose text is rewritten when it is whole."""
+
+    def codegen_template_body(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """As Inductor has it, rewritten."""
+        source = narrowed(super().codegen_template_body(*args, **kwargs))
+        return approximated(source) if "    PACKED : tl.constexpr = True" in source else source
+
+
+def narrowed(source: str) -> str:
+    """Loads by rows or by columns alone, [BLOCK_M, 1] or [1, BLOCK_N], of those that `source` broadcasts."""
+
+    def one(load: re.Match[str]) -> str:
+        pointer, index = load.groups()
+        by_row, by_column = "idx_m" in index, "idx_n" in index
+        if by_row == by_column or "xindex" in index:
+            return load[0]
+        return f"tl.load({pointer} + ({index}), {'mask_m' if by_row else 'mask_n'}"
+
+    return _LOAD.sub(one, source)
+
+
+def approximated(source: str) -> str:
+    """`source` with the sigmoids before its cast, alone or in x · sigmoid(x), by `packed.sigmoid`.
+
+    And with values rounded to BF16 by twos. What is stored behind the cast may be FP32, and stays as it is.
+    """
+
+    def one(silu: re.Match[str]) -> str:
+        *lines, last = silu[0].rstrip("\n").split("\n")
+        indent = last[: len(last) - len(last.lstrip())]
+        product = f"{indent}{silu['result']} = {silu['x']} * packed.sigmoid({silu['x']})"
+        return "\n".join([*lines, product]) + "\n"
+
+    before, cast, behind = source.partition("packed.quantize_")
+    before = _SILU.sub(one, before).replace("tl.sigmoid(", "packed.sigmoid(")
+    before = _ROUNDED_BEFORE.sub(
+        r"\1 = \2.to(tl.bfloat16)\n\3\4 = \2.to(tl.bfloat16).broadcast_to(xindex.shape)\n", before
+    )
+    return _ROUNDED.sub(r"\1 = packed.rounded((\2).broadcast_to(xindex.shape))", before) + cast + behind

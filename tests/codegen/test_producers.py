@@ -1,0 +1,58 @@
+"""The rewrites of what Inductor writes for a cast's producer: what they change, and what they leave."""
+
+from __future__ import annotations
+
+from mxcompile.lowering.templates.producers import approximated, narrowed
+
+LOAD = (
+    "tmp3 = tl.load(in_ptr5 + (tl.broadcast_to({}, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')"
+)
+SILU = """    tmp2 = -tmp1
+    tmp3 = libdevice.exp(tmp2)
+    tmp4 = tl.full([1], 1.0, tl.float32)
+    tmp5 = tmp3 + tmp4
+    tmp6 = (tmp1 / {})
+    tmp7 = tmp6 * tmp4
+"""
+
+
+def test_what_varies_along_one_dimension_is_loaded_along_it():
+    assert (
+        narrowed(LOAD.format("idx_m"))
+        == "tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
+    )
+    assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(LOAD.format("2*idx_n + 7"))
+
+
+def test_what_varies_along_both_stays():
+    for index in ("xindex", "idx_n + 4096*idx_m", "ks0", "((xindex // 32) % 7)"):
+        assert narrowed(LOAD.format(index)) == LOAD.format(index)
+
+
+def test_silu_has_another_last_line():
+    """What else reads its parts still finds them."""
+    found = approximated(SILU.format("tmp5"))
+    assert found == SILU.format("tmp5").replace("(tmp1 / tmp5)", "tmp1 * packed.sigmoid(tmp1)")
+
+
+def test_another_division_stays():
+    """Only a denominator of 1 and more is known to have an inverse that the chip approximates well."""
+    assert approximated(SILU.format("tmp9")) == SILU.format("tmp9")
+
+
+def test_what_is_stored_behind_the_cast_stays():
+    """It may be FP32."""
+    source = (
+        "    tmp1 = tl.sigmoid(tmp0)\n    codes = packed.quantize_rowwise(x)\n    tmp2 = tl.sigmoid(tmp0)\n"
+    )
+    assert approximated(source) == source.replace("tmp1 = tl.", "tmp1 = packed.")
+
+
+def test_rounding_is_of_pairs():
+    line = "    x = tl.where(mask, tmp9, 0.0).to(tl.bfloat16).broadcast_to(xindex.shape)\n"
+    expected = "    x = packed.rounded((tl.where(mask, tmp9, 0.0)).broadcast_to(xindex.shape))\n"
+    assert approximated(line) == expected
+    model = "    tmp7 = tmp6.to(tl.bfloat16)\n"
+    cast = model + "    y = tmp7.broadcast_to(xindex.shape)\n"
+    assert approximated(cast) == model + "    y = packed.rounded((tmp6).broadcast_to(xindex.shape))\n"
+    assert approximated(line.replace("bfloat16", "float16")) == line.replace("bfloat16", "float16")
