@@ -265,7 +265,8 @@ def _cast(
         other.realize()
     inputs = [*sources, *(other.data for other in others)]
     fast = x.get_dtype() == torch.bfloat16 and packed.available(target)
-    tile = configs.cast(target, layout if second is None else "two", packed=fast)
+    roomy = fast and all(configs.light(_operators(source)) for source in sources)
+    tile = configs.cast(target, layout if second is None else "two", packed=roomy)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
     choices: list[Any] = []
     error = (TEMPLATE if second is None else TEMPLATE_OF_TWO).maybe_append_choice(
@@ -295,6 +296,13 @@ def _cast(
     made: Any = autotune_select_algorithm("mx_cast", choices, inputs, choices[0].layout)
     qdata: ir.TensorBox = made[0] if isinstance(made, tuple) else made
     return (qdata, *others)
+
+
+def _operators(source: Any) -> frozenset[str]:
+    """Inductor's operators in what computes `source` element by element; none if that is stored anyway."""
+    while source is not None and not isinstance(source, ir.Pointwise):
+        source = getattr(source, "data", None)
+    return frozenset() if source is None else frozenset(source.inner_fn_opcount().used_ops)
 
 
 def _extra(

@@ -6,7 +6,7 @@ any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -124,14 +124,28 @@ _PER_THREAD = 64  # elements: a producer computed in the same registers needs as
 
 _OF_TWO = TileConfig(block_m=32, block_n=128, num_warps=1)
 
+_LIGHT = frozenset(
+    {
+        "load", "constant", "to_dtype", "to_dtype_bitcast", "index_expr", "add", "sub", "mul",
+        "truediv", "neg", "abs", "maximum", "minimum", "where", "lt", "le", "gt", "ge",
+        "eq", "ne", "relu", "exp", "sigmoid", "rsqrt", "sqrt", "square", "reciprocal",
+    }
+)  # fmt: skip
+"""Inductor's operators that take a few instructions. A function of libdevice takes registers for its own."""
+
+
+def light(used: Iterable[str]) -> bool:
+    """Whether a producer of these operators leaves the registers that packed casts take."""
+    return _LIGHT.issuperset(used)
+
 
 def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
     """The tile of a cast in `layout`, "rowwise", "columnwise", "both" or "two", with room for its producer.
 
-    packed: whether two elements share a register.
+    packed: whether two elements share a register, and the producer is light.
     """
     if layout == "two":
-        return _OF_TWO
+        return _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
     tile = chosen(QUANTIZE, "quantize", target).of(layout, 2)
     warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
     return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))

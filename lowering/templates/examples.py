@@ -1,9 +1,8 @@
-"""Operands on which products are timed: as real ones are.
+"""Operands on which the products of groups are timed: as real ones are.
 
-Inductor fills integers with zeros. Scale bytes of 0 then make products of zeros, which take less power than
-real ones and let a chip run faster; every group ends where it begins, and what is timed is nothing. Here
-groups are uneven, as routers make them, and end where the operand does; codes fill the range of their format,
-and scales lie within 2⁻¹² and 1.
+Inductor fills integers with zeros. Then every group ends where it begins, no tile does anything, and what is
+timed is nothing; scale bytes of 0 make products of zeros. Here groups are uneven, as routers make them, and
+end where the operand does; codes fill the range of their format, and scales lie within 2⁻¹² and 1.
 """
 
 from __future__ import annotations
@@ -21,18 +20,14 @@ from torch._inductor.virtualized import V
 Make = Callable[[ir.Buffer], Tensor]
 
 
-def scaled(operands: Sequence[Any]) -> dict[int, Make]:
-    """What makes the examples of codes and of scale bytes, by their positions; Inductor makes the others."""
-    return {at: _side for at, operand in enumerate(operands) if operand.get_dtype().itemsize == 1}
-
-
 def grouped(operands: Sequence[Any], length: Any) -> dict[int, Make]:
     """What makes each operand's example, by its position.
 
     operands: a, its scale, b, its scale, ends of the groups. length: of the dimension that is grouped.
     """
     total = V.graph.sizevars.optimization_hint(length)
-    return {**scaled(operands), len(operands) - 1: lambda node: _ends(node, total)}
+    *sides, ends = range(len(operands))
+    return {**dict.fromkeys(sides, _side), ends: lambda node: _ends(node, total)}
 
 
 def _side(node: ir.Buffer) -> Tensor:

@@ -31,7 +31,6 @@ from mxcompile.formats import ScaleLayout, elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM, Absent, MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import examples
 from mxcompile.lowering.templates.configs import autotuning, products
 
 _SOURCE = r"""
@@ -170,8 +169,7 @@ def lower_quantize_mm(
         product = [qdata, scale, b, scale_b, bias, out_dtype]
         cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
         choices.append(Separate(operands, layout, cast, product))
-    made = examples.scaled(operands)
-    return choose(TEMPLATE.name, choices, operands, layout, return_multi_template=False, input_gen_fns=made)
+    return choose(TEMPLATE.name, choices, operands, layout, return_multi_template=False)
 
 
 class Separate(SubgraphChoiceCaller):

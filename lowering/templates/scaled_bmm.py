@@ -16,7 +16,6 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
-from mxcompile.lowering.templates import examples
 from mxcompile.lowering.templates.tile import STORE, TILE, select
 
 _SOURCE = (
@@ -96,5 +95,4 @@ def lower(
     own_rows = bias is not None and not V.graph.sizevars.statically_known_equals(
         operands[4].get_stride()[1], 0
     )
-    made = examples.scaled(operands)
-    return select(TEMPLATE, operands, layout, m, made, BIASED=bias is not None, BIAS_ROWS=own_rows)
+    return select(TEMPLATE, operands, layout, m, BIASED=bias is not None, BIAS_ROWS=own_rows)

@@ -27,7 +27,7 @@ from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import configs, examples, scaled_bmm, scaled_mm_tiled, vendor
+from mxcompile.lowering.templates import configs, scaled_bmm, scaled_mm_tiled, vendor
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes
@@ -168,7 +168,7 @@ def lower_scaled_mm(
         error = kind.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
         if error is not None:
             raise error
-    return choose("mx_scaled_mm", choices, operands, layout, input_gen_fns=examples.scaled(operands))
+    return choose("mx_scaled_mm", choices, operands, layout)
 
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -63,39 +63,6 @@ def test_examples_are_as_real_ones(groups):
     assert scale_a.max() <= 127
 
 
-class Dense(nn.Module):
-    """A wide product, with a bias, and one of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.batch = nn.Linear(256, 2048), nn.Parameter(torch.empty(4, 128, 256))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.wide(x), y @ self.batch
-
-
-def test_autotuning_times_dense_products_on_them(monkeypatch):
-    """Codes and scale bytes, also of the product that quantizes its own activation; not what is BF16."""
-    given: dict[str, list[bool]] = {}
-    plain = winners.autotune_select_algorithm
-
-    def select(name, choices, operands, layout, **keywords):
-        kinds = [operand.get_dtype().itemsize == 1 for operand in operands]
-        made = {*(keywords["input_gen_fns"] or {})}
-        given.setdefault(name, []).append(made == {at for at, kind in enumerate(kinds) if kind})
-        return plain(name, choices, operands, layout, **keywords)
-
-    monkeypatch.setattr(winners, "autotune_select_algorithm", select)
-    model = Dense().to("meta", torch.bfloat16)
-    for rows in (16, 512):
-        x = torch.empty(rows, 256, device="meta", dtype=torch.bfloat16)
-        y = torch.empty(4, 64, 128, device="meta", dtype=torch.bfloat16)
-        with fastest(lambda *_: True):
-            mxcompile.codegen(model, x, y, target="sm_100", training=False, policy=POLICY)
-    assert {"mx_scaled_mm", "mx_scaled_bmm", "mx_quantize_mm"} <= set(given)
-    assert all(all(found) for found in given.values()), given
-
-
 def test_autotuning_times_experts_on_them(monkeypatch):
     """Every product of experts, forward and backward."""
     given: dict[str, list[set[int]]] = {}
