@@ -48,7 +48,7 @@ def quality(steps: int) -> list[dict[str, Any]]:
     settings = demo.quick_settings(steps=steps)
     text = demo.standard_library()
     bar = tqdm(total=steps, desc="training", leave=False)
-    model = demo.trained(settings, text, lambda *_: bool(bar.update()))
+    model = demo.trained(settings, text, lambda *_: bool(bar.update()), torch.compile)
     dense = _from(model, lambda _: None)
     ways = (
         *WAYS,

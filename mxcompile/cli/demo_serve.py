@@ -15,7 +15,7 @@ from mxcompile.errors import OptionError
 if TYPE_CHECKING:
     from mxcompile.demo import Quality, Speed
 
-_STEPS = 300
+_STEPS = 200
 
 
 def check(options: argparse.Namespace) -> None:
@@ -38,7 +38,7 @@ def serve(options: argparse.Namespace, bar: Any) -> None:
     bar.reset(total=settings.steps)
     bar.set_description("reading text")
     text = demo.standard_library()
-    bar.set_description("bf16, compiling")
+    bar.set_description("training in bf16")
 
     def progress(step: int, loss: float) -> None:
         bar.set_description("training in bf16", refresh=False)

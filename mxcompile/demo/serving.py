@@ -111,16 +111,26 @@ class Wide:
     device: str = "cpu"
 
 
-def trained(settings: Settings, text: Text, progress: Callable[[int, float], None]) -> nn.Module:
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def trained(
+    settings: Settings,
+    text: Text,
+    progress: Callable[[int, float], None],
+    compile_model: Callable[[nn.Module], Callable[..., Any]] = _as_it_is,
+) -> nn.Module:
     """A model trained in BF16 for `settings.steps`; `progress` gets step and loss after each.
 
-    Its parameters are in BF16 then, buffers such as a rotary embedding's stay in FP32.
+    compile_model: gives what is trained; a model of this size takes longer to compile than some hundred
+    steps. Its parameters are in BF16 then, buffers such as a rotary embedding's stay in FP32.
     """
     models: list[nn.Module] = []
 
     def keep(model: nn.Module) -> Callable[..., Any]:
         models.append(model)
-        return torch.compile(model)
+        return compile_model(model)
 
     last = replace(settings, validate_every=settings.steps, validation_batches=1)
     Trainee(BASELINE, last, text, keep).run(settings.seed, lambda run, step: progress(step, run.train[-1]))

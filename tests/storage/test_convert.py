@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 import signal
 import time
@@ -102,6 +103,8 @@ def test_the_command(source, tmp_path, capsys):
 
 REFUSED = {
     "truncated": "not a whole safetensors file",
+    "corrupted": "not a whole safetensors file",
+    "a pickle": "not a whole safetensors file",
     "pickles": "holds pickles",
     "outside": "is not a file of this directory",
     "wrong shape": "has shape",
@@ -117,6 +120,10 @@ def test_what_is_refused(source, tmp_path, how, capsys):
     match how:
         case "truncated":
             first.write_bytes(first.read_bytes()[:-100])
+        case "corrupted":
+            first.write_bytes(b"\xff" * 8 + first.read_bytes()[8:])
+        case "a pickle":
+            first.write_bytes(pickle.dumps({"weight": 1}))
         case "pickles":
             for file in source.glob("*.safetensors"):
                 file.rename(file.with_suffix(".bin"))
