@@ -14,7 +14,7 @@ before fall asleep.
 
 Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
 
-Usage: python benchmarks/decode_attention.py [--repeats 20] [--contexts 1024 …] [--queries 1] [--dry]
+Usage: python benchmarks/decode_attention.py [--repeats 10] [--contexts 1024 …] [--queries 1] [--dry]
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--dry", action="store_true", help="write no results")
