@@ -15,7 +15,7 @@ from mxcompile.errors import OptionError
 if TYPE_CHECKING:
     from mxcompile.demo import Quality, Speed
 
-_STEPS = 200
+_STEPS = 150
 
 
 def check(options: argparse.Namespace) -> None:

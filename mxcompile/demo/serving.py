@@ -106,7 +106,7 @@ class Wide:
     heads: int = 32
     key_value_heads: int = 8
     prompt: int = 128
-    tokens: int = 24
+    tokens: int = 16
     repeats: int = 2
     device: str = "cpu"
 
