@@ -295,6 +295,40 @@ def test_first_call_in_inference_mode_leaves_copies_fit_for_training():
 
 
 @pytest.mark.slow
+def test_averaged_weights_come_and_go():
+    """Evaluated with the mean, then trained on: neither sees the copies of the other."""
+    pair = Pair()
+    means = [
+        torch.optim.swa_utils.AveragedModel(
+            another(own), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        for own in pair.models
+    ]
+    before = pair.step()
+    for mean, own in zip(means, pair.models, strict=True):
+        mean.update_parameters(another(another(own)))
+        mean.update_parameters(own)
+    losses = []
+    for _ in range(2):
+        trained = [[p.detach().clone() for p in own.parameters()] for own in pair.models]
+        for own, mean in zip(pair.models, means, strict=True):
+            for p, q in zip(own.parameters(), mean.module.parameters(), strict=True):
+                p.data.copy_(q)
+        with torch.no_grad():
+            found = [compiled(tokens(2, 24)) for compiled in pair.compiled]
+        assert torch.equal(*found)
+        losses.append(found[0])
+        for own, values in zip(pair.models, trained, strict=True):
+            for p, value in zip(own.parameters(), values, strict=True):
+                p.data.copy_(value)
+        after = pair.step()
+        assert pair.casts == LINEARS  # along rows; backward never ran with the mean
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], before[0])
+
+
+@pytest.mark.slow
 def test_replays_on_static_storages():
     """Called again and again with the same memory, refilled in between: what CUDA graphs do."""
     pair = Pair()
