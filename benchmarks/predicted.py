@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline import Step, codegen
+from mxcompile.offline import CodegenResult, Step, codegen
 
 POLICIES = ["bf16", "nvidia", "fp8_rowwise"]
 
@@ -43,14 +43,19 @@ class Layer(nn.Module):
         return result
 
 
-def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
-    """The row of one target and policy."""
+def generated(target: str, policy: str, tokens: int) -> CodegenResult:
+    """The layer's code for one target and policy."""
     with torch.device("meta"):
         layer = Layer().bfloat16()
         x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
         cos, sin = (torch.empty(1, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
-    result = codegen(layer, x, cos, sin, target=target, policy=policy)
-    return {"target": target, "policy": policy, "tokens": tokens, **row(result.step)}
+    return codegen(layer, x, cos, sin, target=target, policy=policy)
+
+
+def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
+    """The row of one target and policy."""
+    step = generated(target, policy, tokens).step
+    return {"target": target, "policy": policy, "tokens": tokens, **row(step)}
 
 
 def row(step: Step) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from mxcompile.lowering.cpu import attention as attention  # registers the lower
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
+from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.inductor import cached as cached  # those of cached casts
 from mxcompile.lowering.inductor import casts as casts  # those of the other casts
@@ -46,7 +47,7 @@ def config_patches(target: Target, uuid: str, tell: Callable[[Mapping[int, str]]
     patches: dict[str, Any] = {
         "_post_fusion_custom_pass": Winners(uuid, config._post_fusion_custom_pass, tell)
     }
-    if target.native:
+    if target.native or target.fp8_tiles:
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
     return patches
 
@@ -62,6 +63,7 @@ def _obstacle() -> str:
         from mxcompile.lowering.inductor import prologues, winners  # noqa: F401
         from mxcompile.lowering.templates import (  # noqa: F401
             casts,
+            fp8_casts,
             fused_quantize_mm,
             scaled_grouped_mm,
             scaled_mm,
@@ -108,11 +110,13 @@ def uncached(target: Target) -> str:
 
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """What has to be decided where forward and backward are one graph; then as `run`."""
-    if not target.native or _obstacle():
+    if not (target.native or target.fp8_tiles) or _obstacle():
         return
     from mxcompile.lowering.graph.tile_scales import TileScales
 
     TileScales(target=target, device=device.type).apply(graph)
+    VendorFP8(target=target, device=device.type, transposes=True).apply(graph)
+    graph.eliminate_dead_code()
     graph.lint()
     log.debug("%s", Printed(graph, f"joint lowering for {target.name}"))
 
@@ -137,7 +141,10 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
             Couple().apply(graph)
     told = CachedAttention(target=target).apply(graph)
     reasons = _weight_only(graph, target, device)
-    reasons |= VendorFP8(target=target, device=device.type).apply(graph)
+    written = bool(target.fp8_tiles) and not _obstacle()
+    reasons |= VendorFP8(target=target, device=device.type, transposes=written).apply(graph)
+    if written:
+        FP8Layouts().apply(graph)
     Expand(reasons=reasons).apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)

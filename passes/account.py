@@ -112,6 +112,8 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
 def _cast_of(node: fx.Node) -> fx.Node | None:
     """The cast that made `node`, elements or scales, seen through a transpose."""
     node = untransposed(node)[0]
+    if node.target is ops.encode_transposed:
+        return node
     if packet(node) is not operator.getitem:
         return None
     cast = argument(node)

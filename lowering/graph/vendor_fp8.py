@@ -10,15 +10,18 @@ on chips with an FP8 GEMM, by the extents of the scales:
     1×128 by 128×128    sm_90. The right one [k/128, n/128] with k/128 innermost, a multiple of 4
 
 It wants the contraction innermost in both operands: one cast along its other dimension gets a transposed
-copy, which its cast writes where both are in one graph. On gfx942 the bias of elements' exponents is larger
-by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales make up for it. What
-the GEMM does not take is left to `expand`, with the reason. Accumulation is in FP32.
+copy, which a cast of its own writes where casts are templates (see `fp8_layouts`). There this runs on the
+joint graph, so that what is kept for backward is what backward reads. On gfx942 the bias of elements'
+exponents is larger by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales
+make up for it. What the GEMM does not take is left to `expand`, with the reason. Accumulation is in FP32.
 
 Source: the checks of `torch._scaled_mm` (torch/_meta_registrations.py, ATen/native/cuda/ScaledBlas.cpp).
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,9 +31,10 @@ from torch import Tensor, fx
 from mxcompile import ops
 from mxcompile.formats import E5M2, WHOLE, Format, ScaleType, Tile
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering.graph.fp8_layouts import fits
 from mxcompile.lowering.targets import Target
 
 _MULTIPLE = 16
@@ -44,28 +48,26 @@ _ALIGNED = 4
 _BLOCKS_SINCE = (12, 9)
 """The CUDA whose GEMM takes scales of blocks."""
 
-_Copies = dict[tuple[fx.Node, Any], fx.Node]
-"""What was made of a matrix: its transpose copied, or its elements as another type."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VendorFP8:
-    """target: the chip. device: type of the device that stands for it."""
+    """target: the chip. device: type of the device that stands for it. transposes: casts write transposes."""
 
     target: Target
     device: str
+    transposes: bool = False
     name: ClassVar[str] = "vendor_fp8"
 
     def apply(self, graph: fx.Graph) -> dict[fx.Node, str]:
         """Replace those products and name their kernel in their tags. Why others are not, by node."""
         reasons: dict[fx.Node, str] = {}
         build = Builder(graph, VendorFP8.name)
-        copies: _Copies = {}
+        copies = _Copies(build, self.transposes, self.target.fp8_fnuz)
         for node in list(graph.nodes):
             if packet(node) is ops.encoded_mm.overloadpacket and self.target.fp8_tiles:
                 reason = self._obstacle(node)
                 if reason is None:
-                    _replace(node, build, copies, fnuz=self.target.fp8_fnuz)
+                    _replace(node, copies)
                 elif reason:
                     reasons[node] = reason
         return reasons
@@ -114,18 +116,17 @@ def _obstacle_of_blocks(a: Tensor, right: Format) -> str:
     return ""
 
 
-def _replace(node: fx.Node, build: Builder, copies: _Copies, *, fnuz: bool) -> None:
-    out = tensor(node)
+def _replace(node: fx.Node, copies: _Copies) -> None:
+    out, build = tensor(node), copies.build
     assert out is not None
     a, scale_a, b, scale_b, bias = node.args[:5]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
     forms = [Format.of(str(word)) for word in node.args[6:8]]
     with build.graph.inserting_before(node):
-        left, right = _rows(a, build, copies), _rows(transpose(b, build), build, copies)
-        scale_a, scale_b = _scales(scale_a, scale_b, forms, build, copies)
-        if fnuz:
-            left, right = (_fnuz(matrix, build, copies) for matrix in (left, right))
+        left, right = (copies.elements(matrix) for matrix in (a, transpose(b, build)))
+        scale_a, scale_b = _scales(scale_a, scale_b, forms, copies)
+        if copies.fnuz:
             scale_a, scale_b = (build.call(aten.mul.Scalar, s, 2.0, like=node) for s in (scale_a, scale_b))
         args = (left, transpose(right, build), scale_a, scale_b, bias, None, out.dtype, False)
         result = build.call(aten._scaled_mm.default, *args, like=node)
@@ -134,10 +135,9 @@ def _replace(node: fx.Node, build: Builder, copies: _Copies, *, fnuz: bool) -> N
     build.replace(node, result)
 
 
-def _scales(
-    left: object, right: object, forms: list[Format], build: Builder, copies: _Copies
-) -> tuple[fx.Node, fx.Node]:
+def _scales(left: object, right: object, forms: list[Format], copies: _Copies) -> tuple[fx.Node, fx.Node]:
     """Both scales, in the shape and layout that their GEMM takes."""
+    build = copies.build
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     if forms[0].tile == Tile.CHANNEL:  # a vector, however its matrix lies: with strides of 1
@@ -146,28 +146,56 @@ def _scales(
         return next(vectors), next(vectors)
     if forms[0].tile.along == WHOLE:
         return left, right
-    left = transpose(_rows(transpose(left, build), build, copies), build)
+    left = transpose(copies.rows(transpose(left, build)), build)
     if forms[1].tile.across > 1:
-        return left, transpose(_rows(transpose(right, build), build, copies), build)
-    return left, _rows(right, build, copies)
+        return left, transpose(copies.rows(transpose(right, build)), build)
+    return left, copies.rows(right)
 
 
-def _fnuz(matrix: fx.Node, build: Builder, copies: _Copies) -> fx.Node:
-    """`matrix` as elements of half the value."""
-    if (matrix, ops.as_fnuz) not in copies:
-        copies[matrix, ops.as_fnuz] = build.call(ops.as_fnuz, matrix, like=matrix)
-    return copies[matrix, ops.as_fnuz]
+class _Copies:
+    """What was made of matrices: their transposes copied, or their elements as another type."""
 
+    def __init__(self, build: Builder, transposes: bool, fnuz: bool) -> None:
+        self.build = build
+        self.fnuz = fnuz
+        self._transposes = transposes
+        self._made: dict[tuple[fx.Node, Any], fx.Node] = {}
 
-def _rows(matrix: fx.Node, build: Builder, copies: _Copies) -> fx.Node:
-    """`matrix` with its last dimension innermost in memory, copied if need be."""
-    value = tensor(matrix)
-    assert value is not None
-    inner = value.stride()[1]
-    if isinstance(inner, int) and inner == 1:
-        return matrix
-    base, swapped = untransposed(matrix)
-    if (base, swapped) not in copies:
+    def elements(self, matrix: fx.Node) -> fx.Node:
+        """`matrix` with its last dimension innermost in memory, of the elements that the GEMM takes."""
+        base, swapped = untransposed(matrix)
+        made = argument(base) if base.target is operator.getitem else None
+        if self._transposes and swapped and made is not None and made.target is ops.encode and fits(made):
+            return self._once((base, ops.encode_transposed), lambda: self._transposed(base, made))
+        matrix = self.rows(matrix if swapped else base)
+        if not self.fnuz:
+            return matrix
+        return self._once((matrix, ops.as_fnuz), lambda: self.build.call(ops.as_fnuz, matrix, like=matrix))
+
+    def rows(self, matrix: fx.Node) -> fx.Node:
+        """`matrix` with its last dimension innermost in memory, copied if need be."""
+        value = tensor(matrix)
+        assert value is not None
+        inner = value.stride()[1]
+        if isinstance(inner, int) and inner == 1:
+            return matrix
         form = torch.contiguous_format
-        copies[base, swapped] = build.call(aten.clone.default, matrix, like=matrix, memory_format=form)
-    return copies[base, swapped]
+        return self._once(
+            untransposed(matrix),
+            lambda: self.build.call(aten.clone.default, matrix, like=matrix, memory_format=form),
+        )
+
+    def _once(self, key: tuple[fx.Node, Any], make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _transposed(self, qdata: fx.Node, cast: fx.Node) -> fx.Node:
+        """The transpose of what `cast` made, cast from its source again: one kernel writes both."""
+        given = cast.args[5] if len(cast.args) > 5 else None
+        scale = given or next((user for user in cast.users if user.args[1] == 1), None)
+        assert isinstance(scale, fx.Node), "a product reads the scale of its operand"
+        call = (ops.encode_transposed, *cast.args[:3], scale, self.fnuz)
+        made = self.build.call(*call, like=cast)
+        made.meta.update({key: value for key, value in cast.meta.items() if key not in made.meta})
+        return made

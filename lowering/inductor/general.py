@@ -52,14 +52,15 @@ def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
     def scale(block: Index) -> Any:
         if form.rounding is not None:
             return inductor.to_dtype(scale_byte(load(block), form.elem, form.rounding), torch.uint8)
-        return _fp32_scale(load(block), form.elem.max)
+        return fp32_scale_of(load(block), form.elem.max)
 
     made = blocks.per_block(form.scale.dtype, scale)
     made.realize()
     return made
 
 
-def _fp32_scale(amax: Any, largest: float) -> Any:
+def fp32_scale_of(amax: Any, largest: float) -> Any:
+    """`encoding.fp32_scale` in Inductor's operators."""
     scale = _quotient(amax, f32(largest))
     scale = inductor.where(inductor.eq(scale, f32(0.0)), f32(1.0), scale)
     finite = inductor.lt(amax, f32(float("inf")))  # neither Inf nor NaN
@@ -228,7 +229,7 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
 
     def scale(_: Index) -> Any:
         amax = inductor.mul(load([sympy.Integer(row)]), f32(margin))
-        return _fp32_scale(amax, form.elem.max)
+        return fp32_scale_of(amax, form.elem.max)
 
     made: ir.TensorBox = ir.Pointwise.create(
         device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ndim

@@ -92,6 +92,39 @@ QUANTIZE: dict[str, QuantizeChoices | Absent] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FP8Choices:
+    """amax: of a matrix that is only read. cast: under scales that are given. blocks: with scales of its own.
+
+    `blocks` is 128×128: the blocks of `scaling: block` are a tile's rows, columns, or all of it.
+    """
+
+    amax: TileConfig
+    cast: TileConfig
+    blocks: TileConfig
+
+
+# 64 elements a thread; 128 spill where both copies have scales of their own
+_FP8 = FP8Choices(
+    amax=TileConfig(block_m=64, block_n=256, num_warps=4),
+    cast=TileConfig(block_m=64, block_n=128, num_warps=4),
+    blocks=TileConfig(block_m=128, block_n=128, num_warps=8),
+)
+_NO_FP8 = Absent(reason="no FP8 GEMM to cast for")
+
+FP8_CAST: dict[str, FP8Choices | Absent] = {
+    "sm_80": _NO_FP8,
+    "sm_89": _FP8,
+    "sm_90": _FP8,
+    "sm_100": _FP8,
+    "sm_103": _FP8,
+    "sm_120": _FP8,
+    "gfx942": _FP8,
+    "gfx950": _FP8,
+}
+"""Target → tiles of casts with FP32 scales."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledChoices:
     """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`.
 

@@ -17,6 +17,9 @@ from mxcompile.offline.bounds import Bound
 from mxcompile.offline.step import Step
 from mxcompile.report import Report
 
+_CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
+"""How the names of casts begin, and of what they follow from."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -48,7 +51,7 @@ class Launch:
             return "attention"
         if self.gemms:
             return "product"
-        return "cast" if any(name.startswith("mx.quantize") for name in self.operators) else "rest"
+        return "cast" if any(name.startswith(_CASTS) for name in self.operators) else "rest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,10 @@ from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm
 from mxcompile.ops.general import encoded_mm as encoded_mm
 from mxcompile.ops.general import round_with as round_with
 from mxcompile.ops.general import scale_of as scale_of
+from mxcompile.ops.layouts import encode_blocks as encode_blocks
+from mxcompile.ops.layouts import encode_layouts as encode_layouts
+from mxcompile.ops.layouts import encode_transposed as encode_transposed
+from mxcompile.ops.layouts import scales as scales
 from mxcompile.ops.mx import dequantize as dequantize
 from mxcompile.ops.mx import dequantize_tiles as dequantize_tiles
 from mxcompile.ops.mx import flatten as flatten
@@ -55,6 +59,9 @@ CASTS = frozenset(
         scale_of,
         encode_with,
         round_with,
+        encode_transposed,
+        encode_layouts,
+        encode_blocks,
     )
 )
 """The operators that change the format of one tensor."""

@@ -2,9 +2,10 @@
 
     python run_interpreted.py FOLDER        with TRITON_INTERPRET=1 and tests/triton_interpreter importable
 
-FOLDER holds forward.py, backward.py if there is one, inputs.pt (what forward is called with), gradient.pt.
-The results are written to results.pt: the first output of forward, then what backward returns. New memory
-starts as 0xFF, NaN in every format, so that what is read without being written shows.
+FOLDER holds forward.py and backward.py, or one of forward.py and inference.py, inputs.pt (what it is called
+with), gradient.pt. The results are written to results.pt: the first output of forward, then what backward
+returns; all outputs where there is no backward. New memory starts as 0xFF, NaN in every format, so that what
+is read without being written shows.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def main(folder):
     exact_interpreter.pytest_configure()
     triton_heuristics.cached_autotune = interpret
     inputs = torch.load(folder / "inputs.pt")
-    out, *saved = load(folder / "forward.py")(list(inputs))
-    results = [out]
+    first = next(path for name in ("forward", "inference") if (path := folder / f"{name}.py").exists())
+    out, *saved = load(first)(list(inputs))
+    results = [out] if (folder / "backward.py").exists() else [out, *saved]
     if (folder / "backward.py").exists():
         gradient = torch.load(folder / "gradient.pt")
         results += load(folder / "backward.py")([*saved, gradient])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -125,3 +126,29 @@ def test_dot_scaled(fmt_a, fmt_b):
     magnitude = (a.double() * factors[0]).abs() @ (b.double() * factors[1].t()).abs()
     error = (out.double() - wanted).abs()
     assert (error[keep] <= 64 * 2.0**-24 * magnitude[keep]).all()
+
+
+@triton.jit
+def fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, tl.fma(tl.load(x_ptr + at), tl.load(y_ptr + at), tl.load(z_ptr + at)))
+
+
+def test_fma_rounds_once():
+    """Against rational arithmetic, with sums that cancel and sums that are nearly halfway between numbers."""
+    size = 4096
+    x, y = torch.randn(2, size)
+    z = -(x * y) * torch.where(torch.arange(size) % 2 == 0, 1.0, 1 + 2.0**-12)
+    z[::4] = (x * y)[::4].abs() * 2.0**24
+    x[:3], y[:3], z[:3] = 1 + 2.0**-23, 1 + 2.0**-23, torch.tensor([1.0, 2.0**25, -1.0])
+    out = torch.empty(size)
+    fma_kernel[(1,)](x, y, z, out, SIZE=size)
+    terms = zip(x.tolist(), y.tolist(), z.tolist(), strict=True)
+    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in terms]
+
+    def errors(values: torch.Tensor) -> list[Fraction]:
+        return [abs(Fraction(v) - wanted) for v, wanted in zip(values.tolist(), exact, strict=True)]
+
+    for end in (torch.inf, -torch.inf):
+        near = torch.nextafter(out, torch.full((), end))
+        assert all(ours <= theirs for ours, theirs in zip(errors(out), errors(near), strict=True))

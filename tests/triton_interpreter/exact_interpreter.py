@@ -7,6 +7,7 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     BF16 arithmetic        in FP32, rounded once
     tl.dot                 operands widened to FP32
     tl.dot_scaled          dequantized in FP32 and multiplied there
+    tl.fma                 one rounding
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
     inline PTX             that of ``lowering.kernels.packed``, by its text; any other is an error as before
     tl.reduce              with a function of ours, a slice at a time
@@ -57,6 +58,7 @@ def pytest_configure() -> None:
     interpreter._patch_lang_tensor = _patch_tensor
     _Builder.binary_op = _binary
     _Builder.unary_op = _unary
+    _Builder.create_fma = _fma
     _Builder.create_dot = _dot
     _Builder.create_inline_asm = _inline_asm
     interpreter.ReduceOps.generic_reduce = _reduce
@@ -110,6 +112,22 @@ def _unary(self, argument, op):
     if not _is_bf16(argument):
         return _triton_unary(self, argument, op)
     return _narrowed(_triton_unary(self, _widened(argument), op))
+
+
+def fma(x, y, z):
+    """x · y + z of FP32 arrays, rounded once: the product is exact in FP64, the sum rounded to odd there."""
+    product, z = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + z
+    back = total - product
+    lost = (product - (total - back)) + (z - back)
+    even = (total.view(np.int64) & 1) == 0
+    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where(np.isfinite(total) & (lost != 0) & even, odd, total).astype(np.float32)
+
+
+def _fma(self, x, y, z):
+    arrays = (np.ascontiguousarray(np.asarray(handle.data, np.float32)) for handle in (x, y, z))
+    return _Handle(fma(*np.broadcast_arrays(*arrays)), tl.float32)
 
 
 def _dot(self, a, b, accumulator, *arguments):

@@ -1,0 +1,208 @@
+"""fp8_layouts: FP8 casts of one matrix become one operator that reads it, whatever layouts it is read in.
+
+    encode(x, −1), encode(x, −2), encode_transposed(x, …)
+        →  scales(x), encode_layouts(x, scales)        scales of a tensor or of channels
+        →  encode_layouts(x, scale)                    scales known before (see `amax`), with `largest(x)`
+        →  encode_blocks(x)                            scales of blocks
+
+For chips whose casts are templates (``templates.fp8_casts``), after `vendor_fp8` has put products on the
+vendor's GEMM and made their transposed operands `encode_transposed`. A cast that anything else reads, an
+emulated product say, stays as it is, and so do batches, empty matrices, stochastic elements and percentiles.
+Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import WHOLE, AmaxKind, Format, ScaleType, Tile
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument
+from mxcompile.graph.tags import tensor
+from mxcompile.graph.transpose import untransposed
+
+_TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
+_EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
+
+
+@dataclass(kw_only=True, slots=True)
+class _Casts:
+    """What a graph casts of one matrix in one format.
+
+    first: of these nodes. row, column: `encode` along rows or both ways, and along columns. down:
+    `encode_transposed`. largest: the node that asks for the largest magnitude.
+    """
+
+    first: fx.Node
+    row: fx.Node | None = None
+    column: fx.Node | None = None
+    down: list[fx.Node] = field(default_factory=list)
+    largest: fx.Node | None = None
+
+
+_Key = tuple[fx.Node, str, fx.Node | None]
+"""Matrix, format, and scale if that is known before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FP8Layouts:
+    """No options."""
+
+    name: ClassVar[str] = "fp8_layouts"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Merge the casts of `graph`, each where its first one was."""
+        graph.eliminate_dead_code()  # views of elements that are read transposed instead
+        build = Builder(graph, self.name)
+        for key, casts in _found(graph).items():
+            with graph.inserting_before(casts.first):
+                _write(build, key, casts)
+        graph.eliminate_dead_code()
+
+
+def fits(cast: fx.Node) -> bool:
+    """Whether `cast`, an `encode`, is one that the templates make."""
+    form, value = Format.of(str(cast.args[2])), tensor(cast.args[0])
+    if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
+        return False
+    if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _TILES:
+        return False
+    return all(not isinstance(size, int) or size > 0 for size in value.shape)
+
+
+def _given(cast: fx.Node) -> fx.Node | None:
+    """The scale that an `encode` is given."""
+    return argument(cast, 5) if len(cast.args) > 5 and cast.args[5] is not None else None
+
+
+def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
+    found: dict[_Key, _Casts] = {}
+    for node in graph.nodes:
+        if node.target is ops.encode and fits(node) and not _read_otherwise(node):
+            casts = found.setdefault((argument(node), str(node.args[2]), _given(node)), _Casts(first=node))
+            if _along_rows(node):
+                casts.row = node
+            else:
+                casts.column = node
+        elif node.target is ops.encode_transposed:
+            scale = argument(node, 3)
+            made = argument(scale) if scale.target is operator.getitem else None
+            own = made is not None and made.target is ops.encode and _given(made) is None
+            key = argument(node), str(node.args[2]), None if own else scale
+            found.setdefault(key, _Casts(first=node)).down.append(node)
+    for (source, word, given), casts in found.items():
+        if given is not None and Format.of(word).amax.stateful:
+            casts.largest = next((user for user in source.users if _waits_for(user, casts.first)), None)
+    return found
+
+
+def _waits_for(node: fx.Node, first: fx.Node) -> bool:
+    """Whether `node` asks for the largest magnitude, and what reads it comes after `first`."""
+    return node.target is ops.largest and all(user > first for user in node.users)
+
+
+def _along_rows(cast: fx.Node) -> bool:
+    """Whether `cast` contracts the last dimension of a matrix, or its scales serve both."""
+    return cast.args[1] in (-1, 1) or Format.of(str(cast.args[2])).tile.is_square
+
+
+def _read_otherwise(cast: fx.Node) -> bool:
+    """Whether elements along columns are read as they lie, or a product that is emulated reads them."""
+    for result in cast.users:
+        if result.args[1] == 0 and result.users and not _along_rows(cast):
+            return True
+        if any(reader.target in _EMULATED for reader in _readers(result)):
+            return True
+    return False
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads `node` or transposes of it."""
+    for user in node.users:
+        if untransposed(user)[0] is untransposed(node)[0]:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _results(cast: fx.Node | None, index: int) -> list[fx.Node]:
+    """The nodes that pick result `index` of `cast` and are read."""
+    return [] if cast is None else [node for node in cast.users if node.args[1] == index and node.users]
+
+
+def _write(build: Builder, key: _Key, casts: _Casts) -> None:
+    """What stands for `casts`, at the current place, in theirs."""
+    _, word, _ = key
+    elements = _results(casts.row, 0)
+    readers = [user for node in elements for user in node.users]
+    halved = bool(readers) and all(user.target is ops.as_fnuz for user in readers)
+    if halved:
+        elements = readers
+    halves = {bool(node.args[4:] and node.args[4]) for node in casts.down}
+    if elements and casts.down and halves != {halved}:  # elements of two types take two kernels
+        parts = [(elements, [], halved), ([], casts.down, halves.pop())]
+    else:
+        parts = [(elements, casts.down, halved or True in halves)]
+    write = _layouts if Format.of(word).tile.along == WHOLE else _blocks
+    for part in parts:
+        write(build, key, casts, *part)
+
+
+def _call(build: Builder, casts: _Casts, target: Any, *args: Any) -> Callable[[int, list[fx.Node]], None]:
+    """A call of `target`; what is returned puts its results in the place of nodes."""
+    made = build.call(target, *args, like=casts.first)
+
+    def put(index: int, nodes: list[fx.Node]) -> None:
+        if nodes:
+            result = build.call(operator.getitem, made, index, like=casts.first)
+            for node in nodes:
+                node.replace_all_uses_with(result)
+
+    return put
+
+
+def _layouts(
+    build: Builder, key: _Key, casts: _Casts, elements: list[fx.Node], down: list[fx.Node], fnuz: bool
+) -> None:
+    """Casts with scales of a tensor or of channels."""
+    source, word, given = key
+    row = column = given
+    if given is None:
+        both = Format.of(word).tile.is_square
+        wanted = bool(casts.row), bool(casts.column)
+        made = build.call(ops.scales, source, word, *wanted, like=casts.first)
+        row, column = (
+            build.call(operator.getitem, made, index, like=casts.first) if there else None
+            for index, there in enumerate(wanted)
+        )
+        column = row if both else column
+    for cast, scale in ((casts.row, row), (casts.column, column)):
+        for node in _results(cast, 1):
+            assert scale is not None
+            node.replace_all_uses_with(scale)
+    largest = [casts.largest] if casts.largest is not None else []
+    if not (elements or down or largest):
+        return
+    scales = row if elements or not down else None, column if down else None
+    put = _call(build, casts, ops.encode_layouts, source, word, *scales, fnuz, bool(largest))
+    put(0, elements)
+    put(1, down)
+    put(2, largest)
+
+
+def _blocks(
+    build: Builder, key: _Key, casts: _Casts, elements: list[fx.Node], down: list[fx.Node], fnuz: bool
+) -> None:
+    """Casts with scales of blocks, made again where they were known: a tile has all they follow from."""
+    source, word, _ = key
+    put = _call(build, casts, ops.encode_blocks, source, word, bool(elements), bool(down), fnuz)
+    put(0, elements)
+    put(1, _results(casts.row, 1))
+    put(2, down)
+    put(3, _results(casts.column, 1))

@@ -1,0 +1,128 @@
+"""The FP8 cast with FP32 scales on register tiles: Triton device functions that the templates call.
+
+    scale    amax / max, 1 where that is 0, NaN where amax is not finite
+    y        x / scale, rounded to FP32 as a division rounds          see `quotient`
+    code     FP8 bits of round-to-nearest-even(y), saturated to ±max
+
+Bit-exact with ``formats.encoding``. A division is 10 instructions and one for each element; here it is one a
+scale, and multiplications and a correction an element (Markstein): with s' = s · p of 1 ≤ s' < 2, p a power
+of two, a = −x · p and r = −1 / s' rounded to nearest,
+
+    q = a · r        q ← q + (q · s' + a) · r        each with one rounding
+
+After one correction q differs from the rounded quotient only where that is within 2^−22 of half a unit
+between two FP32 numbers; for sources of 8 or 11 mantissa bits none of these lies beside a number at which FP8
+rounds the other way (2·X = S·(M·2^20 ± 1) has no such X). FP32 sources are corrected twice, which is the
+quotient. The signs are such that −0 stays. Not here: memory, masks, strides.
+
+Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000, IBM J. R&D 34 (1990).
+
+Compile-time arguments as in `tiles`, and
+
+    WIDE      whether sources are FP32
+    STATEFUL  whether the scale was known before the tensor: what is not finite becomes NaN by itself, and
+              what is larger than the scale allows for saturates
+    FNUZ      whether codes are MI300's, of half the value: −0 becomes 0, NaN 0x80
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels.tiles import _largest
+
+
+@triton.jit
+def scale_of(amax, ELEM: tl.constexpr):
+    """FP32 scales of maxima, FP32."""
+    LARGEST: tl.constexpr = _largest(ELEM)
+    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def block_amax(x, SQUARE: tl.constexpr):
+    """Largest magnitudes of the rows of a tile, [R, 1], or of all of it, [1, 1]; FP32."""
+    bits = tl.max(tiles.magnitude_bits(x), 1, keep_dims=True)
+    if SQUARE:
+        bits = tl.max(bits, 0, keep_dims=True)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def column_amax(x):
+    """Those of its columns, [1, C]."""
+    return tl.max(tiles.magnitude_bits(x), 0, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def parts(scale):
+    """−p, s' and r of scales."""
+    exponent = scale.to(tl.int32, bitcast=True) >> 23
+    power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    scaled = scale * power
+    return -power, scaled, tl.div_rn(tl.full(scale.shape, -1.0, tl.float32), scaled)
+
+
+@triton.jit
+def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, STATEFUL: tl.constexpr):
+    """`x` over scales that are given by their `parts`, of shapes that broadcast to that of `x`, FP32."""
+    a = x * power
+    if STATEFUL:
+        LIMIT: tl.constexpr = 4.0 * _largest(ELEM)
+        a = tl.clamp(a, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.broadcast_to(scaled, x.shape)
+    inverse = tl.broadcast_to(inverse, x.shape)
+    y = a * inverse
+    y = tl.fma(tl.fma(y, scaled, a), inverse, y)
+    if WIDE:
+        y = tl.fma(tl.fma(y, scaled, a), inverse, y)
+    if STATEFUL:
+        y = tl.where(tl.abs(x) < float("inf"), y, float("nan"))
+    return y
+
+
+@triton.jit
+def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr, FNUZ: tl.constexpr):
+    """uint8 codes of quotients. SATURATES: whether the chip's own conversion does."""
+    ROUNDING: tl.constexpr = "rceil" if SATURATES else "floor"  # under which it is not saturated, or is
+    codes = tiles.encode(y, ELEM, ROUNDING, NATIVE)
+    if FNUZ:
+        NAN: tl.constexpr = tiles._largest_code(ELEM)
+        codes = tl.where(codes == 0x80, 0, codes)
+        codes = tl.where((codes & 0x7F) > NAN, 0x80, codes).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def as_stored(codes, STORED: tl.constexpr):
+    """uint8 codes as Triton's FP8 type."""
+    if STORED == "e4m3fnuz":
+        stored = codes.to(tl.float8e4b8, bitcast=True)
+    elif STORED == "e5m2fnuz":
+        stored = codes.to(tl.float8e5b16, bitcast=True)
+    else:
+        stored = tiles.as_elem(codes, STORED)
+    return stored
+
+
+@triton.jit
+def transposed(codes, PERM: tl.constexpr):
+    """[R, C] → [C, R], of rows that lie in the order of `order`."""
+    R: tl.constexpr = codes.shape[0]
+    C: tl.constexpr = codes.shape[1]
+    codes = tl.permute(tl.reshape(codes, (PERM, R // PERM, C)), (2, 1, 0))
+    return tl.reshape(codes, (C, R))
+
+
+@triton.jit
+def order(R: tl.constexpr, PERM: tl.constexpr):
+    """Rows of a tile such that a thread, which holds every (R / PERM)-th, holds neighbours.
+
+    Bytes of a column then go to their transposed place by words.
+    """
+    at = tl.arange(0, R)
+    return at % (R // PERM) * PERM + at // (R // PERM)

@@ -1,0 +1,165 @@
+"""FP8 casts merged, and their transposes made by casts: the same bits, in so many operators."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+
+import pytest
+import torch
+from test_vendor_fp8 import CHIP, FNUZ, HOPPER, TAG, binades
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.graph.opsets import aten
+from mxcompile.graph.tags import set_tag
+from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
+from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
+
+
+def lowered(function, *inputs, chip):
+    """The graph of `function` with its products on the vendor's GEMM, and with its casts merged."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    for node in module.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+        set_tag(node, TAG)
+    reasons = VendorFP8(target=chip, device="cpu", transposes=True).apply(module.graph)
+    FP8Layouts().apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, reasons
+
+
+def counted(module) -> Counter[str]:
+    targets = (node.target for node in module.graph.nodes if node.op == "call_function")
+    return Counter(
+        str(t).removeprefix("mx.").removesuffix(".default") for t in targets if t is not operator.getitem
+    )
+
+
+class Operands(torch.fx.Interpreter):
+    """Runs a graph; a product gives its operands, their scales and what they lie like."""
+
+    def run_node(self, n):
+        if n.target is not aten._scaled_mm.default:
+            return super().run_node(n)
+        a, b, sa, sb = self.fetch_args_kwargs_from_env(n)[0][:4]
+        assert a.stride()[1] == b.stride()[0] == 1
+        return [t.contiguous().view(torch.uint8) for t in (a, b)] + [sa.contiguous(), sb.contiguous()]
+
+
+def step(words: dict[str, str]):
+    """Forward and both gradients of a layer: x[M, K], w[N, K], dy[M, N], each cast for each product."""
+
+    def function(x: Tensor, w: Tensor, dy: Tensor):
+        values, made = {"x": x, "w": w, "dy": dy}, {}
+
+        def cast(operand: str, dim: int):
+            dim = -1 if Format.of(words[operand]).tile.is_square else dim
+            if (operand, dim) not in made:
+                made[operand, dim] = ops.encode(values[operand], dim, words[operand])
+            return made[operand, dim]
+
+        def product(a, b, left, right):
+            return ops.encoded_mm(*a, *b, None, torch.bfloat16, words[left], words[right])
+
+        def swapped(pair):
+            return tuple(t.t() for t in pair)
+
+        fprop = product(cast("x", -1), swapped(cast("w", -1)), "x", "w")
+        dgrad = product(cast("dy", -1), cast("w", -2), "dy", "w")
+        wgrad = product(swapped(cast("dy", -2)), cast("x", -2), "dy", "x")
+        return fprop, dgrad, wgrad
+
+    return function
+
+
+FORMS = {
+    "tensor": ({"x": "e4m3 tensor nearest", "w": "e4m3 tensor nearest", "dy": "e5m2 tensor nearest"}, 3),
+    "channel": (dict.fromkeys(("x", "w", "dy"), "e4m3 channel nearest"), 3),
+    "block": ({"x": "e4m3 1x128 nearest", "w": "e4m3 128x128 nearest", "dy": "e4m3 1x128 nearest"}, 0),
+}
+
+
+@pytest.mark.parametrize("chip", [HOPPER, FNUZ], ids=["hopper", "fnuz"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer(form: str, chip):
+    """One cast a matrix that writes all its layouts; operands and scales bit for bit as without."""
+    if form == "block" and chip is FNUZ:
+        pytest.skip("no such product there")
+    words, scales = FORMS[form]
+    gen = torch.Generator().manual_seed(4)
+    inputs = (
+        binades(512, 512, generator=gen),
+        binades(1024, 512, generator=gen),
+        binades(512, 1024, generator=gen),
+    )
+    function = step(words)
+    module, reasons = lowered(function, *inputs, chip=chip)
+    assert not reasons
+    names = counted(module)
+    assert names["encode_blocks" if form == "block" else "encode_layouts"] == 3
+    assert names["scales"] == scales
+    assert not {"encode", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
+    plain = make_fx(function, tracing_mode="fake")(*inputs)
+    for node in plain.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+        set_tag(node, TAG)
+    VendorFP8(target=chip, device="cpu").apply(plain.graph)
+    for found, wanted in zip(Operands(module).run(*inputs), Operands(plain).run(*inputs), strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_known_scale_is_read_and_the_largest_found_beside():
+    word = "e5m2 tensor nearest delayed:4:0"
+
+    def function(x: Tensor, w: Tensor, s: Tensor):
+        seen = ops.largest(x)
+        a, sa = ops.encode(x, -1, word, None, 0, s)
+        b, sb = ops.encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
+        return ops.encoded_mm(
+            a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"
+        ), seen
+
+    x, w, scale = torch.randn(32, 64), torch.randn(64, 48), torch.full((1, 1), 0.01)
+    module, reasons = lowered(function, x, w, scale, chip=CHIP)
+    assert not reasons
+    names = counted(module)
+    assert (names["encode_layouts"], names["scales"], names["largest"]) == (2, 0, 0)
+    assert module(x, w, scale)[1].tolist() == [x.abs().max().item()]
+
+
+def test_casts_that_something_else_reads_stay():
+    """Of an emulated product, of a batch, of a sorted amax."""
+
+    def function(x: Tensor, w: Tensor):
+        made = []
+        for a, b, word in (
+            (x, w, "e4m3 channel nearest"),  # k is no multiple of 16
+            (x[None], w[None], "e4m3 channel nearest"),
+            (x, w, "e4m3 tensor nearest percentile:99"),
+        ):
+            casts = *ops.encode(a, -1, word), *ops.encode(b, -2, word)
+            made.append(ops.encoded_mm(*casts, None, torch.bfloat16, word, word))
+        return made
+
+    module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)
+    names = counted(module)
+    assert names["encode_layouts"] == names["scales"] == 0
+
+
+@pytest.mark.parametrize("word", ["e4m3 tensor nearest", "e4m3 channel nearest", "e5m2 1x128 nearest"])
+def test_operators_pass_opcheck(word: str):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    x = torch.randn(40, 144)
+    row, column = ops.scale_of(x, -1, word), ops.scale_of(x, -2, word)
+    checks = (
+        (ops.scales, (x, word, True, False)),
+        (ops.encode_transposed, (x, -2, word, column, True)),
+        (ops.encode_layouts, (x, word, row, column, False, True)),
+        (ops.encode_layouts, (x, word, None, column, True, False)),
+        (ops.encode_blocks, (x, word, True, True, False)),
+    )
+    for op, arguments in checks:
+        torch.library.opcheck(op, arguments, test_utils=tests)
