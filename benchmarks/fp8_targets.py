@@ -74,7 +74,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cells(found: dict[str, Any], bf16: dict[str, Any] | None) -> list[str]:
-    scaled = {kernel: n for kernel, n in found["kernels"].items() if "_scaled_mm" in kernel or "mx_" in kernel}
+    scaled = {
+        kernel: n for kernel, n in found["kernels"].items() if "_scaled_mm" in kernel or "mx_" in kernel
+    }
     words = ", ".join(f"{n} × {_short(kernel)}" for kernel, n in sorted(scaled.items()))
     moved = found["mb_by_kind"]
     over = f"{found['us'] / bf16['us']:.2f}" if bf16 else ""

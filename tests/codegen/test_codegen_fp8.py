@@ -58,6 +58,30 @@ def test_every_product_is_the_vendors(target: str, preset: str):
     assert {gemm.kernel for gemm in result.report.gemms} == words
     wrapper = "".join(result.wrappers.values())
     assert ("float8_e4m3fnuz" in wrapper) == (target == "gfx942")
+    check_casts(result, target)
+
+
+MOST = {"sm_89": 60, "gfx942": 60}
+"""Instructions of a cast for an element, where FP8 is rounded to with integers; 35 elsewhere."""
+
+
+def check_casts(result, target: str) -> None:
+    """All are templates, which store what products read: nothing is copied or divided an element at a time."""
+    casts = [launch for launch in result.launches if {"mx.encode", "mx.encode_with"} & packets(launch)]
+    assert casts == []
+    made = [
+        launch for launch in result.launches if {"mx.encode_layouts", "mx.encode_blocks"} & packets(launch)
+    ]
+    assert len(made) >= 5  # of x, w and dy of two layers, weights once more in backward
+    for launch in made:
+        kernel = result.kernel(launch)
+        assert "mx_fp8_cast" in kernel.source or "fp8_tiles" in kernel.source
+        assert kernel.binary.spill_bytes == 0
+        assert launch.bound.per_element < MOST.get(target, 35)
+
+
+def packets(launch) -> set[str]:
+    return {name.rpartition(".")[0] for name in launch.operators}
 
 
 def test_sizes_it_does_not_take_are_emulated_with_the_reason():

@@ -78,7 +78,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_every_bf16_value(elem: str, native: bool):
     """Under scales that a tensor which holds it may have: quotients are at most the largest element."""
-    fmt, scale = Format.of(f"{elem} channel nearest"), scales(16)[::3]
+    fmt, scale = Format.of(f"{elem} channel nearest"), scales(8)[::10]
     x = all_bf16().repeat(len(scale), 1)
     held = x.isfinite() & (x.double().abs() <= scale.double().unsqueeze(1) * fmt.elem.max * 1.01)
     x = torch.where(held | scale.isnan().unsqueeze(1), x, 0.0).to(torch.bfloat16)
@@ -89,7 +89,7 @@ def test_every_bf16_value(elem: str, native: bool):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
     """x next to s · m, for every m halfway between two elements."""
-    fmt, scale = Format.of(f"{elem} channel nearest"), scales(128)
+    fmt, scale = Format.of(f"{elem} channel nearest"), scales(32)
     codes = torch.arange(0, 0x7E if elem == "e4m3" else 0x7B, dtype=torch.uint8)
     below, above = (c.view(fmt.elem.dtype).double() for c in (codes, codes + 1))
     middle = (below + above) / 2
@@ -103,7 +103,7 @@ def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
 @ELEM
 def test_scales_known_before(elem: str):
     """What is larger saturates, what is not finite becomes NaN: every BF16 value under every scale."""
-    fmt, scale = Format.of(f"{elem} tensor nearest delayed:4:0"), scales(8)[:-1:4]
+    fmt, scale = Format.of(f"{elem} tensor nearest delayed:4:0"), scales(8)[:-1:20]
     x = all_bf16().repeat(len(scale), 1)
     wanted = torch.cat(
         [encode_with(row[None], s.reshape(1, 1), -1, fmt) for row, s in zip(x, scale, strict=True)]
