@@ -18,7 +18,7 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile import ops
-from mxcompile.formats import AmaxKind, Format, Tile, elem_type
+from mxcompile.formats import AmaxKind, Format, Rounding, Tile, elem_type
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.inductor import elements, stochastic
 from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
@@ -52,16 +52,19 @@ def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
     def scale(block: Index) -> Any:
         if form.rounding is not None:
             return inductor.to_dtype(scale_byte(load(block), form.elem, form.rounding), torch.uint8)
-        return fp32_scale_of(load(block), form.elem.max)
+        return fp32_scale_of(load(block), form)
 
     made = blocks.per_block(form.scale.dtype, scale)
     made.realize()
     return made
 
 
-def fp32_scale_of(amax: Any, largest: float) -> Any:
+def fp32_scale_of(amax: Any, form: Format) -> Any:
     """`encoding.fp32_scale` in Inductor's operators."""
-    scale = _quotient(amax, f32(largest))
+    if form.pow2:
+        scale = scale_value(scale_byte(amax, form.elem, Rounding.RCEIL))
+        return inductor.where(inductor.eq(amax, f32(0.0)), f32(1.0), scale)
+    scale = _quotient(amax, f32(form.elem.max))
     scale = inductor.where(inductor.eq(scale, f32(0.0)), f32(1.0), scale)
     finite = inductor.lt(amax, f32(float("inf")))  # neither Inf nor NaN
     return inductor.where(finite, scale, f32(float("nan")))
@@ -229,7 +232,7 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
 
     def scale(_: Index) -> Any:
         amax = inductor.mul(load([sympy.Integer(row)]), f32(margin))
-        return fp32_scale_of(amax, form.elem.max)
+        return fp32_scale_of(amax, form)
 
     made: ir.TensorBox = ir.Pointwise.create(
         device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ndim

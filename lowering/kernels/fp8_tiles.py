@@ -1,6 +1,6 @@
 """The FP8 cast with FP32 scales on register tiles: Triton device functions that the templates call.
 
-    scale    amax / max, 1 where that is 0, NaN where amax is not finite
+    scale    amax / max, 1 where that is 0, NaN where amax is not finite; or, POW2, the next power of two
     y        x / scale, rounded to FP32 as a division rounds          see `quotient`
     code     FP8 bits of round-to-nearest-even(y), saturated to ±max
 
@@ -35,12 +35,17 @@ from mxcompile.lowering.kernels.tiles import _largest
 
 
 @triton.jit
-def scale_of(amax, ELEM: tl.constexpr):
+def scale_of(amax, ELEM: tl.constexpr, POW2: tl.constexpr):
     """FP32 scales of maxima, FP32."""
-    LARGEST: tl.constexpr = _largest(ELEM)
-    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    return tl.where(amax < float("inf"), scale, float("nan"))
+    if POW2:
+        scale = tiles.scale_value(tiles.scale_byte(tiles.magnitude_bits(amax), ELEM, "rceil"))
+        scale = tl.where(amax == 0.0, 1.0, scale)
+    else:
+        LARGEST: tl.constexpr = _largest(ELEM)
+        scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+    return scale
 
 
 @triton.jit

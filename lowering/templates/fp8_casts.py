@@ -125,7 +125,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 {% endif %}
 {% if ROWS or SAME %}
 {% if OWN %}
-    row_scale = fp8_tiles.scale_of(fp8_tiles.block_amax(x, SAME), ELEM)
+    row_scale = fp8_tiles.scale_of(fp8_tiles.block_amax(x, SAME), ELEM, POW2)
 {% if SAME %}
     tl.store(ROW_SCALE + pid_m * tl.cdiv(N, BLOCK_N) + pid_n + tl.zeros((1, 1), tl.int32), row_scale)
 {% else %}
@@ -145,7 +145,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
     column_codes = codes
 {% else %}
 {% if OWN %}
-    column_scale = fp8_tiles.scale_of(fp8_tiles.column_amax(x), ELEM)
+    column_scale = fp8_tiles.scale_of(fp8_tiles.column_amax(x), ELEM, POW2)
     tl.store(COLUMN_SCALE + pid_m.to(tl.int64) * N + idx_n, column_scale, mask=idx_n < N)
 {% else %}
     column_scale = tl.load(COLUMN_SCALE + idx_n, mask=idx_n < N, other=1.0)
@@ -190,17 +190,17 @@ def lower_scales(x: ir.TensorBox, fmt: str, rows: bool, columns: bool) -> tuple[
     parts = _parts(x, rows=rows and not whole, columns=columns and not whole)
     along = ((0, 1), ()) if whole else ((1,), (0,))
     return tuple(
-        None if part is None else _scale(_AMAX(part, dims, True), form.elem.max)
+        None if part is None else _scale(_AMAX(part, dims, True), form)
         for part, dims in zip(parts, along, strict=True)
     )
 
 
-def _scale(amax: ir.TensorBox, largest: float) -> ir.TensorBox:
+def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
     load = amax.make_loader()
     made = ir.Pointwise.create(
         device=amax.get_device_or_error(),
         dtype=_F32,
-        inner_fn=lambda index: fp32_scale_of(load(index), largest),
+        inner_fn=lambda index: fp32_scale_of(load(index), form),
         ranges=amax.get_size(),
     )
     made.realize()
@@ -301,6 +301,7 @@ def _cast(
         STORED=repr(form.elem.name + ("fnuz" if fnuz else "")),
         WIDE=x.get_dtype() is _F32,
         STATEFUL=form.amax.stateful,
+        POW2=form.pow2,
         NATIVE=target.encodes_fp8,
         SATURATES=target.encodes_fp8 and isinstance(target.arch, int),
         FNUZ=fnuz,

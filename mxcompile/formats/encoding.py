@@ -1,6 +1,7 @@
 """The casts of any format in plain torch operations: the definition every kernel is held to.
 
-    scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite
+    scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite; or the
+             least power of two ≥ amax / max, that of E8M0 under RCEIL, 1 where amax is 0
     element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Both saturated to ±max. Of formats with
              stochastic elements rounded so instead (see `stochastic`), by the cast's seed and stream
     value    element · scale, in FP32
@@ -29,7 +30,7 @@ from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
 from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
-from mxcompile.formats.types import WHOLE, ElemType, Format, Tile
+from mxcompile.formats.types import WHOLE, ElemType, Format, Rounding, Tile
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
@@ -77,9 +78,12 @@ def _spread(scale: Tensor) -> Tensor:
     return scale.reshape([size for length in scale.shape for size in (length, 1)])
 
 
-def fp32_scale(amax: Tensor, elem: ElemType) -> Tensor:
-    """FP32 scales of the maxima `amax`: amax / max, 1 where that is 0, NaN where amax is not finite."""
-    scale = amax / elem.max
+def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """FP32 scales of the maxima `amax`: amax / max or the next power of two, 1 for 0, NaN if not finite."""
+    if fmt.pow2:
+        scale = scale_value(scale_bytes(amax, fmt.elem, Rounding.RCEIL))
+        return torch.where(amax == 0, 1.0, scale)
+    scale = amax / fmt.elem.max
     scale = torch.where(scale == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
@@ -110,7 +114,7 @@ def scales_of(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
         amax = torch.where(amax.isfinite(), reached, amax)
     if fmt.rounding is not None:
         return scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
-    return fp32_scale(amax, fmt.elem)
+    return fp32_scale(amax, fmt)
 
 
 def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:

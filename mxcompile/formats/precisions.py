@@ -19,6 +19,7 @@ from mxcompile.formats.types import (
     E4M3,
     E5M2,
     NEAREST,
+    POW2,
     ElemRounding,
     ElemType,
     Format,
@@ -44,7 +45,8 @@ class Choices:
 
     elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
     rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of
-    the output gradient's elements. amax: what scales follow from. history, margin: of delayed scales.
+    the output gradient's elements. amax: what scales follow from. history, margin: of delayed scales. pow2:
+    whether FP32 scales are powers of two.
     """
 
     elem: ElemType | None = None
@@ -56,6 +58,7 @@ class Choices:
     amax: Amax | None = None
     history: int | None = None
     margin: int | None = None
+    pow2: bool | None = None
 
     def over(self, other: Choices) -> Choices:
         """These choices, and `other`'s where there are none."""
@@ -69,6 +72,7 @@ class Choices:
             amax=self.amax or other.amax,
             history=self.history or other.history,
             margin=other.margin if self.margin is None else self.margin,
+            pow2=other.pow2 if self.pow2 is None else self.pow2,
         )
 
 
@@ -123,6 +127,7 @@ class Precision:
             "amax": self.quantizes,
             "history": any(tiles.delayed for tiles in self.tiles.values()),
             "margin": any(tiles.delayed for tiles in self.tiles.values()),
+            "scale": self.quantizes and self.scale is ScaleType.FP32,
             self.tiles_key: len(self.tiles) > 1,
         }
         return frozenset(key for key, means in has.items() if means)
@@ -146,7 +151,13 @@ class Precision:
 
         def made(elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST) -> Format:
             return Format(
-                elem=elem, rounding=rounding, tile=tile, scale=self.scale, elements=elements, amax=amax
+                elem=elem,
+                rounding=rounding,
+                tile=tile,
+                scale=self.scale,
+                elements=elements,
+                amax=amax,
+                pow2=fp32 and bool(choices.pow2),
             )
 
         return Operands(
@@ -244,4 +255,4 @@ def tile_words() -> tuple[str, ...]:
 def derivation_words() -> tuple[str, ...]:
     """Every way a scale is derived in the table."""
     fp32 = any(row.scale is ScaleType.FP32 for row in PRECISIONS.values())
-    return (*map(str, Rounding), *([NEAREST] if fp32 else []))
+    return (*map(str, Rounding), *([NEAREST, POW2] if fp32 else []))

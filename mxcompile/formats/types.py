@@ -3,7 +3,8 @@
     element   an FP8, FP6 or FP4 number
     tile      the extent of one scale, across and along the contraction dimension
     scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN) or FP32
-    rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element
+    rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element, or
+              the next power of two above it
     elements  how elements round: to nearest even, or stochastically
 
 Which of these a precision of the policy puts together is in `precisions`; the cast itself is in `numerics`.
@@ -153,12 +154,16 @@ _NAMED_TILES = {"tensor": Tile.TENSOR, "channel": Tile.CHANNEL}
 NEAREST = "nearest"
 """How an FP32 scale is derived: amax ÷ largest element, to the nearest FP32."""
 
+POW2 = "pow2"
+"""The other way: the least power of two that is no less, of those that E8M0 has."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """How one operand of a GEMM is quantized.
 
-    rounding: of scales, None for FP32 ones. elements: theirs. amax: what a scale follows from.
+    rounding: of scales, None for FP32 ones. elements: theirs. amax: what a scale follows from. pow2: whether
+    FP32 scales are powers of two.
     """
 
     elem: ElemType = E4M3
@@ -167,6 +172,7 @@ class Format:
     scale: ScaleType = ScaleType.E8M0
     elements: ElemRounding = ElemRounding.NEAREST
     amax: Amax = MAX
+    pow2: bool = False
 
     def __str__(self) -> str:
         words = [self.elem.name, str(self.tile), self.derivation]
@@ -192,7 +198,9 @@ class Format:
     @property
     def derivation(self) -> str:
         """The word for how the scale follows from amax."""
-        return NEAREST if self.rounding is None else str(self.rounding)
+        if self.rounding is None:
+            return POW2 if self.pow2 else NEAREST
+        return str(self.rounding)
 
     @property
     def is_mx(self) -> bool:
@@ -218,7 +226,7 @@ def _format_of(word: str) -> Format:
     amax = next((one for one in rest if one not in list(ElemRounding)), AmaxKind.MAX)
     if elem not in _ELEMENTS:
         raise FormatError(not_allowed("element type", elem, _ELEMENTS))
-    fp32 = derivation == NEAREST
+    fp32 = derivation in (NEAREST, POW2)
     return Format(
         elem=_ELEMENTS[elem],
         rounding=None if fp32 else rounding(derivation),
@@ -226,6 +234,7 @@ def _format_of(word: str) -> Format:
         scale=ScaleType.FP32 if fp32 else ScaleType.E8M0,
         elements=ElemRounding(elements),
         amax=Amax.of(amax),
+        pow2=derivation == POW2,
     )
 
 

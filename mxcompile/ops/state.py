@@ -62,7 +62,7 @@ def _spec_mean(state: Tensor, row: int, amax: Tensor, fmt: str) -> list[Spec]:
 def _known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> Tensor:
     form = Format.of(fmt)
     margin = 2.0**form.amax.margin if form.amax.kind is AmaxKind.DELAYED else 1.0
-    return fp32_scale(state[row] * margin, form.elem).reshape([1] * ndim)
+    return fp32_scale(state[row] * margin, form).reshape([1] * ndim)
 
 
 def _spec_known_scale(state: Tensor, row: int, fmt: str, ndim: int) -> list[Spec]:

@@ -196,7 +196,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What a rule asks for; None leaves a choice to the preset."""
+    """What a rule asks for; None leaves a choice to the preset. scale: whether FP32 ones are powers of two."""
 
     fprop: Precision | None = None
     dgrad: Precision | None = None
@@ -210,6 +210,7 @@ class Use:
     scaling: str | None = None
     history: int | None = None
     margin: int | None = None
+    scale: bool | None = None
     amax: Amax | None = None
     saved: Saved | None = None
     weights: Weights | None = None
@@ -225,6 +226,7 @@ class Use:
             amax=self.amax,
             history=self.history,
             margin=self.margin,
+            pow2=self.scale,
             weight_block=self.weight_block,
             tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
         )

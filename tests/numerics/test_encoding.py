@@ -1,5 +1,7 @@
 """The casts of every format of the table, against numbers of ml_dtypes, numpy and torchao."""
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -83,6 +85,43 @@ def test_fp32_scales_of_every_bf16_amax(name: str):
         wanted, values = fp32_reference(rows[row].numpy(), elem.max, DTYPES[name])
         np.testing.assert_array_equal(scale[row, 0].numpy(), wanted)
         np.testing.assert_array_equal(value[row].numpy(), values)
+
+
+def pow2_reference(amax: float, largest: float) -> float:
+    """The least power of two that is no less than amax / largest, in rational numbers; no less than 2^−127."""
+    if amax == 0 or not np.isfinite(amax):
+        return 1.0 if amax == 0 else np.nan
+    wanted, exponent = Fraction(amax) / Fraction(largest), -127
+    while Fraction(2) ** exponent < wanted:
+        exponent += 1
+    return float(Fraction(2) ** exponent)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_fp32_scales_that_are_powers_of_two(name: str):
+    """Of every 37th BF16 amax and FP32 numbers around max · 2^k; elements are those of the exact quotient."""
+    elem = ELEMS[name]
+    edges = torch.exp2(torch.arange(-149, 110).double()) * elem.max
+    edges = edges[edges < 3e38].float()
+    amax = torch.cat([BF16[::37].float(), edges, edges.nextafter(edges * 2), edges.nextafter(edges * 0)])
+    rows = amax[:, None] * torch.tensor([1.0, -0.7, 0.31, 0.013, -0.0])
+    fmt = Format.of(f"{name} channel pow2")
+    assert str(fmt) == f"{name} channel pow2"
+    qdata, scale = encode_tensors(rows, -1, fmt)
+    wanted = np.array([pow2_reference(abs(value), elem.max) for value in amax.tolist()], np.float64)
+    np.testing.assert_array_equal(scale.squeeze(1).double().numpy(), wanted)
+    over = np.clip(rows.double().numpy() / wanted[:, None], -elem.max, elem.max)  # exact
+    expected = over.astype(np.float32).astype(DTYPES[name]).astype(np.float32)
+    np.testing.assert_array_equal(qdata.float().numpy(), expected)
+
+
+def test_powers_of_two_are_those_of_torchao():
+    """Its rowwise recipes round the inverse scale down."""
+    utils = pytest.importorskip("torchao.float8.float8_utils")
+    amax = BF16[BF16.float().isfinite() & (BF16.float() > 1e-11)].float()
+    theirs = utils.amax_to_scale(amax, torch.float8_e4m3fn, round_scales_to_power_of_2=True)
+    _, scale = encode_tensors(amax[:, None], -1, Format.of("e4m3 channel pow2"))
+    np.testing.assert_array_equal((1 / theirs).numpy(), scale.squeeze(1).numpy())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (130, 257), (0, 4), (4, 0), (2, 40, 70)], ids=str)

@@ -36,12 +36,17 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
         ),
         ("recipe: Float8CurrentScaling\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
         ("recipe: Float8CurrentScaling\nfp8_format: Format.E4M3\n", *["e4m3 tensor nearest"] * 3),
-        ("recipe: Float8BlockScaling\n", "e4m3 1x128 nearest", "e4m3 128x128 nearest", "e4m3 1x128 nearest"),
+        ("recipe: Float8CurrentScaling\nuse_power_2_scales: true\n", *["e4m3 tensor pow2"] * 2, "e5m2 tensor pow2"),
+        ("recipe: Float8BlockScaling\n", "e4m3 1x128 pow2", "e4m3 128x128 pow2", "e4m3 1x128 pow2"),
+        (
+            "recipe: Float8BlockScaling\nuse_f32_scales: true\n",
+            "e4m3 1x128 nearest", "e4m3 128x128 nearest", "e4m3 1x128 nearest",
+        ),
         ("recipe: MXFP8BlockScaling\n", *["e4m3 1x32 rceil"] * 3),
         ("recipe: MXFP8BlockScaling\nfp8_format: HYBRID\n", *["e4m3 1x32 rceil"] * 2, "e5m2 1x32 rceil"),
         ("recipe: tensorwise\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
-        ("recipe: rowwise\n", *["e4m3 channel nearest"] * 3),
-        ("recipe: rowwise_with_gw_hp\n", *["e4m3 channel nearest"] * 3),
+        ("recipe: rowwise\n", *["e4m3 channel pow2"] * 3),
+        ("recipe: rowwise_with_gw_hp\n", *["e4m3 channel pow2"] * 3),
     ],
 )  # fmt: skip
 def test_formats(tmp_path: Path, text: str, x: str, w: str, dy: str):
@@ -95,12 +100,12 @@ def test_recipes_of_torchao_are_what_torchao_makes_of_them(tmp_path: Path, name:
         if cast.scaling_type is config.ScalingType.DISABLED:
             assert not found
             continue
-        elem, tile, *_ = found[operand].split()
+        elem, tile, derivation, *_ = found[operand].split()
+        assert (derivation == "pow2") == theirs.round_scales_to_power_of_2
         assert elem == elems[cast.target_dtype]
         differs = name == "rowwise_with_gw_hp" and (gemm, operand) == (Gemm.DGRAD, "w")
         assert (tile == tiles[cast.scaling_granularity.name]) == (not differs)
         assert differs == ("the weight has one scale in dgrad there" in " ".join(made.notes)) or not differs
-    assert theirs.round_scales_to_power_of_2 == ("powers of two there" in " ".join(made.notes))
 
 
 def test_what_a_policy_cannot_say_is_said(tmp_path: Path):

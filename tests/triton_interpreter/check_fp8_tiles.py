@@ -28,9 +28,9 @@ def cast_kernel(
 
 
 @triton.jit
-def scale_kernel(amax_ptr, out_ptr, SIZE: tl.constexpr, ELEM: tl.constexpr):
+def scale_kernel(amax_ptr, out_ptr, SIZE: tl.constexpr, ELEM: tl.constexpr, POW2: tl.constexpr):
     at = tl.arange(0, SIZE)
-    tl.store(out_ptr + at, fp8_tiles.scale_of(tl.load(amax_ptr + at), ELEM))
+    tl.store(out_ptr + at, fp8_tiles.scale_of(tl.load(amax_ptr + at), ELEM, POW2))
 
 
 @triton.jit
@@ -122,12 +122,13 @@ def test_elements_of_half_the_value(elem: str, native: bool):
 
 
 @ELEM
-def test_scales_of_amax(elem: str):
+@pytest.mark.parametrize("derivation", ["nearest", "pow2"])
+def test_scales_of_amax(elem: str, derivation: str):
     amax = torch.cat([all_bf16().float().abs(), torch.tensor([0.0, 2.0**-149, 3.4e38])])
     amax = torch.nn.functional.pad(amax, (0, (1 << 17) - len(amax)))
     out = torch.empty_like(amax)
-    scale_kernel[(1,)](amax, out, SIZE=1 << 17, ELEM=elem)
-    torch.testing.assert_close(out, fp32_scale(amax, ELEM_TYPES[elem]), rtol=0, atol=0, equal_nan=True)
+    scale_kernel[(1,)](amax, out, SIZE=1 << 17, ELEM=elem, POW2=derivation == "pow2")
+    torch.testing.assert_close(out, fp32_scale(amax, Format.of(f"{elem} channel {derivation}")), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("perm", [1, 4, 8])

@@ -63,18 +63,16 @@ def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _current(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    if data.get("use_power_2_scales"):
-        draft.note(("use_power_2_scales",), "is not to be had: scales are FP32 here")
-    return _gradient(data, "HYBRID", draft)
+    scale = {"scale": "pow2"} if data.get("use_power_2_scales") else {}
+    return {**scale, **_gradient(data, "HYBRID", draft)}
 
 
 def _block(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    if data.get("use_f32_scales") is not True:
-        draft.note((_KEY,), "scales are rounded up to powers of two there; here they are FP32")
+    scale = {} if data.get("use_f32_scales") is True else {"scale": "pow2"}
     for key, usual in _BLOCK_DIMS.items():
         if data.get(key, usual) != usual:
             draft.note((key,), f"{shown(data[key])} is not to be had: it is {usual} here")
-    return _gradient(data, "E4M3", draft)
+    return {**scale, **_gradient(data, "E4M3", draft)}
 
 
 def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
@@ -86,8 +84,7 @@ def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _rowwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    draft.note((_KEY,), "scales are rounded down to powers of two there; here they are FP32")
-    return {}
+    return {"scale": "pow2"}
 
 
 def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
