@@ -29,6 +29,7 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mxcompile.compiler import histories
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
@@ -98,8 +99,15 @@ class Driver:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: keep the code that would run, and go on with fake results."""
-        found = dataclasses.replace(capture(gm, example_inputs, self._model), device=DEVICE)
-        compilation = Compilation(self._options, found, gm, self._target)
+        found, policy = capture(gm, example_inputs, self._model), self._options.policy
+        tapped = histories.tap(gm, example_inputs, found, policy)
+        found = dataclasses.replace(found, device=DEVICE)
+        compilation = Compilation(
+            self._options, found, gm, self._target, tapped=histories.needed(policy)
+        )
+        graph, inputs = gm, list(example_inputs)
+        if tapped is not None:
+            graph, inputs = tapped.gm, [*inputs, *tapped.states]
         patches = {**compilation.config_patches(), **_CONFIG}
         patches["joint_custom_pre_pass"] = GraphPass(functools.partial(_run_and_move, compilation), "codegen")
         with (
@@ -110,8 +118,8 @@ class Driver:
         ):
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice about this machine
             compile_fx(
-                gm,
-                list(example_inputs),
+                graph,
+                inputs,
                 inner_compile=self._generate,
                 config_patches=patches,
                 decompositions=table(),
