@@ -1,8 +1,8 @@
 """FP8 presets on the chips that have an FP8 GEMM, from generated code: products, bytes, predicted steps.
 
-A Llama-8B layer, forward and backward of 8,192 tokens, as in `predicted.py`: which products run on the vendor's
-FP8 GEMM, what casts and products move at least, and the sum of the launches' bounds, beside BF16 and MXFP8.
-Needs no GPU.
+A Llama-8B layer, forward and backward of 8,192 tokens, as in `predicted.py`: which products run on the
+vendor's FP8 GEMM, what casts and products move at least, and the sum of the launches' bounds, beside BF16 and
+MXFP8. Needs no GPU.
 Usage: python benchmarks/fp8_targets.py [--targets sm_90 …] [--presets fp8_tensor …] [--write]
     --write   only put the table of the newest results into docs/formats.md
 """

@@ -25,6 +25,7 @@ from mxcompile.formats.types import ElemType as ElemType
 from mxcompile.formats.types import Format as Format
 from mxcompile.formats.types import Rounding as Rounding
 from mxcompile.formats.types import ScaleLayout as ScaleLayout
+from mxcompile.formats.types import Scales as Scales
 from mxcompile.formats.types import ScaleType as ScaleType
 from mxcompile.formats.types import Tile as Tile
 from mxcompile.formats.types import elem_type as elem_type

@@ -58,6 +58,13 @@ class ScaleType(StrEnum):
         return torch.uint8 if self is ScaleType.E8M0 else torch.float32
 
 
+class Scales(StrEnum):
+    """Which numbers FP32 scales are: any, or powers of two."""
+
+    FP32 = "fp32"
+    POW2 = "pow2"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElemType:
     """An element type.
@@ -154,7 +161,7 @@ _NAMED_TILES = {"tensor": Tile.TENSOR, "channel": Tile.CHANNEL}
 NEAREST = "nearest"
 """How an FP32 scale is derived: amax ÷ largest element, to the nearest FP32."""
 
-POW2 = "pow2"
+POW2 = str(Scales.POW2)
 """The other way: the least power of two that is no less, of those that E8M0 has."""
 
 

@@ -102,9 +102,7 @@ class Driver:
         found, policy = capture(gm, example_inputs, self._model), self._options.policy
         tapped = histories.tap(gm, example_inputs, found, policy)
         found = dataclasses.replace(found, device=DEVICE)
-        compilation = Compilation(
-            self._options, found, gm, self._target, tapped=histories.needed(policy)
-        )
+        compilation = Compilation(self._options, found, gm, self._target, tapped=histories.needed(policy))
         graph, inputs = gm, list(example_inputs)
         if tapped is not None:
             graph, inputs = tapped.gm, [*inputs, *tapped.states]

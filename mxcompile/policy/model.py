@@ -22,6 +22,7 @@ from mxcompile.formats import (
     Operands,
     Precision,
     Rounding,
+    Scales,
     Tile,
 )
 
@@ -196,7 +197,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What a rule asks for; None leaves a choice to the preset. scale: whether FP32 ones are powers of two."""
+    """What a rule asks for; None leaves a choice to the preset."""
 
     fprop: Precision | None = None
     dgrad: Precision | None = None
@@ -210,7 +211,7 @@ class Use:
     scaling: str | None = None
     history: int | None = None
     margin: int | None = None
-    scale: bool | None = None
+    scale: Scales | None = None
     amax: Amax | None = None
     saved: Saved | None = None
     weights: Weights | None = None
@@ -226,7 +227,7 @@ class Use:
             amax=self.amax,
             history=self.history,
             margin=self.margin,
-            pow2=self.scale,
+            pow2=None if self.scale is None else self.scale is Scales.POW2,
             weight_block=self.weight_block,
             tiles=tuple(word for word in (self.block, self.scaling) if word is not None),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.formats import ELEM_TYPES, PRECISIONS, Amax, AmaxKind, ElemRounding, Rounding
+from mxcompile.formats import ELEM_TYPES, PRECISIONS, Amax, AmaxKind, ElemRounding, Rounding, Scales
 from mxcompile.policy.model import Ends, Role, Saved, Weights
 from mxcompile.policy.presets import PRESETS
 
@@ -218,9 +218,7 @@ USE: dict[str, Value] = {
     "scaling": word("scaling", {name: name for name in _words("scaling")}).says(
         "What one FP32 scale is for: the tensor, a row along the contraction, or a block."
     ),
-    "scale": word("scale", {"fp32": False, "pow2": True}).says(
-        "Of fp8: any FP32 number, or powers of two, rounded up."
-    ),
+    "scale": word("scale", _table(Scales)).says("Of fp8: any FP32 number, or powers of two, rounded up."),
     "history": POSITIVE.says("Of scaling: delayed: how many calls a scale looks back."),
     "margin": Value(_margin, {"type": "integer", "minimum": -16, "maximum": 16}).says(
         "Of scaling: delayed: powers of two that a scale has to spare."

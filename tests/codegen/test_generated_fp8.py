@@ -69,7 +69,7 @@ def check(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, fo
     ("word", "target", "shape", "dtype"),
     [
         ("e4m3 channel nearest", "sm_90", (72, 272), torch.bfloat16),
-        ("e4m3 1x128 nearest", "sm_90", (132, 272), torch.bfloat16),
+        ("e4m3 1x128 pow2", "sm_90", (132, 272), torch.bfloat16),
         ("e4m3 128x128 nearest", "sm_90", (272, 144), torch.float32),
         ("e5m2 tensor nearest", "sm_89", (72, 144), torch.float16),
         ("e4m3 tensor nearest delayed:4:0", "sm_100", (72, 144), torch.bfloat16),

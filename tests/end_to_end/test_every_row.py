@@ -26,10 +26,11 @@ USES: dict[str, dict[str, Any]] = {
     for _plain in [int(word) if word.isdecimal() else word]
 } | {
     "mxfp8 stochastic": {"precision": "mxfp8", "grad_rounding": "stochastic"},
+    "fp8 block pow2": {"precision": "fp8", "scaling": "block", "scale": "pow2"},
     "fp8 percentile": {"precision": "fp8", "scaling": "channel", "amax": {"percentile": 95}},
     "mxfp4 percentile": {"precision": "mxfp4", "amax": {"percentile": 90}},
 }
-COMPILED = ["fp8 block", "mxfp6_e2m3 32", "fp8 percentile", "mxfp4 percentile"]
+COMPILED = ["fp8 block pow2", "mxfp6_e2m3 32", "fp8 percentile", "mxfp4 percentile"]
 
 
 def policy(use: dict[str, Any]) -> dict[str, Any]:

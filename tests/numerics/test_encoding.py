@@ -88,10 +88,11 @@ def test_fp32_scales_of_every_bf16_amax(name: str):
 
 
 def pow2_reference(amax: float, largest: float) -> float:
-    """The least power of two that is no less than amax / largest, in rational numbers; no less than 2^−127."""
+    """The least power of two ≥ amax / largest, in rational numbers; at least 2^−127."""
     if amax == 0 or not np.isfinite(amax):
         return 1.0 if amax == 0 else np.nan
-    wanted, exponent = Fraction(amax) / Fraction(largest), -127
+    wanted = Fraction(amax) / Fraction(largest)
+    exponent = max(-127, int(np.frexp(amax / largest)[1]) - 3)
     while Fraction(2) ** exponent < wanted:
         exponent += 1
     return float(Fraction(2) ** exponent)

@@ -69,6 +69,8 @@ def test_a_word_is_taken_once(toy: Precision):
     [
         ({"precision": "fp8", "rounding": "floor"}, "'rounding' is no choice of fp8"),
         ({"precision": "mxfp8", "scaling": "tensor"}, "'scaling' is no choice of mxfp8"),
+        ({"precision": "mxfp8", "scale": "pow2"}, "'scale' is no choice of mxfp8"),
+        ({"precision": "fp8", "scale": "e8m0"}, "unknown scale 'e8m0'"),
         ({"precision": "mxfp4", "elem_dtype": "e5m2"}, "'elem_dtype' is no choice of mxfp4"),
         ({"precision": "mxfp8", "block": 48}, "unknown block 48"),
         ({"precision": "mxfp8", "block": 64, "weight_block": "32x32"}, "blocks of 32 alone"),

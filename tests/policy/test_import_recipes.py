@@ -36,7 +36,11 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
         ),
         ("recipe: Float8CurrentScaling\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
         ("recipe: Float8CurrentScaling\nfp8_format: Format.E4M3\n", *["e4m3 tensor nearest"] * 3),
-        ("recipe: Float8CurrentScaling\nuse_power_2_scales: true\n", *["e4m3 tensor pow2"] * 2, "e5m2 tensor pow2"),
+        (
+            "recipe: Float8CurrentScaling\nuse_power_2_scales: true\n",
+            *["e4m3 tensor pow2"] * 2,
+            "e5m2 tensor pow2",
+        ),
         ("recipe: Float8BlockScaling\n", "e4m3 1x128 pow2", "e4m3 128x128 pow2", "e4m3 1x128 pow2"),
         (
             "recipe: Float8BlockScaling\nuse_f32_scales: true\n",

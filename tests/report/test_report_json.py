@@ -55,7 +55,7 @@ def test_the_published_schema_is_that_of_the_classes():
 def test_the_words_are_those_of_policies():
     assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
     assert set(CHOICES["GemmRecord", "precision"]) == set(PRECISIONS)
-    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), "nearest", STORED}
+    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), "nearest", "pow2", STORED}
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
     made = [

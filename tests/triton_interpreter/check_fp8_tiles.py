@@ -128,7 +128,9 @@ def test_scales_of_amax(elem: str, derivation: str):
     amax = torch.nn.functional.pad(amax, (0, (1 << 17) - len(amax)))
     out = torch.empty_like(amax)
     scale_kernel[(1,)](amax, out, SIZE=1 << 17, ELEM=elem, POW2=derivation == "pow2")
-    torch.testing.assert_close(out, fp32_scale(amax, Format.of(f"{elem} channel {derivation}")), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        out, fp32_scale(amax, Format.of(f"{elem} channel {derivation}")), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("perm", [1, 4, 8])
