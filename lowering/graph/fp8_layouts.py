@@ -199,10 +199,16 @@ def _layouts(
 def _blocks(
     build: Builder, key: _Key, casts: _Casts, elements: list[fx.Node], down: list[fx.Node], fnuz: bool
 ) -> None:
-    """Casts with scales of blocks, made again where they were known: a tile has all they follow from."""
+    """Casts with scales of blocks, made again where they were known: a tile has all they follow from.
+
+    Scales come with elements; those that are read alone stay with their `encode`.
+    """
     source, word, _ = key
+    along_rows = bool(elements) or (bool(down) and Format.of(word).tile.is_square)
+    if not (elements or down):
+        return
     put = _call(build, casts, ops.encode_blocks, source, word, bool(elements), bool(down), fnuz)
     put(0, elements)
-    put(1, _results(casts.row, 1))
+    put(1, _results(casts.row, 1) if along_rows else [])
     put(2, down)
-    put(3, _results(casts.column, 1))
+    put(3, _results(casts.column, 1) if down else [])

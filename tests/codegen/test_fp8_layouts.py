@@ -130,6 +130,24 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
     assert module(x, w, scale)[1].tolist() == [x.abs().max().item()]
 
 
+def test_scales_of_blocks_that_are_read_alone_stay():
+    word = "e4m3 1x128 nearest"
+
+    def function(x: Tensor, w: Tensor):
+        (a, sa), (b, sb) = ops.encode(x, -1, word), ops.encode(w, -2, word)
+        product = ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, word, word)
+        return product, ops.encode(x, -2, word)[1], ops.encode(w.t().contiguous(), -1, word)[1]
+
+    inputs = torch.randn(32, 512), torch.randn(512, 48)
+    module, reasons = lowered(function, *inputs, chip=HOPPER)
+    assert not reasons
+    names = counted(module)
+    assert (names["encode_blocks"], names["encode"]) == (2, 2)
+    found = Operands(module).run(*inputs)[1:]
+    for one, other in zip(found, function(*inputs)[1:], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_casts_that_something_else_reads_stay():
     """Of an emulated product, of a batch, of a sorted amax."""
 
