@@ -105,7 +105,9 @@ class Driver:
         compilation = Compilation(self._options, found, gm, self._target, tapped=histories.needed(policy))
         graph, inputs = gm, list(example_inputs)
         if tapped is not None:
-            graph, inputs = tapped.gm, [*inputs, *tapped.states]
+            with self._mode:
+                states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
+            graph, inputs = tapped.gm, [*inputs, *states]
         patches = {**compilation.config_patches(), **_CONFIG}
         patches["joint_custom_pre_pass"] = GraphPass(functools.partial(_run_and_move, compilation), "codegen")
         with (
