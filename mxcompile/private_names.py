@@ -20,6 +20,7 @@ USED: dict[str, tuple[str, ...]] = {
         "_functionalize_sync",
         "_functorch",
         "_guards",
+        "_scaled_grouped_mm",
         "_scaled_mm",
         "compiler._is_compiling_flag",
         "ops._c10d_functional",

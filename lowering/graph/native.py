@@ -41,7 +41,8 @@ class Native:
         """The template and its tile, or that Inductor is to choose them."""
         tiled, tiles = self._tiled(node), configs.products(self.target.name, _rows(node))
         if configs.autotuning():
-            return f"{_name(node)} autotuned of {len(tiled) + len(tiles)}"
+            others = 0 if tiled and _is_grouped(node) else len(tiles)
+            return f"{_name(node)} autotuned of {len(tiled) + others}"
         if tiled:
             return f"{_name(node)}_tiled {_shape(tiled[0])}"
         ((swap, tile),) = tiles
@@ -49,6 +50,8 @@ class Native:
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
         """The tiles of the tiled form for `node`, if it fits."""
+        if _is_grouped(node):
+            return self._tiled_groups(node)
         out, a, scale_a, b, scale_b = map(tensor, (node, *node.args[:4]))
         if out is None or a is None or b is None or out.ndim != 2:
             return []
@@ -57,6 +60,17 @@ class Native:
         if configs.contiguous(a.stride()) is None or configs.contiguous(b.stride()) is None:
             return []
         return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
+
+    def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
+        """The same for groups of rows, or of columns, which are rows of the transposed product."""
+        out, a, b = tensor(node), tensor(node.args[0]), tensor(node.args[2])
+        if out is None or a is None or b is None or a.ndim == b.ndim:
+            return []
+        m, n = out.shape
+        if a.ndim == 3:
+            a, b, m, n = b.t(), a.mT, n, m
+        tiles = configs.tiled_groups(self.target, _rows(node), *map(hint, (m, n, a.shape[1])))
+        return [tile for tile in tiles if configs.grouped_fits(a.stride(), b.shape, b.stride(), tile)]
 
     def runs(self, node: fx.Node) -> bool:
         """Whether the product `node` is one the target runs itself."""

@@ -34,7 +34,10 @@ _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
 _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """By the same, the words of a template for its configuration, where it has its own."""
 
-_CALLS = {"mx_vendor_scaled_mm": "torch._scaled_mm"}
+_CALLS = {
+    "mx_vendor_scaled_mm": "torch._scaled_mm",
+    "mx_vendor_scaled_grouped_mm": "torch._scaled_grouped_mm",
+}
 """What a library's choice calls, where its name is that of a function around it."""
 
 

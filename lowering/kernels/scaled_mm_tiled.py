@@ -32,9 +32,15 @@ _ALIGNMENT = 16
 @triton.jit
 def load_scale(desc, tile_row, tile_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Bytes [ROWS, BLOCKS], in the order of a row-major matrix, from a descriptor of tiles of 128×4."""
+    return load_scale_at(desc, tile_row * (ROWS // 128), tile_column, ROWS, BLOCKS)
+
+
+@triton.jit
+def load_scale_at(desc, first, tile_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The same, from row of tiles `first` on."""
     DOWN: tl.constexpr = ROWS // 128
     ACROSS: tl.constexpr = BLOCKS // 4
-    tiled = desc.load([0, tile_row * DOWN, tile_column * ACROSS, 0, 0])
+    tiled = desc.load([0, first, tile_column * ACROSS, 0, 0])
     return scale_bytes.from_tiles(tiled, DOWN, ACROSS)
 
 

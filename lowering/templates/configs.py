@@ -95,6 +95,29 @@ def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
 _NONE = Absent(reason="no row")
 
 
+def tiled_groups(target: Target, average: int, m: int, n: int, k: int) -> list[TiledConfig]:
+    """The same for groups of m rows in all, `average` each; none of warps that specialise."""
+    if not tiled_products(target, average, n, k):
+        return []
+    return [tile for tile in tiled_products(target, m, n, k) if not tile.warp_specialize]
+
+
+def grouped_fits(
+    a_strides: Sequence[Any], b_sizes: Sequence[Any], b_strides: Sequence[Any], tile: TiledConfig
+) -> bool:
+    """Whether the accelerator can read a [M, K] and b [G, K, N], the matrices of b as one, in such tiles.
+
+    Sizes and strides as integers, or symbolic.
+    """
+    (_, k, n), (entry, *matrix) = map(_plain, (b_sizes, b_strides))
+    along = contiguous(matrix)
+    if contiguous(a_strides) is None or along is None:
+        return False
+    if along == 0:
+        return bool(entry == n * matrix[1])
+    return bool(entry == k * matrix[0] and k % tile.block_k == 0)
+
+
 def autotuning() -> bool:
     """Whether Inductor is told to time several kernels of a product and take the fastest."""
     return bool(config.max_autotune or config.max_autotune_gemm)
@@ -105,11 +128,15 @@ def contiguous(strides: Sequence[Any]) -> int | None:
 
     None if it cannot: the other stride has to be a multiple of 16 bytes. strides: as integers, or symbolic.
     """
-    plain = [stride.node.expr if isinstance(stride, torch.SymInt) else stride for stride in strides]
+    plain = _plain(strides)
     for dim in (1, 0):
         if plain[dim] == 1 and plain[1 - dim] % ALIGNMENT == 0:
             return dim
     return None
+
+
+def _plain(sizes: Sequence[Any]) -> list[Any]:
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
 
 
 ALIGNMENT = 16

@@ -7,6 +7,8 @@ Groups of columns are groups of rows of the transposed product. Of rows there ar
 tiles, whatever the groups are, those past the last group among them: that is the grid, and programs without a
 tile do nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the
 blocks it shares with its neighbours and masks their elements. Accumulation is FP32, scales are row-major.
+
+Groups of many rows on chips with tensor memory go to `scaled_grouped_mm_tiled`, whose scales are tiled first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, rea
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
-from mxcompile.lowering.templates import examples, scaled_bmm
+from mxcompile.lowering.inductor.winners import choose
+from mxcompile.lowering.kernels.configs import TiledConfig
+from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import (
+    configs,
+    examples,
+    group_scales,
+    scaled_bmm,
+    scaled_grouped_mm_tiled,
+    vendor,
+)
 from mxcompile.lowering.templates.tile import STORE, TILE, select
 
 _ROWS_SOURCE = (
@@ -152,6 +164,9 @@ def _groups_of_rows(
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
+    found = list(scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups)))
+    if found:
+        return _tiled(operands, layout, found, columns=columns)
     return select(
         ROWS_TEMPLATE,
         operands,
@@ -162,6 +177,31 @@ def _groups_of_rows(
         NUM_GROUPS=int(groups),
         POWER=1 << int(groups).bit_length(),
     )
+
+
+def _tiled(
+    operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, columns: bool
+) -> ir.TensorBox:
+    """The groups of rows in the first of `tiles`; where Inductor autotunes, all and the vendor's compete."""
+    a, scale_a, b, scale_b, offs = operands
+    groups = int(b.get_size()[0])
+    rows_of = _PERMUTE(ir.TensorBox.create(scale_b), [0, 2, 1])
+    tiled_a = group_scales.of_groups(scale_a, offs, groups)
+    tiled_b = group_scales.of_matrices(realize_inputs(rows_of))
+    sides = [a, tiled_a, b, tiled_b, offs]
+    choices: list[Any] = []
+    for tile in tiles:
+        keywords = scaled_grouped_mm_tiled.arguments(sides, tile, groups)
+        error = scaled_grouped_mm_tiled.TEMPLATE.maybe_append_choice(
+            choices, input_nodes=tuple(sides), layout=layout, COLUMNS=columns, **keywords
+        )
+        if error is not None:
+            raise error
+    if configs.autotuning() and not columns and vendor.fits_groups(sides, layout.dtype):
+        vendor.GROUPED.maybe_append_choice(choices, input_nodes=tuple(sides), layout=layout)
+    made = examples.grouped(sides, a.get_size()[0])
+    name = scaled_grouped_mm_tiled.TEMPLATE.name
+    return choose(name, choices, sides, layout, input_gen_fns=made)
 
 
 def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:

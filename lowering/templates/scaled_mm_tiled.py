@@ -96,11 +96,13 @@ class _Kernel(TritonTemplateKernel):
         super().call_kernel(*args, **keywords)
 
 
-class _Template(TritonTemplate):
+class Descriptors(TritonTemplate):
+    """A template whose kernel makes descriptors on the device."""
+
     kernel_type = _Kernel
 
 
-TEMPLATE = _Template(name="mx_scaled_mm_tiled", grid=persistent_mm_grid, source=_SOURCE)
+TEMPLATE = Descriptors(name="mx_scaled_mm_tiled", grid=persistent_mm_grid, source=_SOURCE)
 
 
 def fits(operands: Sequence[Any]) -> bool:
@@ -111,10 +113,11 @@ def fits(operands: Sequence[Any]) -> bool:
     a, scale_a, b, scale_b, *_ = operands
     if any(len(scale.get_size()) != 1 for scale in (scale_a, scale_b)):
         return False
-    return all(map(_starts_aligned, operands[:4])) and None not in map(_contiguous, (a, b))
+    return all(map(starts_aligned, operands[:4])) and None not in map(_contiguous, (a, b))
 
 
-def _starts_aligned(operand: Any) -> bool:
+def starts_aligned(operand: Any) -> bool:
+    """Whether the accelerator can read from where `operand`, realized, starts."""
     if operand.get_name() in V.graph.unaligned_buffers:
         return False
     return bool(V.graph.sizevars.statically_known_multiple_of(operand.get_layout().offset, configs.ALIGNMENT))

@@ -1,10 +1,19 @@
-"""The vendor's product of MX operands, as a choice among those that are timed: ``torch._scaled_mm``.
+"""The vendor's products of MX operands, as choices among those that are timed.
+
+    matrices          ``torch._scaled_mm``
+    groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
+                      them, are made 0 behind it
 
 Offered where its static conditions hold (`fits`): both scales tiled, sizes and strides that are multiples of
 16, results in BF16, not both operands E5M2. Chips whose scales are tiled take all four layouts, so dgrad and
 wgrad have this choice as fprop has. Never a default: that takes a measurement.
 
-Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``.
+Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
+found by K ÷ 32), the scales those of `group_scales`. Not groups of columns or of K: of K it wants whole
+blocks in every group, which only the data says.
+
+Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
+``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``.
 """
 
 from __future__ import annotations
@@ -18,6 +27,8 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.utils import use_aten_gemm_kernels
 from torch._inductor.virtualized import V
 
+from mxcompile.formats import BLOCK
+from mxcompile.lowering.kernels.zero_rows import zero_rows
 from mxcompile.lowering.templates import configs
 
 _MULTIPLE = 16
@@ -33,7 +44,22 @@ def mx_vendor_scaled_mm(
     return out
 
 
+def mx_vendor_scaled_grouped_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor
+) -> Tensor:
+    """The products a [M, K] · b [G, K, N] of groups of rows, BF16 [M, N]; rows past the last group are 0.
+
+    a, b: E4M3, K-major. Scales: rows of tiles, of each group and of each matrix. offs: int32 [G].
+    """
+    e8m0 = torch.float8_e8m0fnu
+    scales = scale_a.view(e8m0), scale_b.view(b.shape[0], -1).view(e8m0)
+    out: Tensor = torch._scaled_grouped_mm(a, b, *scales, offs, out_dtype=torch.bfloat16)
+    zero_rows(out, offs)
+    return out
+
+
 CHOICE = ExternKernelChoice(mx_vendor_scaled_mm)
+GROUPED = ExternKernelChoice(mx_vendor_scaled_grouped_mm, has_out_variant=False)
 
 
 def fits(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
@@ -49,4 +75,22 @@ def fits(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
         and out_dtype is torch.bfloat16
         and all(added.get_dtype() is torch.bfloat16 for added in bias)
         and torch.float8_e4m3fn in (a.get_dtype(), b.get_dtype())
+    )
+
+
+def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
+    """The same of groups of rows. operands: a [M, K], its tiles, b [G, K, N], its tiles, offs."""
+    a, _, b, _, offs = operands
+    known = V.graph.sizevars.statically_known_multiple_of
+    _, k, n = b.get_size()
+    return (
+        use_aten_gemm_kernels()
+        and not V.graph.cpp_wrapper
+        and configs.contiguous(a.get_stride()) == 1
+        and configs.contiguous(b.get_stride()[1:]) == 0
+        and known(k, BLOCK)
+        and known(n, _MULTIPLE)
+        and out_dtype is torch.bfloat16
+        and {a.get_dtype(), b.get_dtype()} == {torch.float8_e4m3fn}
+        and offs.get_dtype() is torch.int32
     )

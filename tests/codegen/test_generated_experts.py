@@ -121,6 +121,24 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
     assert len(casts) == len(both) + 4 + 4, "of gradients twice, of the weights forward and backward"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [(70, 70, 271, 300)], ids=str)
+def test_groups_of_many_rows_read_tiled_scales(tmp_path, ends: tuple[int, ...]):
+    """By the tensor memory accelerator; K is 128 or ends inside a step, and so do N and the groups."""
+    model, x = Grouped(4, 128, 272), _spread(307, 128).requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32)
+    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
+    _native(result, "sm_100", 6)
+    tiled = {gemm.gemm for gemm in result.report.gemms if "grouped_mm_tiled " in gemm.kernel}
+    assert tiled == {"fprop", "dgrad"}
+    for launch in result.launches:
+        if launch.gemms and {name.split()[-1] for name in launch.gemms} <= tiled:
+            text = result.kernel(launch).binary.text["ptx"]
+            assert "cp.async.bulk.tensor" in text
+            assert "tcgen05.cp.cta_group::1.warpx4" in text
+    _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+
+
 class Columns(nn.Module):
     """Groups of columns: weights on the left, tokens side by side."""
 
@@ -133,11 +151,14 @@ class Columns(nn.Module):
 
 
 @pytest.mark.slow
-def test_groups_of_columns(tmp_path):
-    model, x = Columns(3, 72, 104), _spread(80, 72).requires_grad_()
-    offs = torch.tensor((41, 41, 80), dtype=torch.int32)
+@pytest.mark.parametrize(("hidden", "width", "ends"), [(104, 72, (41, 41, 80)), (144, 96, (131, 131, 208))])
+def test_groups_of_columns(tmp_path, hidden: int, width: int, ends: tuple[int, ...]):
+    model, x = Columns(3, width, hidden), _spread(ends[-1], width).requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
     _native(result, "sm_100", 3)
+    fprop = next(gemm.kernel for gemm in result.report.gemms if gemm.gemm == "fprop")
+    assert ("grouped_mm_tiled " in fprop) == (width == 96)
     expected = grouped_product(x, model.weight.mT, offs, NVIDIA).t().contiguous()
     _check(tmp_path, expected, [model.weight, x, offs])
 

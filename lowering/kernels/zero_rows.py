@@ -1,0 +1,32 @@
+"""Zeros in the rows of a matrix past the last group, where a grouped product has left what memory held.
+
+    out[m, n] = 0 where m ≥ offs[−1]
+
+Every program reads where the groups end; those without such rows store nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLUMNS = 32, 256
+
+
+@triton.jit
+def zero_rows_kernel(out_ptr, end_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of out [M, N], row-major; end_ptr: of the last group's end, int32."""
+    end = tl.load(end_ptr)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    past = (row >= end) & (row < M) & (column < N)
+    zero = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * N + column, zero, mask=past)
+
+
+def zero_rows(out: Tensor, offs: Tensor) -> None:
+    """In place. out: contiguous [M, N]. offs: int32 [G], ends of the groups."""
+    m, n = out.shape
+    grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
+    zero_rows_kernel[grid](out, offs[-1:], m, n, ROWS=_ROWS, COLUMNS=_COLUMNS)

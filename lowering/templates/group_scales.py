@@ -1,0 +1,109 @@
+"""Inductor template that puts the scales of grouped products into the tiles that they are read in.
+
+    scale[rows, blocks], groups of rows   →   tiles of each group, its rows padded to whole tiles, one group
+                                              after the other; rows past the last are a group too
+    scale[G, rows, blocks]                →   tiles of each matrix
+
+Row t of the result is a row of tiles, 128 rows of the operand, as ``formats.scale_tiles`` lays them out; what
+is padded is 0. How many rows of tiles there are does not depend on where the groups end: ⌈rows / 128⌉ + G, as
+`scaled_grouped_mm` counts its tiles, so tile t of the product reads row t.
+
+A kernel of its own, unlike a matrix's scales, which the cast writes in tiles: where a group's tiles begin is
+known to the product alone. It moves a sixteenth of a byte for each element, of the cast's three to four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._inductor import ir
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import CeilDiv
+
+from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
+from mxcompile.lowering.inductor.winners import choose
+
+_SOURCE = r"""
+from mxcompile.lowering.kernels import scaled_tile
+
+{% if NUM_GROUPS %}
+{{def_kernel("SCALE", "OFFS")}}
+    rows = {{size("SCALE", 0)}}
+    blocks = {{size("SCALE", 1)}}
+    idx_t = tl.program_id(0)
+    _, first, end = scaled_tile.group_of(OFFS, idx_t, rows, NUM_GROUPS, POWER, 128)
+    scale = SCALE
+    stride_row = {{stride("SCALE", 0)}}
+    stride_block = {{stride("SCALE", 1)}}
+{% else %}
+{{def_kernel("SCALE")}}
+    rows = {{size("SCALE", 1)}}
+    blocks = {{size("SCALE", 2)}}
+    idx_t = tl.program_id(0)
+    first = idx_t % tl.cdiv(rows, 128) * 128
+    end = rows
+    scale = SCALE + (idx_t // tl.cdiv(rows, 128)).to(tl.int64) * {{stride("SCALE", 0)}}
+    stride_row = {{stride("SCALE", 1)}}
+    stride_block = {{stride("SCALE", 2)}}
+{% endif %}
+    idx_p = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    row = first + idx_p % 16 // 4 * 32 + idx_p % 512 // 16
+    block = idx_p // 512 * 4 + idx_p % 4
+    mask = idx_p < tl.cdiv(blocks, 4) * 512
+    byte = tl.load(
+        scale + row.to(tl.int64) * stride_row + block.to(tl.int64) * stride_block,
+        mask=mask & (row < end) & (block < blocks), other=0)
+    {{store_output(("idx_t", "idx_p"), "byte", "mask", val_shape=("BYTES",))}}
+"""
+
+_BYTES = 1024
+"""Of one program: two tiles."""
+
+
+@SymbolicGridFn
+def _grid(tiles: Any, width: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    return tiles, cdiv(width, meta["BYTES"]), 1
+
+
+TEMPLATE = TritonTemplate(name="mx_tile_scales", grid=_grid, source=_SOURCE)
+
+_MADE: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDictionary()
+"""By Inductor's graph, then by what was read: layers that read one activation share its tiles."""
+
+
+def of_groups(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
+    """Tiles, uint8 [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], of a realized scale [rows, blocks]."""
+    rows, blocks = scale.get_size()
+    return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS) + groups, blocks, groups)
+
+
+def of_matrices(scale: Any) -> ir.TensorBox:
+    """Tiles, uint8 [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], of a realized scale [G, rows, blocks]."""
+    matrices, rows, blocks = scale.get_size()
+    return _tiled([scale], matrices * CeilDiv(rows, TILE_ROWS), blocks, 0)
+
+
+def _tiled(operands: list[Any], tiles: Any, blocks: Any, groups: int) -> ir.TensorBox:
+    made = _MADE.setdefault(V.graph, {})
+    key = tuple(f"{operand.get_name()} {operand.get_layout()}" for operand in operands)
+    if key not in made:
+        width = CeilDiv(blocks, TILE_BLOCKS) * (TILE_ROWS * TILE_BLOCKS)
+        layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [tiles, width])
+        choices: list[Any] = []
+        error = TEMPLATE.maybe_append_choice(
+            choices,
+            input_nodes=tuple(operands),
+            layout=layout,
+            num_warps=4,
+            num_stages=1,
+            BYTES=_BYTES,
+            NUM_GROUPS=groups,
+            POWER=1 << groups.bit_length(),
+        )
+        if error is not None:
+            raise error
+        made[key] = realize_inputs(choose(TEMPLATE.name, choices, operands, layout))
+    return made[key]

@@ -1,0 +1,145 @@
+"""The vendor's product of experts: where it is offered, that torch takes its arguments, what they mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eager import NVIDIA, grouped_product
+from interpreted import interpret
+from paces import mostly_slow
+from reference import sqnr_db
+from torch import Tensor, nn
+from torch._inductor.select_algorithm import ExternKernelCaller
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.lowering.inductor import winners
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import configs, vendor
+from mxcompile.offline.standin import DEVICE, stand_in
+
+PREPARED = """
+import documented_grouped_mm
+import mxcompile.lowering.templates.vendor
+documented_grouped_mm.install()
+"""
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+def _policy(**how: str) -> dict:
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": {"precision": "mxfp8", **how}}]}
+
+
+@pytest.fixture
+def offered(monkeypatch) -> list[list]:
+    """Where Inductor autotunes, of groups on tiled scales, it takes the last choice; the lists it had."""
+    lists: list[list] = []
+    plain = winners.autotune_select_algorithm
+
+    def select(name, choices, operands, layout, **keywords):
+        if name != "mx_scaled_grouped_mm_tiled":
+            return plain(name, choices[:1], operands, layout, **keywords)
+        lists.append(choices)
+        return choices[-1].output_node()
+
+    monkeypatch.setattr(configs, "autotuning", lambda: True)
+    monkeypatch.setattr(winners, "autotune_select_algorithm", select)
+    return lists
+
+
+class Experts(nn.Module):
+    """One product of groups of rows; the weight is stored [G, N, K], K-major, or transposed."""
+
+    def __init__(self, k: int, n: int, *, k_major: bool = True, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        self.k_major = k_major
+        self.weight = nn.Parameter(torch.randn((4, n, k) if k_major else (4, k, n)).to(dtype))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight.mT if self.k_major else self.weight, offs=offs)
+
+
+def _generate(model: Experts, rows: int, **options) -> mxcompile.offline.CodegenResult:
+    k = model.weight.shape[2 if model.k_major else 1]
+    x = torch.empty(rows, k, dtype=model.weight.dtype, requires_grad=options.get("training", False))
+    offs = torch.empty(4, dtype=torch.int32)
+    options = {"training": False, "policy": _policy(), "target": "sm_100", **options}
+    return mxcompile.codegen(model, x, offs, **options)
+
+
+def _has_vendor(choices: list) -> bool:
+    return isinstance(choices[-1], ExternKernelCaller)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "rows", "k_major", "expected"),
+    mostly_slow(
+        [
+            (96, 272, 300, True, (True,)),
+            (128, 272, 300, False, (False,)),  # the vendor's takes K-major operands alone
+            (112, 272, 300, True, (False,)),  # a short block
+            (96, 272, 200, True, ()),  # few rows a group, as many as the pointer form swaps
+            (96, 264, 300, False, ()),  # rows that the accelerator cannot read
+            (96, 272, 300, False, ()),  # its last step would read the next matrix
+        ],
+        (96, 272, 300, True, (True,)),
+        rows=True,
+    ),
+)
+def test_where_it_is_offered(offered, k, n, rows, k_major, expected):
+    result = _generate(Experts(k, n, k_major=k_major), rows)
+    assert [_has_vendor(choices) for choices in offered] == [*expected]
+    kernel = result.report.gemms[0].kernel
+    assert kernel.startswith("mx_scaled_grouped_mm") or expected == (True,)
+    if expected == (True,):
+        (launch,) = (launch for launch in result.launches if launch.gemms)
+        assert launch.kernel == "extern_kernels.mx_vendor_scaled_grouped_mm"
+
+
+@pytest.mark.slow
+def test_backward_has_it_too(offered):
+    """Gradients of tokens contract N, along which weights that are stored N-major are K-major."""
+    _generate(Experts(128, 256, k_major=False), 300, training=True)
+    assert [_has_vendor(choices) for choices in offered] == [False, True]
+
+
+@pytest.mark.slow
+def test_not_of_e5m2(offered):
+    _generate(Experts(96, 272), 300, policy=_policy(elem_dtype="e5m2"))
+    assert [_has_vendor(choices) for choices in offered] == [False]
+
+
+def test_torch_accepts_its_arguments(monkeypatch):
+    """By its own checks of layouts, sizes and scales."""
+    monkeypatch.setattr(vendor, "zero_rows", lambda *_: None)
+    with stand_in(TARGETS["sm_100"]), FakeTensorMode():
+        x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (4, 272, 96)))
+        a, b = (ops.quantize(side, -1, E4M3, "rceil")[0] for side in (x, w))
+        tiles = [torch.empty(count, 512, dtype=torch.uint8, device=DEVICE) for count in (3 + 4, 4 * 3)]
+        offs = torch.empty(4, dtype=torch.int32, device=DEVICE)
+        out = vendor.mx_vendor_scaled_grouped_mm(a, tiles[0], b.mT, tiles[1], offs)
+        assert out.shape == (300, 272)
+        assert out.dtype is BF16
+        n_major = torch.empty(4, 96, 272, dtype=E4M3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="column major"):
+            vendor.mx_vendor_scaled_grouped_mm(a, tiles[0], n_major, tiles[1], offs)
+
+
+@pytest.mark.parametrize("ends", [(70, 70, 271, 300)], ids=str)
+def test_what_its_arguments_mean(offered, tmp_path, ends):
+    """The generated code with a stand-in that reads them as documented; rows past the last group are 0."""
+    model = Experts(160, 144)
+    x = torch.randn(307, 160).mul_(torch.exp2(torch.randint(-8, 8, (307, 1)))).to(BF16)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    mxcompile.codegen(model, x, offs, target="sm_100", training=False, policy=_policy(), out_dir=tmp_path)
+    assert [_has_vendor(choices) for choices in offered] == [True]
+    text = (tmp_path / "inference.py").read_text()
+    (tmp_path / "forward.py").write_text(f"{PREPARED}\n{text}")
+    (out,) = interpret(tmp_path, [model.weight.detach(), x, offs])
+    with torch.no_grad():
+        expected = grouped_product(x[: ends[-1]], model.weight.mT, offs, NVIDIA)
+    assert sqnr_db(expected, out[: ends[-1]]) > 50
+    assert (out[ends[-1] :] == 0).all()
