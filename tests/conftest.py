@@ -24,6 +24,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--zoo-disguises", default=ZOO_DISGUISES, help="what the zoo's models wear: see zoo/disguise.py"
     )
+    parser.addoption(
+        "--fuzz-every", type=int, default=1, help="run every so many of the fuzzer's tens of cases"
+    )
 
 
 @pytest.fixture(autouse=True)

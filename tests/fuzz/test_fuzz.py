@@ -20,7 +20,9 @@ CASES, CHUNK, SEED = 300, 10, 0
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
-def test_drawn_cases(first: int):
+def test_drawn_cases(first: int, request: pytest.FixtureRequest):
+    if first // CHUNK % (every := request.config.getoption("--fuzz-every")):
+        pytest.skip(f"--fuzz-every {every}")
     failed = {}
     for number in range(first, first + CHUNK):
         try:
