@@ -13,7 +13,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,8 +162,9 @@ def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
         inner = _reader(arguments[0], choices)
         return lambda data: None if data is None else inner(data)
     if origin is tuple:
-        length = None if arguments[-1] is Ellipsis else len(arguments)
-        return functools.partial(_read_array, _reader(arguments[0], None), length)
+        if arguments[-1] is Ellipsis:
+            return functools.partial(_read_array, _reader(arguments[0], None))
+        return functools.partial(_read_items, [_reader(argument, None) for argument in arguments])
     if dataclasses.is_dataclass(hint):
         return functools.partial(_read_object, hint)
     return functools.partial(_read_scalar, hint, choices)
@@ -186,15 +187,21 @@ def _read_object(owner: Any, data: Any) -> Any:
     return owner(**values)
 
 
-def _read_array(item: _Reader, length: int | None, data: Any) -> tuple[Any, ...]:
+def _read_array(item: _Reader, data: Any) -> tuple[Any, ...]:
     if not isinstance(data, list):
         raise _FaultError(f"expected an array, found {_kind(data)}")
-    if length is not None and len(data) != length:
-        raise _FaultError(f"expected {length} items, found {len(data)}")
+    return _read_items([item] * len(data), data)
+
+
+def _read_items(readers: Sequence[_Reader], data: Any) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise _FaultError(f"expected an array, found {_kind(data)}")
+    if len(data) != len(readers):
+        raise _FaultError(f"expected {len(readers)} items, found {len(data)}")
     values = []
-    for index, one in enumerate(data):
+    for index, (read_item, one) in enumerate(zip(readers, data, strict=True)):
         try:
-            values.append(item(one))
+            values.append(read_item(one))
         except _FaultError as fault:
             raise fault.inside(f"[{index}]") from None
     return tuple(values)
@@ -258,10 +265,13 @@ def _type_schema(hint: Any, definitions: dict[str, Any], choices: tuple[str, ...
     if origin is types.UnionType:
         return {"anyOf": [_type_schema(arguments[0], definitions, choices), {"type": "null"}]}
     if origin is tuple:
-        array: dict[str, Any] = {"type": "array", "items": _type_schema(arguments[0], definitions, None)}
-        if arguments[-1] is not Ellipsis:
-            array |= {"minItems": len(arguments), "maxItems": len(arguments)}
-        return array
+        if arguments[-1] is Ellipsis:
+            return {"type": "array", "items": _type_schema(arguments[0], definitions, None)}
+        count = len(arguments)
+        items = [_type_schema(argument, definitions, None) for argument in arguments]
+        same = all(item == items[0] for item in items)
+        each: dict[str, Any] = {"items": items[0]} if same else {"prefixItems": items}
+        return {"type": "array", **each, "minItems": count, "maxItems": count}
     if dataclasses.is_dataclass(hint):
         name = typing.cast("type[Any]", hint).__name__
         if name not in definitions:

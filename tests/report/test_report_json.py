@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,8 +16,8 @@ from made_reports import kept, report, whole_report
 from mxcompile.errors import OptionError
 from mxcompile.formats import PRECISIONS, Choices, Rounding
 from mxcompile.policy import Gemm
-from mxcompile.report import STORED, Report
-from mxcompile.report.record import SCHEMA
+from mxcompile.report import STORED, Report, schema
+from mxcompile.report.record import SCHEMA, Part
 from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
 
 REPORTS = [whole_report(), report(kept()), Report.of([], target="", policy="")]
@@ -207,3 +208,18 @@ def test_files_that_cannot_be_read(tmp_path: Path):
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
     (tmp_path / "bom.json").write_text(whole_report().to_json(), encoding="utf-8-sig")
     assert Report.load(tmp_path / "bom.json") == whole_report()
+
+
+def test_arrays_of_different_things():
+    """A part keeps names beside numbers, and blocks that may be missing; each item is read as what it is."""
+    part = Part(
+        copies=(("fc.weight", 4096, 2),), twins=(("h.1", (1, 12)), ("h.2", None)), histories=((3, 16),)
+    )
+    data = json.loads(json.dumps(dataclasses.asdict(part)))
+    assert schema.read(Part, data) == part
+    data["copies"][0][1] = "4096"
+    with pytest.raises(ValueError, match=r"copies\[0\]\[1\]: expected a whole number, found '4096'"):
+        schema.read(Part, data)
+    data["copies"] = [["fc.weight", 4096]]
+    with pytest.raises(ValueError, match=r"copies\[0\]: expected 3 items, found 2"):
+        schema.read(Part, data)
