@@ -61,7 +61,7 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     """`use` with the cast that is all that reads `weight`, or with what else does."""
     casts = set()
     for user in weight.users:
-        if user.target is not ops.quantize:
+        if user.target not in (ops.quantize, ops.quantize_cached):
             what = f"{packet(user) or user.op} reads it too"
             return TileUse(path=use.path, role=use.role, reason=what)
         if [*user.args[4:5]] != [True]:
