@@ -31,7 +31,7 @@ def row(result: CodegenResult) -> dict[str, Any]:
     moved: Counter[str] = Counter()
     for launch in result.launches:
         moved[launch.kind] += launch.num_bytes
-    kernels = Counter(gemm.kernel.partition(";")[0] for gemm in result.report.gemms if gemm.layer)
+    kernels = Counter(gemm.kernel.partition(";")[0] for gemm in result.report.gemms)
     return {
         **predicted.row(result.step),
         "mb_by_kind": {kind: round(size / 1e6) for kind, size in moved.items()},
@@ -74,10 +74,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cells(found: dict[str, Any], bf16: dict[str, Any] | None) -> list[str]:
-    scaled = {
-        kernel: n for kernel, n in found["kernels"].items() if "_scaled_mm" in kernel or "mx_" in kernel
-    }
-    words = ", ".join(f"{n} × {_short(kernel)}" for kernel, n in sorted(scaled.items()))
+    scaled: Counter[str] = Counter()
+    for kernel, number in found["kernels"].items():
+        if "_scaled_mm" in kernel or "mx_" in kernel:
+            scaled[_short(kernel)] += number
+    words = ", ".join(f"{number} × {kernel}" for kernel, number in sorted(scaled.items()))
     moved = found["mb_by_kind"]
     over = f"{found['us'] / bf16['us']:.2f}" if bf16 else ""
     return [
