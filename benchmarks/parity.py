@@ -19,6 +19,7 @@ from torch import nn
 from tqdm import tqdm
 
 from mxcompile import demo
+from mxcompile.demo.training import build_model
 
 _ROUNDING = 2.0**-9
 """Relative: half the distance of BF16 values."""
@@ -66,7 +67,7 @@ def losses(
     settings = demo.Settings(seed=seed, steps=options.steps, device=options.device)
     plans: dict[str, Callable[[nn.Module], Any]] = {
         "bf16": lambda model: torch.compile(model, backend="inductor"),
-        "nudged": lambda model: torch.compile(nudged(model), backend="inductor"),
+        "nudged": lambda model: torch.compile(model, backend="inductor"),
     }
     for policy in policies:
         plans[policy] = functools.partial(torch.compile, backend="mxfp8", options={"policy": policy})
@@ -75,7 +76,12 @@ def losses(
         torch._dynamo.reset()
         with tqdm(total=settings.steps, desc=f"seed {seed} {name}", leave=False) as bar:
             run = demo.train(
-                name, settings, text, compiled, lambda _, step, bar=bar: bar.update(step - bar.n)
+                name,
+                settings,
+                text,
+                compiled,
+                lambda _, step, bar=bar: bar.update(step - bar.n),
+                nudged if name == "nudged" else build_model,
             )
         final[name] = run.final
     return [
@@ -94,8 +100,9 @@ def losses(
     ]
 
 
-def nudged(model: nn.Module) -> nn.Module:
-    """`model` with every weight changed at random by about one rounding to BF16, in place."""
+def nudged(settings: demo.Settings) -> nn.Module:
+    """The demo's model, every weight changed at random by about one rounding to BF16."""
+    model = build_model(settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

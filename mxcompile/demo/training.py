@@ -138,8 +138,8 @@ def build_model(settings: Settings) -> nn.Module:
 class Trainee:
     """A compiled model that is trained from its first weights, of any seed, again and again.
 
-    compile_model: given the model, what is called in its place; compiled once, at the first step. Raises
-    `OptionError` without transformers.
+    compile_model: given the model, what is called in its place; compiled once, at the first step. build: the
+    model with its first weights. Raises `OptionError` without transformers.
     """
 
     def __init__(
@@ -148,17 +148,19 @@ class Trainee:
         settings: Settings,
         text: Text,
         compile_model: Callable[[nn.Module], Callable[..., Any]],
+        build: Callable[[Settings], nn.Module] = build_model,
     ) -> None:
         self._label = label
         self._settings = settings
         self._text = text
-        self._model = build_model(settings)
+        self._build = build
+        self._model = build(settings)
         self._compiled = compile_model(self._model)
 
     def run(self, seed: int, progress: Callable[[Run, int], None]) -> Run:
         """Train with `seed`; `progress` is called after every step. Losses are in nats per byte."""
         settings = replace(self._settings, seed=seed)
-        self._model.load_state_dict(build_model(settings).state_dict())
+        self._model.load_state_dict(self._build(settings).state_dict())
         run = Run(label=self._label, seed=seed)
         optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.1
@@ -192,9 +194,10 @@ def train(
     text: Text,
     compile_model: Callable[[nn.Module], Callable[..., Any]],
     progress: Callable[[Run, int], None],
+    build: Callable[[Settings], nn.Module] = build_model,
 ) -> Run:
     """One run of a new `Trainee`, with the seed of `settings`."""
-    return Trainee(label, settings, text, compile_model).run(settings.seed, progress)
+    return Trainee(label, settings, text, compile_model, build).run(settings.seed, progress)
 
 
 def _factor(step: int, settings: Settings) -> float:
