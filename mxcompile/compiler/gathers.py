@@ -4,19 +4,23 @@
 
 FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. What it
 gathered is read from its own state, which is not public: of a torch that keeps it otherwise nothing is
-counted. Neither are gradients, which are reduced as without mxcompile, nor weights that no compiled graph
+counted, and a warning says so. Neither are gradients, which are reduced as without mxcompile, nor weights that no compiled graph
 reads.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from mxcompile.graph.names import GraphInput
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,11 @@ def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) 
     if root is None:
         return Gathers()
     read = {f"{path}.{name}".strip(".") for given in inputs for name in (given.path, *given.others) if name}
-    found = [gathered for name, gathered in _parameters(root) if name in read]
+    try:
+        found = [gathered for name, gathered in _parameters(root) if name in read]
+    except AttributeError as error:
+        log.warning("reports do not count what FSDP2 gathers with torch %s: %s", torch.__version__, error)
+        return Gathers()
     again = [gathered for gathered in found if gathered[2]]
     return Gathers(
         forward=sum(sent for sent, _, _ in found),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
@@ -252,3 +253,11 @@ def test_another_policy_at_compile_time_is_an_error():
     with pytest.raises(Exception, match="give quantize_gathers_ the policy of this compile") as error:
         torch.compile(layer, backend=EagerBackend(policy=rows))(torch.randn(4, 96).bfloat16())
     assert isinstance(getattr(error.value, "inner_exception", error.value), PolicyError)
+
+
+def test_states_that_fsdp_keeps_otherwise_are_not_counted(caplog: pytest.LogCaptureFixture):
+    """A figure of the report is no reason to fail."""
+    layer = nn.Linear(32, 32)
+    layer._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace()])  # type: ignore[assignment]
+    assert gathers_of(layer, "", []) == Gathers()
+    assert "reports do not count what FSDP2 gathers" in caplog.text
