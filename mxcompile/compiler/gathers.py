@@ -4,8 +4,8 @@
 
 FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. What it
 gathered is read from its own state, which is not public: of a torch that keeps it otherwise nothing is
-counted, and a warning says so. Neither are gradients, which are reduced as without mxcompile, nor weights that
-no compiled graph reads.
+counted, and a warning says so. Neither are gradients, which are reduced as without mxcompile, nor weights
+that no compiled graph reads.
 """
 
 from __future__ import annotations
