@@ -70,6 +70,10 @@ def _shown(bar: Any, what: str, measured: Iterator[Any]) -> Iterator[Any]:
 def _print_quality(found: list[Quality], settings: Any) -> None:
     from tabulate import tabulate
 
+    print(
+        "What ran with stored weights alone: weights are read from MXFP8 (`stored` below), products and"
+        " activations stay in BF16.\n"
+    )
     print(found[1].report)
     print(
         f"\nQuality: a Llama of {settings.layers} layers, {settings.width} wide, after {settings.steps} steps"

@@ -53,6 +53,7 @@ def test_the_command(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["serving.html", "serving.json"]
     found = json.loads((tmp_path / "out/serving.json").read_text(encoding="utf-8"))
     said = capsys.readouterr().out
+    assert said.startswith("What ran with stored weights alone: ")
     for rows in found.values():
         assert [row["label"] for row in rows] == LABELS
         assert rows[1]["weight_bytes"] == rows[2]["weight_bytes"] < 0.9 * rows[0]["weight_bytes"]
