@@ -101,6 +101,7 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sizes = training_step.MODELS[MODEL]
     model = common.llama(**sizes)
     tokens = torch.randint(sizes["vocabulary"], (training_step.BATCH, training_step.LENGTH))
+    torch._dynamo.config.recompile_limit = len(options.presets) + 2  # past it Dynamo runs eagerly
     runs = {"bf16": training_step.step(torch.compile(copy.deepcopy(model)), tokens)}
     for preset in options.presets:
         compiled = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": preset})
