@@ -1,4 +1,7 @@
-"""The versions that the whole test suite has run with, in one place.
+"""The versions that the tests of values have run with, in one place.
+
+What the tests hold the machine code of kernels to (instructions an element, spills, barriers) are figures of
+the Triton that `.ci/constraints.txt` pins; another one allocates registers otherwise.
 
 `pyproject.toml` has the lower bounds. There is no upper one: nothing newer is known to break, and what is
 used that is not public falls back with a reason where it is missing. Newer versions are said to be untested
