@@ -1,7 +1,7 @@
 """What a Llama-8B layer would take on each GPU by its machine code: bounds, predicted and not measured.
 
-Forward and backward of 8,192 tokens, by policy beside BF16, each launch by `mxcompile.offline.bounds`; needs
-no GPU.
+Forward and backward of 8,192 tokens, by policy beside BF16: which kernels multiply, what casts and products
+move at least, and each launch's bound by `mxcompile.offline.bounds`; needs no GPU.
 Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nvidia …] [--tokens 8192]
        python benchmarks/predicted.py --table --write        only the tables, into the pages that show them
 """
@@ -9,6 +9,7 @@ Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nv
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline import CodegenResult, Step, codegen
+from mxcompile.offline import CodegenResult, codegen
 
-POLICIES = ["bf16", "nvidia"]
+BF16, MXFP8 = "bf16", "nvidia"
+FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
+CHIPS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
 TOKENS = 8192
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,92 +65,143 @@ def generated(target: str, policy: str, tokens: int) -> CodegenResult:
 
 def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
     """The row of one target and policy."""
-    step = generated(target, policy, tokens).step
-    return {"target": target, "policy": policy, "tokens": tokens, **row(step)}
+    return {"target": target, "policy": policy, "tokens": tokens, **row(generated(target, policy, tokens))}
 
 
-def row(step: Step) -> dict[str, Any]:
-    """A step's figures, rounded to what they are good for."""
+def row(result: CodegenResult) -> dict[str, Any]:
+    """A step's figures, rounded to what they are good for. kernels: of the report's products, by number."""
+    step = result.step
+    moved: Counter[str] = Counter()
+    for launch in result.launches:
+        moved[launch.kind] += launch.num_bytes
     return {
         "us": round(step.us),
         "by_kind": {name: round(us) for name, us in sorted(step.by_kind.items())},
         "by_reason": {name: round(us) for name, us in sorted(step.by_reason.items())},
         "mb": round(step.num_bytes / 1e6),
+        "mb_by_kind": {kind: round(size / 1e6) for kind, size in sorted(moved.items())},
         "cast_ratio": step.cast_ratio and round(step.cast_ratio, 2),
         "launches": step.launches,
         "unclear": step.unclear,
+        "kernels": dict(Counter(gemm.kernel.partition(";")[0] for gemm in result.report.gemms)),
+        "problems": len(result.problems),
+        "spilling": sum(bool(kernel.binary.spill_bytes) for kernel in result.kernels),
     }
+
+
+def policies(target: str) -> list[str]:
+    """What there is to predict on `target`: FP8 only where a library multiplies it."""
+    return [BF16, MXFP8, *(FP8 if TARGETS[target].fp8_tiles else [])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    chips = [name for name, target in TARGETS.items() if target.peak is not None]
-    parser.add_argument("--targets", nargs="*", choices=chips, default=chips)
-    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--targets", nargs="*", choices=CHIPS, default=CHIPS)
+    parser.add_argument("--policies", nargs="*", help="all that there are for a target")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--table", action="store_true", help="only show what is in the results")
     parser.add_argument("--write", action="store_true", help="put the tables into the pages that show them")
     options = parser.parse_args()
     for target in [] if options.table else options.targets:
-        for policy in options.policies:
+        for policy in options.policies or policies(target):
             common.write("predicted", [predict(target, policy, options.tokens)])
     for page, made in PAGES.items() if options.write else ():
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
         page.write_text(f"{before}{BEGIN}\n{made()}\n{END}{after}", encoding="utf-8")
-    common.show(table(options.tokens))
+    common.show(formats(options.tokens))
 
 
 def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last figures of each target and policy, targets in the order of their table."""
+    """The last figures of each target and policy, in the order of `CHIPS` and `policies`."""
     rows = {
         (row["target"], row["policy"]): row for row in common.read("predicted") if row["tokens"] == tokens
     }
-    return dict(sorted(rows.items(), key=lambda item: list(TARGETS).index(item[0][0])))
+    order = [(target, policy) for target in CHIPS for policy in policies(target)]
+    return {key: rows[key] for key in order if key in rows}
+
+
+def over_bf16(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str) -> float:
+    """A step over BF16's on the same chip."""
+    return float(rows[target, policy]["us"] / rows[target, BF16]["us"])
 
 
 def table(tokens: int = TOKENS) -> list[dict[str, str]]:
-    """The newest figures of each target and policy, over those of BF16 on the same target."""
-    rows = newest(tokens)
-    shown = []
-    for (target, policy), found in rows.items():
-        if policy not in POLICIES:
-            continue
-        bf16 = rows.get((target, "bf16"), found)
-        shown.append(
-            {
-                "chip": _chip(target),
-                "policy": policy,
-                "step, µs ≥": f"{found['us']:,}",
-                "of BF16's": f"{found['us'] / bf16['us']:.2f}",
-                **{f"{kind}s": f"{found['by_kind'].get(kind, 0):,}" for kind in ("product", "cast")},
-                "MB": f"{found['mb']:,}",
-                "casts ÷ memory": found["cast_ratio"] or "",
-            }
-        )
-    return shown
-
-
-def ratios(tokens: int = TOKENS) -> list[dict[str, str]]:
-    """A row per chip: the step in MXFP8 over BF16's."""
+    """MXFP8 beside BF16 on each chip: where a step's time goes."""
     rows = newest(tokens)
     return [
         {
             "chip": _chip(target),
-            "MX GEMM": "native" if TARGETS[target].native else "emulated",
-            "MXFP8 step ÷ BF16's, predicted": f"{found['us'] / rows[target, 'bf16']['us']:.2f}",
+            "policy": policy,
+            "step, µs ≥": f"{found['us']:,}",
+            "of BF16's": f"{over_bf16(rows, target, policy):.2f}",
+            **{f"{kind}s": f"{found['by_kind'].get(kind, 0):,}" for kind in ("product", "cast")},
+            "MB": f"{found['mb']:,}",
+            "casts ÷ memory": found["cast_ratio"] or "",
         }
         for (target, policy), found in rows.items()
-        if policy == "nvidia" and (target, "bf16") in rows
+        if policy in (BF16, MXFP8)
     ]
+
+
+def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
+    """Every preset on each chip: what multiplies, and what is moved."""
+    rows = newest(tokens)
+    return [
+        {
+            "chip": _chip(target),
+            "preset": f"`{policy}`",
+            "products": _products(policy, found["kernels"]),
+            "products MB": f"{found['mb_by_kind'].get('product', 0):,}",
+            "casts MB": f"{found['mb_by_kind'].get('cast', 0):,}",
+            "step, µs ≥": f"{found['us']:,}",
+            "of BF16's": f"{over_bf16(rows, target, policy):.2f}",
+        }
+        for (target, policy), found in rows.items()
+    ]
+
+
+def ratios(tokens: int = TOKENS) -> list[dict[str, str]]:
+    """A row per chip: the step in MXFP8 over BF16's, and the preset of the least step."""
+    rows = newest(tokens)
+    shown = []
+    for target in dict.fromkeys(target for target, policy in rows if policy == MXFP8):
+        steps = {policy: over_bf16(rows, target, policy) for at, policy in rows if at == target}
+        best = min(steps, key=lambda policy: steps[policy])
+        shown.append(
+            {
+                "chip": _chip(target),
+                "MX GEMM": "native" if TARGETS[target].native else "emulated",
+                "MXFP8 step ÷ BF16's, predicted": f"{steps[MXFP8]:.2f}",
+                "fastest by prediction": "MXFP8" if best == MXFP8 else f"`{best}`, {steps[best]:.2f}",
+            }
+        )
+    return shown
 
 
 def _chip(target: str) -> str:
     peak = TARGETS[target].peak
     assert peak is not None
     return f"{peak.chip} ({target})"
+
+
+def _products(policy: str, kernels: dict[str, int]) -> str:
+    """Words for the kernels of quantized products that the chip has, "emulated" if there are none."""
+    scaled: Counter[str] = Counter()
+    for kernel, number in kernels.items():
+        if "_scaled_mm" in kernel or "mx_" in kernel:
+            scaled[_short(kernel)] += number
+    words = ", ".join(f"{number} × {kernel}" for kernel, number in sorted(scaled.items()))
+    return words or ("BF16" if policy == BF16 else "emulated")
+
+
+def _short(kernel: str) -> str:
+    """`aten._scaled_mm (channel scales)` → `_scaled_mm`, channel; a template's name without its tile."""
+    name, _, rest = kernel.removeprefix("aten.").partition(" ")
+    scales = rest.removeprefix("(").removesuffix(" scales)")
+    return f"`{name}`, {scales}" if name == "_scaled_mm" else f"`{name}`"
 
 
 def _markdown(rows: Callable[[], list[dict[str, str]]]) -> Callable[[], str]:
@@ -157,6 +211,7 @@ def _markdown(rows: Callable[[], list[dict[str, str]]]) -> Callable[[], str]:
 PAGES = {
     ROOT / "README.md": _markdown(ratios),
     ROOT / "docs" / "codegen.md": _markdown(table),
+    ROOT / "docs" / "formats.md": _markdown(formats),
 }
 """Tables by the page that shows them."""
 

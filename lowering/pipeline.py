@@ -47,7 +47,7 @@ def config_patches(target: Target, uuid: str, tell: Callable[[Mapping[int, str]]
     patches: dict[str, Any] = {
         "_post_fusion_custom_pass": Winners(uuid, config._post_fusion_custom_pass, tell)
     }
-    if target.native or target.fp8_tiles:
+    if target.arch is not None:
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
     return patches
 
@@ -59,12 +59,13 @@ def _obstacle() -> str:
     They build on parts of Inductor that are not public, and on Triton, which not every machine has.
     """
     try:
-        from mxcompile.lowering.graph import couple, fuse, native, pair, tile_scales  # noqa: F401
+        from mxcompile.lowering.graph import collect, couple, fuse, native, pair, tile_scales  # noqa: F401
         from mxcompile.lowering.inductor import prologues, winners  # noqa: F401
         from mxcompile.lowering.templates import (  # noqa: F401
             casts,
             fp8_casts,
             fused_quantize_mm,
+            operand_casts,
             scaled_grouped_mm,
             scaled_mm,
         )
@@ -146,6 +147,12 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     if written:
         FP8Layouts().apply(graph)
     Expand(reasons=reasons).apply(graph)
+    if target.emulates and not _obstacle():
+        from mxcompile.lowering.graph.collect import Collect
+        from mxcompile.lowering.graph.couple import Couple
+
+        Collect(target=target, device=device.type).apply(graph)
+        Couple().apply(graph)
     for node in graph.nodes:
         tags = tags_of(node)
         if tags and not tags[0].kernel:

@@ -81,6 +81,11 @@ class Target:
         """Whether the chip multiplies MX operands itself."""
         return bool(self.mma)
 
+    @property
+    def emulates(self) -> bool:
+        """Whether it is a GPU that multiplies what MX operands stand for."""
+        return self.arch is not None and not self.native
+
     def multiplies_fp8(self, left: str, right: str) -> bool:
         """Whether the vendor's FP8 GEMM takes FP32 scales of these extents, of the left and right operand."""
         alike = left == right != _WEIGHTS or (left, right) == (_BLOCKS, _WEIGHTS)

@@ -1,11 +1,13 @@
 """couple: one operator where both copies are made of two tensors that are computed from the same ones.
 
     quantize_both(f(g, u, v)), quantize_both(h(g, u, v))  →  quantize_two(f(…), h(…))     g, u, v read once
+    quantize_operands of one tensor each                  →  quantize_operands(f(…), h(…))
 
 The gradients of a gated activation's two factors: both come from the product's gradient, the gate and the
 other factor. f and h are elementwise and read by their casts alone, so that the cast's kernel can compute
 them where it would load them; left apart, one of them is stored for the other's cast. At most three tensors
-of their size are read. For chips whose casts have a template, after `pair`. Numerics do not change.
+of their size are read. For chips whose casts have a template, after `pair` or
+`collect`. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Couple:
 
 def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
     """What `cast` casts, if it makes both copies of a matrix that elementwise operators compute for it."""
-    if cast.target is not ops.quantize_both:
+    if not _takes_another(cast):
         return None
     source = argument(cast)
     value = tensor(source)
@@ -86,6 +88,12 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
     )
 
 
+def _takes_another(cast: fx.Node) -> bool:
+    """Whether `cast` makes both copies of one tensor."""
+    alone = cast.target is ops.quantize_operands and cast.args[1] is None and "none" not in cast.args
+    return alone or cast.target is ops.quantize_both
+
+
 def _elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and (torch.Tag.pointwise in tags or packet(node) in TRANSPARENT)
@@ -94,7 +102,7 @@ def _elementwise(node: fx.Node) -> bool:
 def _fit(first: _Made, second: _Made, order: dict[fx.Node, int]) -> bool:
     """Whether they have one format and size, read the same, and the second can be made where the first is."""
     same = tensor(argument(first.cast)).shape == tensor(argument(second.cast)).shape  # type: ignore[union-attr]
-    alike = first.cast.args[1:] == second.cast.args[1:]
+    alike = (first.cast.target, *first.cast.args[1:]) == (second.cast.target, *second.cast.args[1:])
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES
     ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
@@ -107,7 +115,12 @@ def _merge(build: Builder, first: _Made, second: _Made) -> None:
             first.cast.prepend(node)
     with build.graph.inserting_before(first.cast):
         sources: tuple[Any, ...] = argument(first.cast), argument(second.cast)
-        two = build.call(ops.quantize_two, *sources, *first.cast.args[1:], like=first.cast)
+        target, how = (
+            (ops.quantize_two, first.cast.args[1:])
+            if first.cast.target is ops.quantize_both
+            else (ops.quantize_operands, first.cast.args[2:])
+        )
+        two = build.call(target, *sources, *how, like=first.cast)
         results = [build.call(operator.getitem, two, index, like=first.cast) for index in range(8)]
     for cast, made in ((first.cast, results[:4]), (second.cast, results[4:])):
         for user in list(cast.users):

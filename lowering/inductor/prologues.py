@@ -77,15 +77,21 @@ def _most_reads(producers: list[BaseSchedulerNode]) -> float:
 
 
 def _reads(producers: list[BaseSchedulerNode]) -> float:
-    """Elements that `producers` read, each once."""
-    total = 0.0
+    """Elements that `producers` read, each once: of a tensor that is read at several places, what it has."""
+    read: dict[str, float] = {}
     for dependency in {each for producer in producers for each in producer.read_writes.reads}:
-        total += float(V.graph.sizevars.optimization_hint(dependency.get_numel(), fallback=0))
-    return total
+        read[dependency.name] = read.get(dependency.name, 0.0) + _hint(dependency.get_numel())
+    # what a template writes beside its result has a name of its own afterwards, and no size
+    wholes = {name: _hint(V.graph.get_numel(name)) for name in read}
+    return sum(min(size, wholes[name]) if wholes[name] > 1 else size for name, size in read.items())
+
+
+def _hint(numel: Any) -> float:
+    return float(V.graph.sizevars.optimization_hint(numel, fallback=0))
 
 
 def _size(buffer: Any) -> float:
-    return float(V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0))
+    return _hint(buffer.get_numel())
 
 
 def _fuse(producer: BaseSchedulerNode, cast: BaseSchedulerNode) -> BaseSchedulerNode:

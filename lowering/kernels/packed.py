@@ -1,12 +1,14 @@
-"""The MX cast of BF16 tiles, two elements a register: for NVIDIA's chips whose conversion to FP8 reads BF16.
+"""The MX cast of BF16 tiles, two elements a register, for NVIDIA's chips that calculate so: sm_90 and up.
 
     h      = magnitude bits of a block's largest BF16 value: as 16-bit integers they are ordered as the values
     byte   = max(((h + up) >> 7) − emax, 0), 255 for NaN and Inf       up: `tiles.scale_byte`'s, of 16 bits
     code   = round-to-nearest-even(x · 2^(127 − byte)), saturated      mul.rn.bf16x2, cvt.rn.satfinite
+    value  = code · 2^(byte − 127), without the code                   `tiles.rounded`, of 16 bits, in BF16
 
 The same bits as `tiles`: BF16 has FP32's exponents, so h decides as FP32's bits do, and a product with a
 power of two is exact or below 2^−126, where both round to the zero of FP8 with its sign. Two blocks' bytes
-lie in the halves of an int32; no sum or difference below carries from one to the other.
+lie in the halves of an int32; no sum or difference below carries from one to the other. A value is rounded in
+BF16: its element has 4 bits or fewer, and so has the number of steps that the adder rounds to.
 
 The instructions that Triton does not make of its own are PTX in the constants below, which
 ``tests/triton_interpreter/exact_interpreter.py`` gives their meaning, that of the PTX ISA 9.1.
@@ -51,6 +53,60 @@ _ENCODE = """{{
 ENCODE = {name: _ENCODE.format(elem=name) for name in formats.ELEM_TYPES}
 """FP8 codes of four BF16 values times four BF16 factors, by element type."""
 
+_ENCODE_WIDE = """{{
+    .reg .b32 low, high;
+    .reg .b32 even, odd;
+    .reg .b16 first, second;
+    mul.rn.bf16x2 low, $1, $3;
+    mul.rn.bf16x2 high, $2, $4;
+    shl.b32 even, low, 16;
+    and.b32 odd, low, 0xFFFF0000;
+    cvt.rn.satfinite.{elem}x2.f32 first, odd, even;
+    shl.b32 even, high, 16;
+    and.b32 odd, high, 0xFFFF0000;
+    cvt.rn.satfinite.{elem}x2.f32 second, odd, even;
+    mov.b32 $0, {{first, second}};
+}}"""
+ENCODE_WIDE = {name: _ENCODE_WIDE.format(elem=name) for name in formats.ELEM_TYPES}
+"""The same, for chips whose conversion reads FP32."""
+
+_VALUE = """{{
+    .reg .b32 y, magic, least, value;
+    mul.rn.bf16x2 y, $1, $2;{saturate}
+    mov.b32 least, {least};
+    and.b32 magic, y, 0x7F807F80;
+    max.u16x2 magic, magic, least;
+    add.u32 magic, magic, {up};
+    add.rn.bf16x2 value, y, magic;
+    sub.rn.bf16x2 value, value, magic;
+    and.b32 y, y, 0x80008000;
+    or.b32 value, value, y;
+    mul.rn.bf16x2 $0, value, $3;
+}}"""
+_SATURATE = """
+    mov.b32 least, {most};
+    min.NaN.bf16x2 y, y, least;
+    xor.b32 least, least, 0x80008000;
+    max.NaN.bf16x2 y, y, least;"""
+
+
+def _value_asm_of(elem: formats.ElemType, saturates: bool) -> str:
+    """PTX of the values of two BF16 elements, from factors and scales."""
+    most = (elem.emax + 127 << 7) + 0x60  # 1.75 · 2^emax
+    up = (7 - elem.mantissa_bits << 7) + 0x40
+    words = (f"0x{bits * 0x10001:08X}" for bits in (elem.min_exponent + 127 << 7, up, most))
+    least, up_word, most_word = words
+    saturate = _SATURATE.format(most=most_word) if saturates else ""
+    return _VALUE.format(least=least, up=up_word, saturate=saturate)
+
+
+VALUE = {
+    (name, saturates): _value_asm_of(elem, saturates)
+    for name, elem in formats.ELEM_TYPES.items()
+    for saturates in (False, True)
+}
+"""Values of two BF16 elements, by element type and whether they may be larger than it has."""
+
 SIGMOID = tl.constexpr("""{
     .reg .f32 t;
     mul.rn.f32 t, $1, 0fBFB8AA3B;
@@ -74,9 +130,19 @@ def available(target: Target) -> bool:
         return False  # a Triton that names them otherwise: `tiles` serves
 
 
+def calculates(target: Target) -> bool:
+    """Whether `target` calculates in pairs of BF16 and of 16-bit integers."""
+    return isinstance(target.arch, int) and target.arch >= 90
+
+
 @triton.constexpr_function
-def _encode_asm(elem):
-    return ENCODE[elem]
+def _encode_asm(elem, narrow):
+    return (ENCODE if narrow else ENCODE_WIDE)[elem]
+
+
+@triton.constexpr_function
+def _value_asm(elem, rounding):
+    return VALUE[elem, rounding in ("floor", "even")]
 
 
 @triton.constexpr_function
@@ -143,34 +209,97 @@ def _halves(pairs, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _encode(x, inverse, ELEM: tl.constexpr):
-    ASM: tl.constexpr = _encode_asm(ELEM)
+def scale_value_pairs(byte):
+    """BF16 bits of 2^(byte − 127) of two bytes each, those of `scale_pairs`; anything for 255."""
+    return larger(byte << 7, tl.full(byte.shape, 0x00400040, tl.int32))
+
+
+@triton.jit
+def _encode(x, inverse, ELEM: tl.constexpr, NARROW: tl.constexpr):
+    ASM: tl.constexpr = _encode_asm(ELEM, NARROW)
     inverse = inverse.to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x, inverse], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
-def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """`tiles.quantize_rowwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R, C / 32]."""
+def _value(x, inverse, scale, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    ASM: tl.constexpr = _value_asm(ELEM, ROUNDING)
+    inverse, scale = inverse.to(tl.bfloat16, bitcast=True), scale.to(tl.bfloat16, bitcast=True)
+    arguments = [x, inverse, scale]
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", arguments, dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _rowwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     words = tl.reshape(magnitudes(x), (R, C // BLOCK, BLOCK // 2))
     pairs = tl.reduce(words, 2, larger)
-    byte, inverse = scale_pairs(larger(pairs, pairs >> 16) & 0xFFFF, ELEM, ROUNDING)
-    inverse = tl.broadcast_to(_low(inverse)[:, :, None], (R, C // BLOCK, BLOCK))
-    return _encode(x, tl.reshape(inverse, (R, C)), ELEM), byte.to(tl.uint8)
+    return scale_pairs(larger(pairs, pairs >> 16) & 0xFFFF, ELEM, ROUNDING)
 
 
 @triton.jit
-def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """`tiles.quantize_columnwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R / 32, C]."""
+def _along_rows(bits, R: tl.constexpr, C: tl.constexpr):
+    """16 bits of each block, the lower half of int32 [R, C / 32], for its elements."""
+    bits = tl.broadcast_to(_low(bits)[:, :, None], (R, C // BLOCK, BLOCK))
+    return tl.reshape(bits, (R, C))
+
+
+@triton.jit
+def _columnwise_scales(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     words = tl.reshape(magnitudes(x), (R // BLOCK, BLOCK, C // 2))
-    byte, inverse = scale_pairs(tl.reduce(words, 1, larger), ELEM, ROUNDING)
-    inverse = tl.broadcast_to(_halves(inverse, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
-    codes = _encode(x, tl.reshape(inverse, (R, C)), ELEM)
+    return scale_pairs(tl.reduce(words, 1, larger), ELEM, ROUNDING)
+
+
+@triton.jit
+def _along_columns(bits, R: tl.constexpr, C: tl.constexpr):
+    """16 bits of each block, in the halves of int32 [R / 32, C / 2], for its elements."""
+    bits = tl.broadcast_to(_halves(bits, R // BLOCK, C)[:, None, :], (R // BLOCK, BLOCK, C))
+    return tl.reshape(bits, (R, C))
+
+
+@triton.jit
+def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.constexpr = True):
+    """`tiles.quantize_rowwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R, C / 32].
+
+    NARROW: whether the chip's conversion reads BF16 (`available`).
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    byte, inverse = _rowwise_scales(x, ELEM, ROUNDING)
+    return _encode(x, _along_rows(inverse, R, C), ELEM, NARROW), byte.to(tl.uint8)
+
+
+@triton.jit
+def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NARROW: tl.constexpr = True):
+    """`tiles.quantize_columnwise` of BF16 [R, C]: codes uint8 [R, C], scale bytes uint8 [R / 32, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    byte, inverse = _columnwise_scales(x, ELEM, ROUNDING)
+    codes = _encode(x, _along_columns(inverse, R, C), ELEM, NARROW)
     return codes, _halves(byte, R // BLOCK, C).to(tl.uint8)
+
+
+@triton.jit
+def round_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`tiles.round_rowwise` of BF16 [R, C], rounded to BF16."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    byte, inverse = _rowwise_scales(x, ELEM, ROUNDING)
+    scale = _along_rows(scale_value_pairs(byte), R, C)
+    return _value(x, _along_rows(inverse, R, C), scale, ELEM, ROUNDING)
+
+
+@triton.jit
+def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`tiles.round_columnwise` of BF16 [R, C], rounded to BF16."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    byte, inverse = _columnwise_scales(x, ELEM, ROUNDING)
+    scale = _along_columns(scale_value_pairs(byte), R, C)
+    return _value(x, _along_columns(inverse, R, C), scale, ELEM, ROUNDING)
 
 
 @triton.jit

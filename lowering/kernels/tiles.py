@@ -2,7 +2,7 @@
 
     byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_byte`)
     code     = FP8 bits of round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
-    value    = decode(code) · 2^(byte − 127)
+    value    = decode(code) · 2^(byte − 127)          without a code in between: `round_rowwise`
 
 Bit-exact with ``formats.numerics``: scales are integers, products with powers of two are exact in FP32,
 also at byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP8 elements are uint8 codes throughout, so that
@@ -28,6 +28,7 @@ BLOCK = tl.constexpr(formats.BLOCK)
 _SCALE_NAN = tl.constexpr(formats.SCALE_NAN)
 _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
+_SIGN_BIT = tl.constexpr(-0x80000000)
 
 
 @triton.constexpr_function
@@ -57,6 +58,12 @@ def _dropped_bits(elem):
 def _exponent_bits(elem, above):
     """FP32 bits of 2^`above` times the smallest normal value of the format."""
     return (127 + formats.ELEM_TYPES[elem].min_exponent + above) << 23
+
+
+@triton.constexpr_function
+def _magic_bits(elem):
+    """What makes 1.5 · 2^(e + dropped bits) of the FP32 bits of 2^e."""
+    return (_dropped_bits(elem) << 23) | 0x400000
 
 
 @triton.constexpr_function
@@ -134,6 +141,30 @@ def _encode_integer(x, ELEM: tl.constexpr):
 
 
 @triton.jit
+def saturated(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """Scaled elements `x`, FP32, clamped to ±max; NaN stays. Under rceil and ceil none are larger."""
+    if ROUNDING == "floor" or ROUNDING == "even":
+        LARGEST: tl.constexpr = _largest(ELEM)
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def rounded(y, ELEM: tl.constexpr):
+    """Elements nearest to `y`, FP32, |y| ≤ max or NaN; even on ties, zeros keep their signs. FP32.
+
+    The FP32 adder rounds: the last place of 1.5 · 2^(e + 23 − m) is the step between elements of exponent e
+    and m mantissa bits; below the smallest normal the step is that of the subnormals.
+    """
+    SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
+    UP: tl.constexpr = _magic_bits(ELEM)
+    bits = y.to(tl.int32, bitcast=True)
+    magic = (tl.maximum(bits & _INF_BITS, SMALLEST_NORMAL) + UP).to(tl.float32, bitcast=True)
+    value = ((y + magic) - magic).to(tl.int32, bitcast=True)
+    return (value | (bits & _SIGN_BIT)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def encode(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
     """uint8 codes of scaled elements `x`, FP32: nearest even, saturated, NaN stays NaN.
 
@@ -141,9 +172,7 @@ def encode(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
     not every chip's conversion saturates.
     """
     if NATIVE:
-        if ROUNDING == "floor" or ROUNDING == "even":
-            LARGEST: tl.constexpr = _largest(ELEM)
-            x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = saturated(x, ELEM, ROUNDING)
         if ELEM == "e4m3":
             codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
@@ -196,6 +225,28 @@ def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: t
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
     scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
     return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+
+
+@triton.jit
+def round_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """What a tile [R, C] of any float type stands for once quantized in blocks of 32 along C: FP32, exact."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
+    values = rounded(saturated(blocks * inverse_scale(byte)[:, :, None], ELEM, ROUNDING), ELEM)
+    return tl.reshape(values * scale_value(byte)[:, :, None], (R, C))
+
+
+@triton.jit
+def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`round_rowwise` in blocks of 32 along R."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
+    values = rounded(saturated(blocks * inverse_scale(byte)[:, None, :], ELEM, ROUNDING), ELEM)
+    return tl.reshape(values * scale_value(byte)[:, None, :], (R, C))
 
 
 @triton.jit

@@ -176,3 +176,13 @@ def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
     tile = chosen(QUANTIZE, "quantize", target).of(layout, 2)
     warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
     return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))
+
+
+def operand_cast(target: Target, sources: int, *, packed: bool, gathered: bool) -> TileConfig:
+    """The tile of what emulated products read, of so many matrices: a warp has whole blocks both ways.
+
+    packed: whether two elements share a register. gathered: whether rows start anywhere, so that elements
+    have addresses of their own.
+    """
+    halvings = (sources > 1 and not packed and target.max_registers < 512) + gathered
+    return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)

@@ -22,6 +22,7 @@ _SILU = re.compile(
     r"\s*(?P<sum>\w+) = (?P=power) \+ (?P=one)\n"
     r"\s*(?P<result>\w+) = \((?P=x) / (?P=sum)\)\n"
 )
+_CAST = re.compile(r"packed\.(?:quantize|round)_")
 _ROUNDED = re.compile(r"\b([xy]) = (.+)\.to\(tl\.bfloat16\)\.broadcast_to\(xindex\.shape\)")
 _ROUNDED_BEFORE = re.compile(
     r"(\w+) = (\w+)\.to\(tl\.bfloat16\)\n(\s*)([xy]) = \1\.broadcast_to\(xindex\.shape\)\n"
@@ -62,9 +63,11 @@ def approximated(source: str) -> str:
         product = f"{indent}{silu['result']} = {silu['x']} * packed.sigmoid({silu['x']})"
         return "\n".join([*lines, product]) + "\n"
 
-    before, cast, behind = source.partition("packed.quantize_")
+    cast = _CAST.search(source)
+    end = cast.start() if cast else len(source)
+    before, behind = source[:end], source[end:]
     before = _SILU.sub(one, before).replace("tl.sigmoid(", "packed.sigmoid(")
     before = _ROUNDED_BEFORE.sub(
         r"\1 = \2.to(tl.bfloat16)\n\3\4 = \2.to(tl.bfloat16).broadcast_to(xindex.shape)\n", before
     )
-    return _ROUNDED.sub(r"\1 = packed.rounded((\2).broadcast_to(xindex.shape))", before) + cast + behind
+    return _ROUNDED.sub(r"\1 = packed.rounded((\2).broadcast_to(xindex.shape))", before) + behind

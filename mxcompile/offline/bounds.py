@@ -144,9 +144,15 @@ class _Launched:
         return self.code.product_loops[-1] if self.code.product_loops and self.flops else None
 
     @cached_property
+    def k(self) -> float:
+        """Of a tile; on average, where programs read on the device which part of K is theirs."""
+        area = math.prod(self.sizes.get(name, 1) for name in ("BLOCK_M", "BLOCK_N"))
+        return self.sizes.get("K") or max(1.0, self.flops / (2 * area * self.programs))
+
+    @cached_property
     def steps(self) -> int:
         """Along K."""
-        return math.ceil(self.sizes.get("K", 1) / self.sizes.get("BLOCK_K", 1))
+        return math.ceil(self.k / self.sizes.get("BLOCK_K", 1))
 
     @cached_property
     def around(self) -> Loop | None:
@@ -163,7 +169,7 @@ class _Launched:
     @cached_property
     def tiles(self) -> int:
         """Of the result, those of a batch together."""
-        tile = 2 * self.sizes.get("BLOCK_M", 1) * self.sizes.get("BLOCK_N", 1) * self.sizes.get("K", 1)
+        tile = 2 * self.sizes.get("BLOCK_M", 1) * self.sizes.get("BLOCK_N", 1) * self.k
         return max(1, math.ceil(self.flops / tile))
 
     @cached_property

@@ -32,6 +32,7 @@ from mxcompile.ops.mx import quantize as quantize
 from mxcompile.ops.mx import quantize_both as quantize_both
 from mxcompile.ops.mx import quantize_dequantize as quantize_dequantize
 from mxcompile.ops.mx import quantize_mm as quantize_mm
+from mxcompile.ops.mx import quantize_operands as quantize_operands
 from mxcompile.ops.mx import quantize_two as quantize_two
 from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
 from mxcompile.ops.mx import scaled_mm as scaled_mm
@@ -49,6 +50,7 @@ CASTS = frozenset(
         quantize,
         quantize_both,
         quantize_two,
+        quantize_operands,
         dequantize,
         dequantize_tiles,
         quantize_dequantize,

@@ -8,6 +8,8 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     quantize             x → qdata, scale along one dimension
     quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
     quantize_two         the same of x, then of y, which are computed from the same tensors
+    quantize_operands    for x, then y if there is one, along −1, then −2: qdata and scale, or the value, or
+                         nothing (one read); what is not asked for is empty
     dequantize           qdata, scale → x
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
@@ -104,6 +106,49 @@ def _spec_quantize_two(
 ) -> list[Spec]:
     first = _spec_quantize_both(x, elem_dtype, rounding, scale_layout)
     return first + _spec_quantize_both(y, elem_dtype, rounding, scale_layout)
+
+
+def _quantize_operands(
+    x: Tensor,
+    y: Tensor | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    dtype: torch.dtype,
+    rows: str,
+    columns: str,
+) -> tuple[Tensor, ...]:
+    results: list[Tensor] = []
+    specs = iter(_spec_quantize_operands(x, y, elem_dtype, rounding, dtype, rows, columns))
+    for source in (x, y):
+        for dim, form in ((-1, rows), (-2, columns)):
+            empty = [x.new_empty(shape, dtype=kind) for shape, kind in (next(specs), next(specs))]
+            if source is not None and form == "codes":
+                results += _quantize(source, dim, elem_dtype, rounding)
+            elif source is not None and form == "values":
+                results += [_quantize_dequantize(source, dim, elem_dtype, rounding, False, dtype), empty[1]]
+            else:
+                results += empty
+    return tuple(results)
+
+
+def _spec_quantize_operands(
+    x: Tensor,
+    y: Tensor | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    dtype: torch.dtype,
+    rows: str,
+    columns: str,
+) -> list[Spec]:
+    specs: list[Spec] = []
+    for source in (x, y):
+        for dim, form in ((-1, rows), (-2, columns)):
+            if source is not None and form == "codes":
+                specs += _spec_quantize(source, dim, elem_dtype, rounding)
+            else:
+                shape = source.shape if source is not None and form == "values" else (0,)
+                specs += [(shape, dtype), ((0,), torch.uint8)]
+    return specs
 
 
 def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
@@ -301,6 +346,12 @@ quantize_two = define(
     " (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize_two,
     _spec_quantize_two,
+)
+quantize_operands = define(
+    "quantize_operands(Tensor x, Tensor? y, ScalarType elem_dtype, str rounding, ScalarType dtype, str rows,"
+    " str columns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_operands,
+    _spec_quantize_operands,
 )
 dequantize = define(
     "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",

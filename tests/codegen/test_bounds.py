@@ -138,6 +138,25 @@ def test_the_four_times_by_hand():
     assert (bound.us, bound.by) == (bound.mma_us, "mma")
 
 
+def test_groups_along_k_share_it():
+    """Two groups of 32 tiles, whose ends are read on the device: on average half of K, two steps, each."""
+    whole = _bound()
+    source = """
+    'grid_type': 'FixedGrid'
+    BLOCK_M : tl.constexpr = 128
+    BLOCK_N : tl.constexpr = 256
+    BLOCK_K : tl.constexpr = 128
+    M = 1024
+    N = 1024
+"""
+    bound = _bound(source=source, numbers=(64, 1, 1))
+    assert bound.understood
+    assert bound.instructions == 3 + 7 + 2 * 3 + 2
+    tile = 2 * 128 * 256 * 256 / (0.8 * 4500e12 / 148) * 1e6
+    assert bound.mma_us == pytest.approx(tile + (7 * 8 / 2.4 + 30) / 1850), "a tile on each of 64 processors"
+    assert bound.mma_us < whole.mma_us
+
+
 def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
     """The first step beside the loop: three rounds are left to it, and a tile's time stays what it was."""
     step = NVIDIA[NVIDIA.index("        /*0040*/") : NVIDIA.index("        /*0060*/")]
@@ -232,9 +251,15 @@ def test_the_committed_prediction_is_todays(monkeypatch):
         json.loads(line) for line in (ROOT / "benchmarks/results/predicted.jsonl").read_text().splitlines()
     ]
     committed = [line for line in lines if (line["target"], line["policy"]) == ("sm_100", "nvidia")][-1]
-    today = predicted.predict("sm_100", "nvidia", committed["tokens"])
+    result = predicted.generated("sm_100", "nvidia", committed["tokens"])
+    today = predicted.row(result)
     assert today["unclear"] == 0
     assert today["launches"] == committed["launches"]
     assert today["cast_ratio"] <= 1.25, "casts at the memory's speed, nearly"
     assert today["us"] == pytest.approx(committed["us"], rel=0.02)
     assert today["by_kind"] == pytest.approx(committed["by_kind"], rel=0.05)
+    casts = [launch for launch in result.launches if BOTH in launch.operators]
+    forward = [cast.bound.per_element for cast in casts if cast.phase == "forward"]
+    assert sorted(forward) == pytest.approx([12.5, 13.8, 17.9], rel=0.05), "two norms and SwiGLU"
+    alone = {cast.bound.per_element for cast in casts if "aten.mul.Tensor" not in cast.operators}
+    assert max(alone) <= 8.6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+CASTS = "mx.quantize_operands.default"
 FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
 
 
@@ -43,20 +44,42 @@ def test_kernels_are_compiled_for_the_target(generated, target):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "gfx942"])
 def test_casts_round_once(generated, target):
-    """Where Triton goes through FP16 to FP8, elements are rounded on their bits before."""
+    """Where Triton goes through FP16 to FP8, elements are rounded on their bits instead."""
     result = generated(target, target == "sm_80")
-    launches = [
-        launch
-        for launch in result.launches
-        if any(name.startswith("mx.quantize") for name in launch.operators)
-    ]
-    casts = [kernel for kernel in map(result.kernel, launches) if "tl.store" in kernel.source]
-    half = str((1 << 19) - 1)  # of a step of E4M3 in the bits of FP32, less one
-    assert any(half in kernel.source for kernel in casts)
+    casts = [result.kernel(launch) for launch in result.launches if CASTS in launch.operators]
+    assert casts
     for kernel in casts:
-        if "float8" in kernel.source:
-            assert target != "sm_80"
-            assert half in kernel.source
+        assert "NATIVE : tl.constexpr = False" in kernel.source
+        assert "STORES_FP8 : tl.constexpr = " + str(target != "sm_80") in kernel.source
+        assert ".to(tl.float8" not in kernel.source
+
+
+def test_one_read_makes_all_that_is_made_of_a_tensor(generated):
+    """Each activation and gradient is cast by one kernel, its producer in it; values never become FP8."""
+    result = generated("sm_90", True)
+    casts = [launch for launch in result.launches if CASTS in launch.operators]
+    forward = [launch for launch in casts if launch.phase == "forward"]
+    assert len(forward) == 4 + 7, "norm, attention, norm, SwiGLU; weights"
+    backward = [launch for launch in casts if launch.phase == "backward"]
+    gradients = 6  # two of SwiGLU in one, those of q, k and v, and of both outputs
+    assert len(backward) == gradients + 1 + 7, "the attention's result, kept for its own backward; weights"
+    assert all(
+        "tl.float8e4nv" not in result.kernel(launch).source.partition("packed.")[0] for launch in casts
+    )
+    (two,) = [launch for launch in backward if "aten.neg.default" in launch.operators]
+    elements = 1024 * 1024
+    assert two.num_bytes <= elements * 2 * (3 + 4) * 1.01
+
+
+def test_what_an_emulated_cast_spends_an_element(generated):
+    """In instructions; an H200's memory leaves 17 to one value, 26 to both, 62 to SwiGLU's gradients."""
+    result = generated("sm_90", True)
+    casts = [launch for launch in result.launches if CASTS in launch.operators]
+    assert not any(result.kernel(launch).binary.spill_bytes for launch in casts)
+    alone = sorted(launch.bound.per_element for launch in casts if launch.cast == "input")
+    assert 6 < alone[0] <= alone[-2] <= 8.6, "weights, and the attention's result"
+    assert alone[-1] <= 14.5, "the gradient that comes in, both values"
+    assert max(launch.bound.per_element for launch in casts) <= 46
 
 
 def test_bytes_moved_are_those_of_the_tensors(generated):

@@ -25,6 +25,8 @@ def cast_kernel(
     x = tl.load(x_ptr + row * C + column)
     if WAY == "packed rows":
         codes, byte = packed.quantize_rowwise(x, ELEM, ROUNDING)
+    elif WAY == "wide rows":
+        codes, byte = packed.quantize_rowwise(x, ELEM, ROUNDING, False)
     elif WAY == "rows":
         codes, byte = tiles.quantize_rowwise(x, ELEM, ROUNDING, True)
     elif WAY == "packed columns":
@@ -35,6 +37,17 @@ def cast_kernel(
     R: tl.constexpr = byte.shape[0]
     W: tl.constexpr = byte.shape[1]
     tl.store(byte_ptr + tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :], byte)
+
+
+@triton.jit
+def value_kernel(x_ptr, packed_ptr, value_ptr, C: tl.constexpr, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """Values of [64, C] in rows, then in columns: packed, and of `tiles`."""
+    at = tl.arange(0, 64)[:, None] * C + tl.arange(0, C)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(packed_ptr + at, packed.round_rowwise(x, ELEM, ROUNDING))
+    tl.store(packed_ptr + 64 * C + at, packed.round_columnwise(x, ELEM, ROUNDING))
+    tl.store(value_ptr + at, tiles.round_rowwise(x, ELEM, ROUNDING))
+    tl.store(value_ptr + 64 * C + at, tiles.round_columnwise(x, ELEM, ROUNDING))
 
 
 @triton.jit
@@ -54,17 +67,25 @@ def cast(x, elem, rounding, way):
     return codes, byte
 
 
-@ELEM
-@ROUNDING
-def test_every_amax(elem, rounding):
-    """Each magnitude of BF16 is the largest of a block, beside smaller ones; some by integers."""
+def every_amax():
+    """[64, C]: each magnitude of BF16 is the largest of a block in rows, beside smaller ones."""
     largest = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(-1, 1)
     blocks = largest.expand(-1, 32).clone()
     blocks[:, 1::2] = (blocks[:, 1::2] - torch.arange(16, dtype=torch.int16) * 40).clamp_min(0)
     blocks[:, ::3] |= -(1 << 15)  # signs
-    x = blocks.view(torch.bfloat16).view(64, -1)
+    return blocks.view(torch.bfloat16).view(64, -1)
+
+
+@ELEM
+@ROUNDING
+def test_every_amax(elem, rounding):
+    """Of the codes, some by integers."""
+    x = every_amax()
     codes, byte = cast(x, elem, rounding, "packed rows")
     wanted, wanted_byte = cast(x, elem, rounding, "rows")
+    wide, wide_byte = cast(x, elem, rounding, "wide rows")
+    assert torch.equal(wide, codes)
+    assert torch.equal(wide_byte, byte)
     assert torch.equal(byte, wanted_byte)
     kind = ELEM_TYPES[elem].dtype
     np.testing.assert_array_equal(codes.view(kind).double().numpy(), wanted.view(kind).double().numpy())
@@ -90,6 +111,32 @@ def test_as_tiles(elem, rounding, side):
     is_nan = wanted.view(kind).float().isnan()
     assert torch.equal(codes.view(kind).float().isnan(), is_nan)
     assert torch.equal(codes[~is_nan], wanted[~is_nan])
+
+
+@ELEM
+@ROUNDING
+def test_values(elem, rounding):
+    """Those of codes, held to the integer reference; and with them, to the bit, those that are never FP8.
+
+    Every amax of BF16, the ends of its range too: values are rounded to BF16 once.
+    """
+    x = every_amax()
+    values = torch.empty(2, *x.shape)
+    found = torch.empty(2, *x.shape, dtype=torch.bfloat16)
+    value_kernel[(1,)](x, found, values, x.shape[1], elem, rounding)
+    for side, (way, dim) in enumerate((("rows", 1), ("columns", 0))):
+        codes, byte = cast(x, elem, rounding, way)
+        exponents = byte.double().sub(127).masked_fill(byte == 255, float("nan"))
+        scale = torch.exp2(exponents).repeat_interleave(32, dim)
+        wanted = (codes.view(ELEM_TYPES[elem].dtype).double() * scale).float()
+        is_nan = wanted.isnan()
+        assert torch.equal(values[side].isnan(), is_nan)
+        assert torch.equal(values[side][~is_nan], wanted[~is_nan])
+        zeros = wanted == 0
+        assert torch.equal(values[side].signbit()[zeros], wanted.signbit()[zeros])
+        assert torch.equal(found[side].isnan(), is_nan)
+        rounded = wanted.bfloat16()[~is_nan]
+        assert torch.equal(found[side][~is_nan].view(torch.int16), rounded.view(torch.int16))
 
 
 def test_producers():

@@ -185,6 +185,28 @@ def _encoded(elem):
     return encode
 
 
+def _bf16(bits):
+    return np.ascontiguousarray(bits).view(NUMPY[tl.bfloat16])
+
+
+def _value(name, saturates):
+    """Each instruction of `packed.VALUE`; those of BF16 round once, as ml_dtypes' do."""
+    elem = ELEM_TYPES[name]
+    least = (elem.min_exponent + 127) << 7
+    up = ((7 - elem.mantissa_bits) << 7) + 0x40
+
+    def value(x, factor, scale):
+        y = _bf16(x) * _bf16(factor)
+        if saturates:
+            y = np.clip(y.astype(np.float32), -elem.max, elem.max).astype(y.dtype)  # NaN stays
+        bits = y.view(np.uint16)
+        magic = _bf16(np.maximum(bits & 0x7F80, least).astype(np.uint16) + np.uint16(up))
+        rounded = ((y + magic) - magic).view(np.uint16) | (bits & 0x8000)
+        return (_bf16(rounded) * _bf16(scale)).view(np.uint16)
+
+    return value
+
+
 def _sigmoid(x):
     """The value that the chip's instructions are within `packed.sigmoid`'s bound of."""
     with np.errstate(over="ignore"):
@@ -197,7 +219,12 @@ _PTX = {
     packed.SPECIAL.value: (tl.int32, _special),
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
-    **{packed.ENCODE[name]: (tl.uint8, _encoded(_FP8[name])) for name in ELEM_TYPES},
+    **{
+        asm[name]: (tl.uint8, _encoded(_FP8[name]))
+        for name in ELEM_TYPES
+        for asm in (packed.ENCODE, packed.ENCODE_WIDE)
+    },
+    **{asm: (tl.bfloat16, _value(*key)) for key, asm in packed.VALUE.items()},
 }
 
 

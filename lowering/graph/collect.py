@@ -1,0 +1,133 @@
+"""collect: one operator of all that is made of a matrix whose MX products are emulated.
+
+    quantize_dequantize(x, −1), quantize(x, −2), …  →  quantize_operands(x)               one read of x
+
+Values are what a product of this graph multiplies, codes and scales what another graph or a collective reads.
+For chips without an MX GEMM, after `expand`. One form of each direction is in an operator; casts of squares,
+and of batches whose matrices do not end with a block, stay as they are. Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, ScaleLayout
+from mxcompile.graph.build import Builder
+from mxcompile.graph.tags import tensor
+from mxcompile.lowering.kernels.configs import QUANTIZE, QuantizeChoices
+from mxcompile.lowering.targets import Target
+
+_FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
+_PLAIN: dict[Any, tuple[Any, ...]] = {ops.quantize: (False, ScaleLayout.ROW_MAJOR)}
+"""What the last arguments are that an operator may be without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cast:
+    """side: the dimension of blocks, −1 or −2. dtype: of values."""
+
+    node: fx.Node
+    key: tuple[Any, ...]
+    side: int
+    dtype: torch.dtype | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Group:
+    """Casts of one matrix in one format, by their sides."""
+
+    casts: dict[int, _Cast] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return next((cast.dtype for cast in self.casts.values() if cast.dtype), None)
+
+    def takes(self, cast: _Cast) -> bool:
+        """Whether `cast` may join."""
+        return cast.side not in self.casts and (None in (cast.dtype, self.dtype) or cast.dtype is self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collect:
+    """target: the chip. device: type of the tensors that are the target's."""
+
+    target: Target
+    device: str
+    name: ClassVar[str] = "collect"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Merge the casts of `graph`, each where the first of its matrix was."""
+        if not isinstance(QUANTIZE.get(self.target.name), QuantizeChoices):
+            return
+        build = Builder(graph, Collect.name)
+        groups: dict[tuple[Any, ...], list[_Group]] = {}
+        for node in graph.nodes:
+            cast = self._cast(node)
+            if cast is None:
+                continue
+            waiting = groups.setdefault(cast.key, [])
+            group = next((group for group in waiting if group.takes(cast)), None)
+            if group is None:
+                waiting.append(group := _Group())
+            group.casts[cast.side] = cast
+        for waiting in groups.values():
+            for group in waiting:
+                _write(build, group)
+
+    def _cast(self, node: fx.Node) -> _Cast | None:
+        """What `node` is, if the template makes it."""
+        if node.op != "call_function" or node.target not in _FORMS or node.kwargs or not node.users:
+            return None
+        arguments: tuple[Any, ...] = node.args
+        source, dim, elem, rounding, *rest = arguments
+        plain = _PLAIN.get(node.target, ())
+        square, last = (*rest, *plain[len(rest) :])
+        value = tensor(source)
+        coded = node.target is ops.quantize
+        if value is None or square or (coded and last != ScaleLayout.ROW_MAJOR):
+            return None
+        side = dim if dim < 0 else dim - value.ndim
+        if value.device.type != self.device or not _fits(value, side):
+            return None
+        return _Cast(node=node, key=(source, elem, rounding), side=side, dtype=None if coded else last)
+
+
+def _fits(value: torch.Tensor, side: int) -> bool:
+    """Whether `value`, seen as one matrix, has the blocks that it has along `side`."""
+    if value.ndim < 2 or side not in (-1, -2) or not value.dtype.is_floating_point:
+        return False
+    if any(isinstance(size, int) and size == 0 for size in value.shape):
+        return False
+    rows = value.shape[-2]
+    return value.ndim == 2 or side == -1 or (isinstance(rows, int) and rows % BLOCK == 0)
+
+
+def _write(build: Builder, group: _Group) -> None:
+    casts = group.casts
+    first = min(cast.node for cast in casts.values())
+    source, elem, rounding = next(iter(casts.values())).key
+    forms = [_FORMS[casts[side].node.target] if side in casts else "none" for side in (-1, -2)]
+    with build.graph.inserting_before(first):
+        dtype = group.dtype or torch.bfloat16
+        made = build.call(ops.quantize_operands, source, None, elem, rounding, dtype, *forms, like=first)
+        results = {
+            side: [build.call(operator.getitem, made, 2 * place + part, like=first) for part in range(2)]
+            for place, side in enumerate((-1, -2))
+            if side in casts
+        }
+    for side, cast in casts.items():
+        if cast.dtype is not None:
+            build.replace(cast.node, results[side][0])
+        else:
+            for user in list(cast.node.users):
+                build.replace(user, results[side][user.args[1]])  # type: ignore[index]
+            build.graph.erase_node(cast.node)
+        for result in results[side]:
+            if not result.users:
+                build.graph.erase_node(result)

@@ -1,0 +1,242 @@
+"""Inductor template of the casts of emulated products: one read of a matrix, and all that is made of it.
+
+    x[m, n]  →  along rows and along columns: values, or codes and scale bytes, or nothing
+    x        ←  prologue                                                          as in `casts`
+
+The same of a second matrix that is computed from the same tensors.
+
+    values   =  element · 2^(byte − 127), rounded once to the dtype of the BF16 or FP32 product
+
+Values never become FP8: they are rounded where they are (`tiles.rounded`), two a register where the chip
+calculates so (`packed`). For chips without an MX GEMM; ``graph.collect`` chooses the casts. All others:
+`inductor.casts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided, lowerings, register_lowering
+from torch._inductor.select_algorithm import (
+    SymbolicGridFn,
+    TritonTemplate,
+    autotune_select_algorithm,
+    realize_inputs,
+)
+from torch._inductor.utils import sympy_product, triton_type
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import CeilDiv
+
+from mxcompile import ops
+from mxcompile.formats import BLOCK, elem_type
+from mxcompile.lowering.inductor import elements
+from mxcompile.lowering.kernels import packed
+from mxcompile.lowering.targets import Target, of_device
+from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates.producers import Producing
+
+_SIDES = ("ROWS", "COLUMNS")
+_SOURCES = ("X", "Y")
+
+_PLACE = r"""
+    M = {{size("X", 0)}}
+    N = {{size("X", 1)}}
+    pid_m = tl.program_id(0)
+    pid_n = tl.program_id(1)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    idx_m = rm[:, None].to(INDEX_DTYPE)
+    idx_n = rn[None, :]
+    mask_m = idx_m < M
+    mask_n = idx_n < N
+    mask = mask_m & mask_n
+    blocks_m = pid_m * (BLOCK_M // 32) + tl.arange(0, BLOCK_M // 32)
+    blocks_n = pid_n * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32)
+    place = idx_m.to(INDEX) * N + idx_n
+"""
+
+_LOAD = r"""
+    {{load_input("<X>", "<x>", ("idx_m", "idx_n"), mask="mask", indent_width=4,
+                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    <x> = <x>.to(DTYPE)
+"""
+
+_SIDE = r"""
+{% if <SIDE> == "'codes'" %}
+    codes, byte = {{"packed" if PACKED else "tiles"}}.quantize_<side>(<x>, ELEM, ROUNDING, NATIVE)
+    scale_bytes.store_<side>(<X>_<SIDE>_SCALE, byte, <where>, M, N, False)
+    result = tiles.as_elem(codes, ELEM) if STORES_FP8 else codes
+{% elif <SIDE> == "'values'" %}
+    result = {{"packed" if PACKED else "tiles"}}.round_<side>(<x>, ELEM, ROUNDING).to(VALUE)
+{% endif %}
+{% if FIRST == "'<X>_<SIDE>'" %}
+    {{store_output(("idx_m", "idx_n"), "result", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
+{% elif <SIDE> != "'none'" %}
+    tl.store(<X>_<SIDE> + place, result, mask=mask)
+{% endif %}
+"""
+
+_WHERE = {"ROWS": ("rowwise", "rm, blocks_n"), "COLUMNS": ("columnwise", "blocks_m, rn")}
+
+
+def _sides(source: str) -> Iterator[str]:
+    for side, (word, where) in _WHERE.items():
+        text = _SIDE.replace("<SIDE>", side).replace("<side>", word).replace("<where>", where)
+        yield text.replace("<X>", source).replace("<x>", source.lower())
+
+
+def _load(source: str) -> str:
+    return _LOAD.replace("<X>", source).replace("<x>", source.lower())
+
+
+# Both are loaded before anything is stored, so that what both producers read is read once.
+_SOURCE = "".join(
+    (
+        "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
+        "{{def_kernel(*NAMES)}}",
+        _PLACE,
+        _load("X"),
+        "{% if TWO %}",
+        _load("Y"),
+        "{% endif %}",
+        *_sides("X"),
+        "{% if TWO %}",
+        *_sides("Y"),
+        "{% endif %}",
+    )
+)
+
+
+@SymbolicGridFn
+def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+
+
+class _Template(TritonTemplate):
+    kernel_type = Producing
+
+
+TEMPLATE = _Template(name="mx_cast_operands", grid=_grid, source=_SOURCE)
+
+_VIEW = lowerings[torch.ops.aten.view.default]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """slot: of the operator's results. shape: of one matrix. codes: whether it holds FP8."""
+
+    name: str
+    slot: int
+    shape: list[Any]
+    dtype: torch.dtype
+    codes: bool = False
+
+
+@register_lowering(ops.quantize_operands, type_promotion_kind=None)
+def lower_quantize_operands(
+    x: ir.TensorBox,
+    y: ir.TensorBox | None,
+    elem_dtype: torch.dtype,
+    rounding: str,
+    dtype: torch.dtype,
+    rows: str,
+    columns: str,
+) -> tuple[ir.TensorBox | None, ...]:
+    """Qdata or value, and scale bytes, in rows, then in columns, of x, then of y; None for the rest."""
+    *batch, m, _ = x.get_size()
+    sources = [_flat(source) for source in (x, y) if source is not None]
+    target = of_device(x.get_device_or_error())
+    wanted = _results(sources[0].get_size(), len(sources), elem_dtype, dtype, (rows, columns), target)
+    narrow = x.get_dtype() is dtype is torch.bfloat16
+    is_packed = narrow and packed.calculates(target)
+    settings = {
+        "PACKED": is_packed,
+        "ROWS": repr(rows),
+        "COLUMNS": repr(columns),
+        "ELEM": repr(elem_type(elem_dtype).name),
+        "ROUNDING": repr(rounding),
+        "VALUE": triton_type(dtype),
+        "NATIVE": packed.available(target) if is_packed else target.encodes_fp8,
+        "STORES_FP8": target.stores_fp8,
+    }
+    made = _call(sources, wanted, target, settings)
+    results: list[ir.TensorBox | None] = [None] * 8
+    for result, tensor in zip(wanted, made, strict=True):
+        if result.codes:
+            tensor = elements.as_fp8(tensor, elem_type(elem_dtype), target)
+        shape = [m if result.shape[0] is wanted[0].shape[0] else CeilDiv(m, BLOCK), result.shape[1]]
+        results[result.slot] = _VIEW(tensor, [*batch, *shape]) if batch else tensor
+    return tuple(results)
+
+
+def _flat(x: ir.TensorBox) -> ir.TensorBox:
+    """The matrices of a batch one below the other."""
+    *batch, m, n = x.get_size()
+    flat: ir.TensorBox = _VIEW(x, [sympy_product(batch) * m, n]) if batch else x
+    return flat
+
+
+def _results(
+    size: Sequence[Any],
+    sources: int,
+    elem_dtype: torch.dtype,
+    dtype: torch.dtype,
+    forms: Sequence[str],
+    target: Target,
+) -> list[_Result]:
+    """What is made, a result that is as large as the matrix first."""
+    m, n = size
+    scales = {"ROWS": [m, CeilDiv(n, BLOCK)], "COLUMNS": [CeilDiv(m, BLOCK), n]}
+    stored = elem_dtype if target.stores_fp8 else torch.uint8
+    made = []
+    for slot in range(4 * sources):
+        side = _SIDES[slot // 2 % 2]
+        name, form = f"{_SOURCES[slot // 4]}_{side}", forms[slot // 2 % 2]
+        if slot % 2 and form == "codes":
+            made.append(_Result(name=f"{name}_SCALE", slot=slot, shape=scales[side], dtype=torch.uint8))
+        elif slot % 2 == 0 and form != "none":
+            codes = form == "codes"
+            kind = stored if codes else dtype
+            made.append(_Result(name=name, slot=slot, shape=[m, n], dtype=kind, codes=codes))
+    return made
+
+
+def _call(
+    sources: list[ir.TensorBox], wanted: list[_Result], target: Target, settings: dict[str, Any]
+) -> list[ir.TensorBox]:
+    """The results of the template, in order; the first is its output."""
+    sources = [realize_inputs(source) for source in sources]
+    first, *rest = wanted
+    device = sources[0].get_device_or_error()
+    others = [empty_strided(each.shape, None, dtype=each.dtype, device=device) for each in rest]
+    for other in others:
+        other.realize()
+    inputs = [*sources, *(other.data for other in others)]
+    gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
+    is_packed = settings["PACKED"]
+    tile = configs.operand_cast(target, len(sources), packed=is_packed, gathered=gathered)
+    choices: list[Any] = []
+    error = TEMPLATE.maybe_append_choice(
+        choices,
+        input_nodes=tuple(inputs),
+        layout=ir.FixedLayout(device, first.dtype, first.shape),
+        mutated_inputs=inputs[len(sources) :] or None,
+        num_stages=1,
+        num_warps=tile.num_warps,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        NAMES=[*_SOURCES[: len(sources)], *(each.name for each in rest)],
+        FIRST=repr(first.name),
+        TWO=len(sources) > 1,
+        DTYPE=triton_type(sources[0].get_dtype()),
+        INDEX="tl.int64",
+        **settings,
+    )
+    if error is not None:
+        raise error
+    made: Any = autotune_select_algorithm(TEMPLATE.name, choices, inputs, choices[0].layout)
+    return [made[0] if isinstance(made, tuple) else made, *others]

@@ -1,0 +1,188 @@
+"""Casts of emulated products: collected by matrix, one kernel, bit for bit those of the operators."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import interpret
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from mxcompile import ops
+from mxcompile.lowering.graph.collect import Collect
+from mxcompile.lowering.graph.couple import Couple
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import codegen
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+COLLECTED = "quantize_operands.default"
+
+
+def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[str]]:
+    """The graph after the passes, and its casts."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    Collect(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
+    Couple().apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]
+
+
+def _value(x: Tensor, dim: int, square: bool = False, dtype: torch.dtype = BF16) -> Tensor:
+    return ops.quantize_dequantize(x, dim, E4M3, "rceil", square, dtype)
+
+
+def values_and_codes(x):
+    return _value(x, -1), x + 1, *ops.quantize(x, -2, E4M3, "rceil")
+
+
+def both_values(x):
+    return _value(x, 1), _value(x, 0)
+
+
+def codes_alone(x):
+    return ops.quantize(x, 0, E4M3, "rceil")
+
+
+def three_casts(x):
+    return _value(x, -1), *ops.quantize(x, -1, E4M3, "rceil"), _value(x, -2)
+
+
+def a_batch(x):
+    x = x[:64].reshape(2, 32, 96)
+    return _value(x, -1), *ops.quantize(x, 1, E4M3, "rceil")
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"),
+    [(values_and_codes, 1), (both_values, 1), (codes_alone, 1), (three_casts, 2), (a_batch, 1)],
+)
+def test_casts_of_a_matrix_are_one(function, kernels):
+    x = torch.randn(70, 96).to(BF16)
+    module, casts = _collected(function, x)
+    assert casts == [COLLECTED] * kernels
+    for got, wanted in zip(module(x), function(x), strict=True):
+        assert got.dtype is wanted.dtype
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def squares(x):
+    return _value(x, -1, square=True), _value(x, -2, square=True)
+
+
+def blocks_across_matrices(x):
+    x = x.reshape(2, 35, 96)
+    return (_value(x, -2),)
+
+
+def nothing_in_it(x):
+    return (_value(x[:0], -1),)
+
+
+@pytest.mark.parametrize("function", [squares, blocks_across_matrices, nothing_in_it])
+def test_others_stay(function):
+    _, casts = _collected(function, torch.randn(70, 96).to(BF16))
+    assert set(casts) == {"quantize_dequantize.default"}
+
+
+def test_another_dtype_is_another_kernel():
+    _, casts = _collected(lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), torch.randn(64, 64))
+    assert casts == [COLLECTED] * 2
+
+
+def gradients(gradient, gate, up):
+    first, second = gradient * F.silu(gate), gradient * up * torch.sigmoid(gate)
+    return _value(first, -1), _value(second, -1), _value(first, -2), _value(second, -2)
+
+
+def test_a_couple_is_one():
+    """What a gated activation gives back: one kernel reads what both are computed from."""
+    inputs = [torch.randn(70, 96).to(BF16) for _ in range(3)]
+    module, casts = _collected(gradients, *inputs)
+    assert casts == [COLLECTED]
+    for got, wanted in zip(module(*inputs), gradients(*inputs), strict=True):
+        assert torch.equal(got, wanted)
+
+
+class Casts(nn.Module):
+    """What the operator makes, of the forms that are asked for."""
+
+    def __init__(self, *how: object) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = torch.ops.mx.quantize_operands(x, y, *self.how)
+        single = torch.ops.mx.quantize_operands(x + y, None, *self.how)
+        return tuple(result for result in (*made, *single) if result.numel() and result.ndim > 1)
+
+
+def _spread(*shape: int) -> Tensor:
+    """Many binades, zeros with both signs, a block with NaN and one with Inf."""
+    *batch, n = shape
+    x = torch.randn(math.prod(batch), n) * torch.exp2(torch.randint(-130, 120, (math.prod(batch), 1)).float())
+    x[:, 3], x[2] = -0.0, 0.0
+    x[-1, 0], x[5, -1] = torch.nan, torch.inf
+    return x.view(shape)
+
+
+SINGLE = torch.float32
+VALUES_AND_CODES = E4M3, "rceil", BF16, "values", "codes"
+CASES = {
+    ("sm_90", BF16, (72, 104)): VALUES_AND_CODES,
+    ("sm_90", BF16, (40, 272)): (E5M2, "even", BF16, "codes", "values"),
+    ("sm_90", SINGLE, (72, 104)): (E4M3, "floor", SINGLE, "values", "values"),
+    ("sm_80", BF16, (72, 105)): VALUES_AND_CODES,
+    ("sm_89", torch.float16, (72, 104)): (E4M3, "ceil", BF16, "codes", "none"),
+    ("gfx942", BF16, (3, 32, 104)): (E4M3, "rceil", BF16, "none", "values"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_generated_casts(case, tmp_path: Path):
+    """Bit for bit those of the operator, for each emulated chip."""
+    target, dtype, shape = case
+    how = CASES[case]
+    model, x, y = Casts(*how), *(_spread(*shape).to(dtype) for _ in range(2))
+    wanted = model(x, y)
+    result = codegen(model, x, y, target=target, training=False, out_dir=tmp_path)
+    assert not result.problems
+    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    casts = [launch for launch in result.launches if f"mx.{COLLECTED}" in launch.operators]
+    assert len(casts) == 2
+    found = interpret(tmp_path, [x, y])
+    assert len(found) == len(wanted)
+    for got, reference in zip(found, wanted, strict=True):
+        is_nan = reference.float().isnan()
+        assert torch.equal(got.float().isnan(), is_nan)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[reference.element_size()]
+        assert torch.equal(got.view(bits)[~is_nan], reference.view(bits)[~is_nan])
+
+
+class Rotated(nn.Module):
+    """The cast of what reads each element at two places, as a rotary embedding and its gradient do."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        half = x.shape[1] // 2
+        turned = torch.cat((-x[:, half:], x[:, :half]), 1)
+        made = torch.ops.mx.quantize_operands(x * cos + turned * sin, None, *VALUES_AND_CODES)
+        return made[0], made[2], made[3]
+
+
+@pytest.mark.slow
+def test_a_rotation_is_computed_where_it_is_cast(tmp_path: Path):
+    """Nothing is stored between; of numbers that BF16 holds exactly, so that fused sums are the same."""
+    model = Rotated()
+    x = torch.randint(-8, 9, (64, 128)).to(BF16)
+    cos, sin = (torch.exp2(torch.randint(-2, 3, (1, 128)).float()).to(BF16) for _ in range(2))
+    wanted = model(x, cos, sin)
+    result = codegen(model, x, cos, sin, target="sm_90", training=False, out_dir=tmp_path)
+    (launch,) = result.launches
+    assert launch.num_bytes <= 64 * 128 * (2 + 2 + 1 + 1 / 32) + 2 * 2 * 128
+    for got, reference in zip(interpret(tmp_path, [x, cos, sin]), wanted, strict=True):
+        assert torch.equal(got.view(torch.uint8), reference.view(torch.uint8))
