@@ -1,7 +1,8 @@
 """native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
 
 What stays is lowered by a Triton template whose dot is the chip's block-scaled MMA: matrices, batches of
-them and groups. The others are left to `expand`: empty ones, and groups whose number is not known.
+them and groups. The others are left to `expand`: empty ones, those with a single result, and groups
+whose number is not known.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Native:
         offs = tensor(node.args[4]) if _is_grouped(node) else None
         if offs is not None and not isinstance(offs.shape[0], int):
             return False
+        if all(isinstance(size, int) and size == 1 for size in out.shape):
+            return False  # Inductor stores at a constant without the mask
         return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
 
 

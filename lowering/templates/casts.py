@@ -63,7 +63,7 @@ _PLACE = r"""
     end_m = M
 {% endif %}
     idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :]
+    idx_n = rn[None, :].to(INDEX_DTYPE)
     mask_m = idx_m < M
     mask_n = idx_n < N
     mask = mask_m & mask_n
@@ -209,9 +209,11 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     target = of_device(x.get_device_or_error())
     if not target.native or isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
         return None
-    empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in x.get_size())
+    known = V.graph.sizevars.statically_known_equals
+    empty = any(known(size, 0) for size in x.get_size())
+    single = all(known(size, 1) for size in x.get_size())  # Inductor stores at a constant without the mask
     unknown = layout != "rowwise" and _short_blocks(x) and not x.get_size()[-2].is_number
-    return None if empty or unknown else target
+    return None if empty or single or unknown else target
 
 
 def _short_blocks(x: ir.TensorBox) -> bool:

@@ -52,7 +52,7 @@ _PLACE = r"""
     rm = pid_m * BLOCK_M + fp8_tiles.order(BLOCK_M, PERM)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :]
+    idx_n = rn[None, :].to(INDEX_DTYPE)
     mask = (idx_m < M) & (idx_n < N)
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
                  index_shape=("BLOCK_M", "BLOCK_N"))}}

@@ -137,9 +137,11 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
     if device.type != "cuda" or x.get_dtype() not in _ACTIVATIONS:
         return None
     target = of_device(device)
-    sizes = (*x.get_size(), *qdata.get_size())
-    empty = any(V.graph.sizevars.statically_known_equals(size, 0) for size in sizes)
-    return None if empty or row_of(target) is None else target
+    known = V.graph.sizevars.statically_known_equals
+    empty = any(known(size, 0) for size in (*x.get_size(), *qdata.get_size()))
+    result = x.get_size()[0], qdata.get_size()[0]
+    single = all(known(size, 1) for size in result)  # Inductor stores at a constant without the mask
+    return None if empty or single or row_of(target) is None else target
 
 
 def _readable(qdata: ir.TensorBox, target: Target) -> Any:

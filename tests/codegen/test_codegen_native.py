@@ -118,10 +118,11 @@ def _gates(launch):
     )
 
 
-def test_a_product_that_cannot_is_dequantized_and_says_so():
-    """No tokens: the record names the kernel that runs instead."""
-    layer = torch.nn.Linear(64, 96, bias=False, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(0, 64, device="meta", dtype=torch.bfloat16)
+@pytest.mark.parametrize(("tokens", "features"), [(0, 96), (1, 1)])
+def test_a_product_that_cannot_is_dequantized_and_says_so(tokens, features):
+    """No tokens, or a single result: the record names the kernel that runs instead."""
+    layer = torch.nn.Linear(64, features, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(tokens, 64, device="meta", dtype=torch.bfloat16)
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     result = mxcompile.codegen(layer, x, target="sm_100", training=False, policy=policy)
     (gemm,) = result.report.gemms

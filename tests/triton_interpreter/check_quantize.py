@@ -1,4 +1,8 @@
-"""The quantize kernels, bit for bit, against their torch reference and the integer reference."""
+"""The generated casts, bit for bit, against the operators' reference and the integer reference.
+
+Of BF16 on Blackwell the template casts two elements a register; elsewhere, and of other dtypes, one. On chips
+without an MX GEMM casts are Inductor's own kernels, whose conversion is the chip's or integer arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -6,110 +10,113 @@ import numpy as np
 import pytest
 import reference as integer_reference
 import torch
+from modules import each, run
 
-from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, Tile
+from mxcompile import ops
+from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
 from mxcompile.formats.scale_tiles import tile_scale
-from mxcompile.lowering.kernels.quantize import Layout, plan, quantize
-from mxcompile.lowering.reference import quantize as reference
-from mxcompile.lowering.targets import TARGETS
 
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FORMATS = [Format(elem=elem, rounding=rounding) for elem in ELEM_TYPES.values() for rounding in Rounding]
-SHAPES = [(1, 1), (1, 4096), (32, 32), (33, 65), (130, 257), (257, 31), (64, 640)]
-CONVERSIONS = ["sm_90", "sm_80"]
-"""A target that converts FP8 itself and one whose conversion is integer arithmetic."""
+SHAPES = [(1, 1), (1, 1056), (32, 32), (33, 65), (130, 257), (257, 31), (64, 640)]
+ROW_MAJOR, TILED = ScaleLayout.ROW_MAJOR, ScaleLayout.TILED_128X4
+PLAIN = (torch.float8_e4m3fn, "rceil")
 
 
-def spread(m: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def spread(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Normal values whose magnitude changes by many binades from block to block in both directions."""
-    exponents = torch.randint(-100, 100, (-(-m // 32), -(-n // 32))).to(torch.float32)
-    scale = torch.exp2(exponents).repeat_interleave(32, 0)[:m].repeat_interleave(32, 1)[:, :n]
-    return (torch.randn(m, n) * scale).to(dtype)
+    *batch, m, n = shape
+    exponents = torch.randint(-100, 100, (*batch, -(-m // 32), -(-n // 32))).to(F32)
+    scale = torch.exp2(exponents).repeat_interleave(32, -2)[..., :m, :]
+    return (torch.randn(shape) * scale.repeat_interleave(32, -1)[..., :n]).to(dtype)
 
 
-def assert_same(copies, expected) -> None:
-    for copy, (qdata, scale) in zip(copies, expected, strict=True):
-        assert torch.equal(copy.scale, scale)
-        is_nan = qdata.to(torch.float32).isnan()
-        assert torch.equal(copy.qdata.to(torch.float32).isnan(), is_nan)
-        bits, wanted = copy.qdata.view(torch.uint8), qdata.view(torch.uint8)
-        assert torch.equal(bits[~is_nan], wanted[~is_nan])
+def check(operator, calls, target) -> None:
+    """What is generated gives the bits of the operator's reference; NaN of any."""
+    wanted = [operator(*arguments) for arguments in calls]
+    for number, (found, expected) in enumerate(
+        zip(each(operator, calls, target=target), wanted, strict=True)
+    ):
+        assert len(found) == len(expected)
+        for tensor, reference in zip(found, expected, strict=True):
+            is_nan = reference.to(F32).isnan()
+            assert torch.equal(tensor.to(F32).isnan(), is_nan), (number, target)
+            bits, right = tensor.view(torch.uint8), reference.view(torch.uint8)
+            assert torch.equal(bits[~is_nan], right[~is_nan]), (number, target)
 
 
-def both(x, fmt, scales):
-    expected = reference.quantize(x, fmt, scales)
-    return expected[:2], expected[2:]
+@pytest.mark.parametrize(
+    ("target", "scales"),
+    [("sm_100", TILED), ("sm_100", ROW_MAJOR), ("gfx950", ROW_MAJOR)],
+)
+def test_shapes(target, scales):
+    """Also of batches, whose entries end inside blocks."""
+    check(ops.quantize_both, [(spread(*shape), *PLAIN, str(scales)) for shape in SHAPES], target)
+    if scales is ROW_MAJOR:
+        check(ops.quantize_both, [(spread(3, 40, 70), *PLAIN), (spread(2, 64, 33), *PLAIN)], target)
 
 
-@pytest.mark.parametrize("target", CONVERSIONS)
-@pytest.mark.parametrize("scales", ScaleLayout)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape, scales, target):
-    x, fmt = spread(*shape), Format()
-    assert_same(quantize(x, Layout.BOTH, fmt, scales, TARGETS[target]), both(x, fmt, scales))
-
-
-@pytest.mark.parametrize("target", CONVERSIONS)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_formats(fmt, dtype, target):
-    x, scales = spread(96, 96, dtype), ScaleLayout.ROW_MAJOR
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("sm_100", F32), ("sm_100", BF16), ("sm_100", F16), ("sm_90", BF16), ("sm_80", F32)],
+)
+def test_formats(target, dtype):
+    """Each layout in each format, with NaN, Inf, −0, the smallest and the largest values."""
+    x = spread(96, 96, dtype=dtype)
     x[0, 5], x[40, 50], x[70, 70] = float("nan"), float("inf"), -float("inf")
     x[32:64, 64:] = -0.0
-    if dtype is torch.float32:
-        x[64:, :32] = torch.randint(1, 1 << 23, (32, 32), dtype=torch.int32).view(torch.float32)  # subnormal
-        x[:32, 32:64] = torch.finfo(torch.float32).max * (1 - torch.rand(32, 32) / 4)
-    expected = both(x, fmt, scales)
-    for layout, wanted in zip((Layout.ROWWISE, Layout.COLUMNWISE), expected, strict=True):
-        assert_same(quantize(x, layout, fmt, scales, TARGETS[target]), (wanted,))
+    if dtype is F32:
+        x[64:, :32] = torch.randint(1, 1 << 23, (32, 32), dtype=torch.int32).view(F32)  # subnormal
+        x[:32, 32:64] = torch.finfo(F32).max * (1 - torch.rand(32, 32) / 4)
+    kinds = [(fmt.elem.dtype, str(fmt.rounding)) for fmt in FORMATS]
+    check(ops.quantize, [(x, dim, *kind) for kind in kinds for dim in (-1, -2)], target)
 
 
-@pytest.mark.parametrize("target", CONVERSIONS)
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_integer_reference(fmt, target):
-    largest = fmt.elem.max
-    x = spread(8, 64, torch.float32).clamp(-3e38, 3e38)
-    x[:, 7] = torch.tensor([largest * 2.0**k for k in range(-9, -1)])
-    x[0, :32], x[1, 40], x[2, 50] = 0.0, float("nan"), float("inf")
-    x[3, :32] = 2.0**-149
-    x[4:6, 32:] = torch.nextafter(torch.tensor(largest), torch.tensor([0.0, 1e9]))[:, None] * 2.0**20
-    (copy,) = quantize(x, Layout.ROWWISE, fmt, ScaleLayout.ROW_MAJOR, TARGETS[target])
-    values, scales = integer_reference.quantize(x.numpy(), fmt.elem.name, fmt.rounding)
-    np.testing.assert_array_equal(copy.scale.numpy(), scales)
-    np.testing.assert_array_equal(copy.qdata.to(torch.float64).numpy(), values)
+@pytest.mark.parametrize("target", ["sm_100", "sm_90", "sm_80"])
+def test_integer_reference(target):
+    sources = []
+    for fmt in FORMATS:
+        largest = fmt.elem.max
+        x = spread(8, 64, dtype=F32).clamp(-3e38, 3e38)
+        x[:, 7] = torch.tensor([largest * 2.0**k for k in range(-9, -1)])
+        x[0, :32], x[1, 40], x[2, 50] = 0.0, float("nan"), float("inf")
+        x[3, :32] = 2.0**-149
+        x[4:6, 32:] = torch.nextafter(torch.tensor(largest), torch.tensor([0.0, 1e9]))[:, None] * 2.0**20
+        sources.append(x)
+    calls = [(x, -1, fmt.elem.dtype, str(fmt.rounding)) for x, fmt in zip(sources, FORMATS, strict=True)]
+    for (qdata, scale), x, fmt in zip(
+        each(ops.quantize, calls, target=target), sources, FORMATS, strict=True
+    ):
+        values, scales = integer_reference.quantize(x.numpy(), fmt.elem.name, fmt.rounding)
+        np.testing.assert_array_equal(scale.numpy(), scales)
+        np.testing.assert_array_equal(qdata.to(torch.float64).numpy(), values)
 
 
-@pytest.mark.parametrize("scales", ScaleLayout)
-@pytest.mark.parametrize("shape", [(32, 64), (70, 100)], ids=str)
-def test_square(shape, scales):
-    x, fmt = spread(*shape), Format(tile=Tile.SQUARE)
-    assert_same(quantize(x, Layout.BOTH, fmt, scales, TARGETS["sm_100"]), both(x, fmt, scales))
+def test_emulated_shapes():
+    check(ops.quantize_both, [(spread(*shape), *PLAIN) for shape in ((1, 1), (33, 65), (70, 31))], "sm_80")
 
 
-@pytest.mark.parametrize("layout", Layout)
-def test_strides(layout):
+def test_square():
+    scales = [(-1, ROW_MAJOR), (-2, TILED)]
+    check(ops.quantize, [(spread(40, 70), dim, *PLAIN, True, str(scale)) for dim, scale in scales], "sm_100")
+
+
+def test_strides():
     wide = spread(64, 300)
-    scales, fmt = ScaleLayout.ROW_MAJOR, Format()
-    for x in (wide.t(), wide[:, ::3], wide[::2, 7:], wide[:1].expand(40, 300)):
-        expected = both(x, fmt, scales)
-        wanted = {Layout.ROWWISE: expected[:1], Layout.COLUMNWISE: expected[1:], Layout.BOTH: expected}
-        assert_same(quantize(x, layout, fmt, scales, TARGETS["sm_90"]), wanted[layout])
+    sources = [wide.t(), wide[:, ::3], wide[::2, 7:], wide[:1].expand(40, 300)]
+    check(ops.quantize_both, [(x, *PLAIN) for x in sources], "sm_100")
+    check(ops.quantize, [(x, dim, *PLAIN) for x in sources for dim in (-1, -2)], "sm_100")
+
+
+def test_two_of_one_shape():
+    shapes = [(33, 65), (130, 256)]
+    check(ops.quantize_two, [(spread(*s), spread(*s), *PLAIN, str(TILED)) for s in shapes], "sm_100")
 
 
 @pytest.mark.parametrize("scales", ScaleLayout)
-@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
-def test_empty(shape, scales):
-    x, fmt = torch.empty(shape), Format()
-    assert_same(quantize(x, Layout.BOTH, fmt, scales, TARGETS["sm_100"]), both(x, fmt, scales))
-
-
-def test_swizzled_padding_is_written():
-    """Memory that held NaN scales holds zeros in the padding afterwards, and nothing else is touched."""
-    x = spread(130, 200)
-    launch, (rowwise, columnwise) = plan(x, Layout.BOTH, Format(), ScaleLayout.TILED_128X4, TARGETS["sm_100"])
-    rowwise.scale.fill_(255)
-    columnwise.scale.fill_(255)
-    launch.run()
-    assert_same((rowwise, columnwise), both(x, Format(), ScaleLayout.TILED_128X4))
+def test_empty(scales):
+    shapes = [(0, 64), (64, 0), (0, 0)]
+    check(ops.quantize_both, [(torch.empty(shape), *PLAIN, str(scales)) for shape in shapes], "sm_100")
 
 
 def test_swizzle_formula():
@@ -126,30 +133,15 @@ def test_swizzle_formula():
     assert torch.equal(flat, tiled)
 
 
-def test_bytes_beyond_the_matrix_are_not_written():
-    """A view into a larger buffer: what lies outside keeps its value."""
-    x = spread(33, 70)
-    launch, _ = plan(x, Layout.BOTH, Format(), ScaleLayout.ROW_MAJOR, TARGETS["sm_90"])
-    guarded = {}
-    for name, value in launch.arguments.items():
-        if isinstance(value, torch.Tensor) and name != "x_ptr":
-            buffer = torch.full((value.numel() + 64,), 0xAB, dtype=torch.uint8)
-            guarded[name] = buffer
-            launch.arguments[name] = buffer[:-64]
-    launch.run()
-    for name, buffer in guarded.items():
-        assert (buffer[-64:] == 0xAB).all(), name
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_offsets_beyond_32_bits(dim):
     """Rows, or columns, 2^30 elements apart: the third lies where a 32-bit offset would have wrapped."""
     apart = (1 << 30) + 16
-    memory = torch.empty(2 * apart + 64, dtype=torch.uint8).view(
-        torch.float8_e5m2
-    )  # pages are made when touched
+    elem = torch.float8_e5m2  # pages are made when touched
+    memory = torch.empty(2 * apart + 64, dtype=torch.uint8).view(elem)
     x = memory.as_strided((3, 64), (apart, 1)) if dim == 0 else memory.as_strided((64, 3), (1, apart))
-    values = spread(*x.shape).to(torch.float8_e5m2)
+    values = spread(*x.shape).to(elem)
     x.copy_(values)
-    (copy,) = quantize(x, Layout.ROWWISE, Format(), ScaleLayout.ROW_MAJOR, TARGETS["sm_90"])
-    assert_same((copy,), both(values, Format(), ScaleLayout.ROW_MAJOR)[:1])
+    found = run(lambda x: ops.quantize(x, -1, *PLAIN), x, target="sm_100")
+    for tensor, wanted in zip(found, ops.quantize(values, -1, *PLAIN), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))

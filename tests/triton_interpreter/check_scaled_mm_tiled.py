@@ -1,4 +1,4 @@
-"""The scaled matmul on tiled scales against FP64."""
+"""The generated products through the tensor memory accelerator, on tiled scales, against FP64."""
 
 from __future__ import annotations
 
@@ -6,69 +6,69 @@ from dataclasses import replace
 
 import pytest
 import torch
-from operands import assert_within, operand
+from modules import each, run
+from operands import Operand, assert_within, operand, product
 
-from mxcompile.formats import E5M2, Format, ScaleLayout
+from mxcompile import ops
+from mxcompile.formats import E5M2
 from mxcompile.lowering.kernels.configs import tiled_configs
-from mxcompile.lowering.kernels.quantize import Layout, quantize
-from mxcompile.lowering.kernels.scaled_mm import Operand
-from mxcompile.lowering.kernels.scaled_mm_tiled import fits, plan, scaled_mm_tiled
-from mxcompile.lowering.reference.scaled_mm_tiled import scaled_mm_tiled as reference
-from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.lowering.templates import configs
 
 SM_100 = TARGETS["sm_100"]
+CONFIGS = tiled_configs(SM_100)
+E4M3, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)
-@pytest.mark.parametrize("choice", range(len(tiled_configs(SM_100))))
-def test_configs(majorness, choice):
-    a, b = (
-        operand(256, 384, k_major=majorness[0], tiled=True),
-        operand(384, 384, k_major=majorness[1], tiled=True),
-    )
-    bias = torch.randn(384).to(torch.bfloat16)
-    launch, out = plan(a, b, bias, torch.bfloat16, SM_100, choice)
-    launch.run()
-    assert_within(out, *reference(a.qdata, a.scale, b.qdata, b.scale, bias), 384)
+@pytest.fixture
+def force(monkeypatch):
+    """Function that makes every product run with one of the chip's configs."""
+
+    def forced(config) -> None:
+        monkeypatch.setattr(configs, "tiled_products", lambda *_: [config])
+
+    return forced
 
 
-@pytest.mark.parametrize("shape", [(16, 8, 16), (150, 264, 96), (129, 520, 400), (1, 16, 288)], ids=str)
-def test_tails(shape):
-    m, n, k = shape
-    a, b = operand(m, k, tiled=True), operand(n, k, E5M2, tiled=True)
-    assert fits(a, b, torch.float32)
-    out = scaled_mm_tiled(a, b, None, torch.float32, SM_100)
-    assert_within(out, *reference(a.qdata, a.scale, b.qdata, b.scale, None), k)
+def check(sides: list[tuple[Operand, Operand]], bias, out_dtype, target: Target = SM_100) -> None:
+    calls = [(*a.left, *b.right, bias, out_dtype) for a, b in sides]
+    for out, (a, b) in zip(each(ops.scaled_mm, calls, target=target), sides, strict=True):
+        assert_within(out, *product(a.values, b.values, bias), a.qdata.shape[1])
 
 
-def test_more_tiles_than_processors():
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_n}{'ws' * c.warp_specialize}")
+def test_configs(config, force):
+    force(config)
+    layouts = [(True, True), (True, False), (False, False)]
+    shape = {"k": 384, "tiled": True}
+    sides = [(operand(256, k_major=a, **shape), operand(384, k_major=b, **shape)) for a, b in layouts]
+    check(sides, torch.randn(384).to(BF16), BF16)
+
+
+def test_tails(force):
+    force(CONFIGS[0])
+    shapes = [(16, 8, 16), (150, 264, 96), (129, 520, 400), (1, 16, 288)]
+    check([(operand(m, k, tiled=True), operand(n, k, E5M2, tiled=True)) for m, n, k in shapes], None, F32)
+
+
+def test_more_tiles_than_processors(force):
     """Every program of the persistent grid takes its second tile."""
-    a, b = operand(300, 32, tiled=True), operand(600, 32, tiled=True)
-    launch, out = plan(a, b, None, torch.float32, replace(SM_100, processors=4))
-    assert launch.grid == (4,)
-    launch.run()
-    assert_within(out, *reference(a.qdata, a.scale, b.qdata, b.scale, None), 32)
+    force(CONFIGS[0])
+    sides = [(operand(300, 32, tiled=True), operand(600, 32, tiled=True))]
+    check(sides, None, F32, replace(SM_100, processors=4))
 
 
-def test_after_the_cast():
-    """wgrad from the columnwise copies as the quantizer writes them: dyᵀ · x, both MN-major."""
-    dy, x = torch.randn(160, 48).to(torch.bfloat16), torch.randn(160, 80).to(torch.bfloat16)
-    operands = []
-    for source in (dy, x):
-        (copy,) = quantize(source, Layout.COLUMNWISE, Format(), ScaleLayout.TILED_128X4, SM_100)
-        operands.append(Operand(qdata=copy.qdata.t(), scale=copy.scale))
-    a, b = operands
-    assert fits(a, b, torch.float32)
-    out = scaled_mm_tiled(a, b, None, torch.float32, SM_100)
-    assert_within(out, *reference(a.qdata, a.scale, b.qdata, b.scale, None), 160)
+def test_after_the_cast(force):
+    """wgrad from the columnwise copies as the cast writes them: dyᵀ · x, both MN-major."""
+    force(CONFIGS[0])
+    dy, x = torch.randn(160, 48).to(BF16), torch.randn(160, 80).to(BF16)
+
+    def wgrad(dy, x):
+        (a, sa), (b, sb) = (ops.quantize(side, -2, E4M3, "rceil", False, "128x4") for side in (dy, x))
+        return a, sa, b, sb, ops.scaled_mm(a.t(), sa, b, sb, None, F32)
+
+    *cast, out = run(wgrad, dy, x, target=SM_100)
+    sides = [Operand(qdata=qdata.t(), scale=scale) for qdata, scale in (cast[:2], cast[2:])]
+    assert_within(out, *product(sides[0].values, sides[1].values), 160)
     error = (out.double() - dy.double().t() @ x.double()).norm() / out.double().norm()
     assert error < 10 ** (-27.5 / 20)
-
-
-def test_what_does_not_fit():
-    good = operand(32, 64, tiled=True)
-    assert not fits(operand(32, 64), good, torch.bfloat16)  # row-major scales
-    assert not fits(operand(32, 60, tiled=True), operand(32, 60, tiled=True), torch.bfloat16)
-    assert not fits(good, operand(30, 64, tiled=True), torch.bfloat16)  # rows of the result: 60 bytes
-    assert not fits(operand(0, 64, tiled=True), good, torch.bfloat16)
-    assert fits(good, good, torch.bfloat16)

@@ -1,14 +1,62 @@
-"""MX operands made directly of codes and bytes, in memory that is NaN wherever an operand does not reach."""
+"""MX operands made directly of codes and bytes, in memory that is NaN wherever an operand does not reach.
+
+And their products in FP64, with the bound that FP32 accumulation keeps.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from mxcompile.formats import E4M3, ElemType, num_blocks
-from mxcompile.formats.scale_tiles import tile_scale
-from mxcompile.lowering.kernels.scaled_mm import Operand
+from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats.scale_tiles import tile_scale, untile_scale
 
 NAN_CODE, NAN_BYTE = 0x7F, 255
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operand:
+    """One side of a product, seen as [rows, K]: the rows are M of `a`, N of `b`.
+
+    qdata: FP8 [rows, K], any strides. scale: bytes [rows, ⌈K/32⌉], any strides, or flat and tiled 128×4.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+
+    @property
+    def left(self) -> tuple[Tensor, Tensor]:
+        """As the operators take a."""
+        return self.qdata, self.scale
+
+    @property
+    def right(self) -> tuple[Tensor, Tensor]:
+        """As the operators take b, [K, rows]."""
+        return self.qdata.t(), self.scale if self.scale.ndim == 1 else self.scale.t()
+
+    @property
+    def values(self) -> Tensor:
+        """FP64 [rows, K]."""
+        return values(self.qdata, self.scale)
+
+
+def values(qdata: Tensor, scale: Tensor) -> Tensor:
+    """FP64 values of an operand [rows, K]; scale row-major [rows, ⌈K/32⌉] or flat, tiled."""
+    if scale.ndim == 1:
+        scale = untile_scale(scale, qdata.shape[0], num_blocks(qdata.shape[1]))
+    return dequantize_tensors(qdata, scale, -1, torch.float64)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A · bᵀ (+ bias) of `values` in FP64, and Σ |a · b| (+ |bias|), which error bounds are relative to."""
+    a, b = a.to(torch.float64), b.to(torch.float64).t()
+    exact, magnitude = a @ b, a.abs() @ b.abs()
+    if bias is not None:
+        exact, magnitude = exact + bias.to(torch.float64), magnitude + bias.to(torch.float64).abs()
+    return exact, magnitude
 
 
 def finite_codes(rows: int, columns: int, elem: ElemType) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The kernels on the GPU of this machine, with its own configs: casts bit for bit, products against FP64."""
+"""The generated casts and products on the GPU of this machine: casts bit for bit, products against FP64."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout
-from mxcompile.lowering import targets
-from mxcompile.lowering.kernels import (
-    configs,
-    fused_quantize_mm,
-    quantize,
-    scaled_mm,
-    scaled_mm_tiled,
-    weight_only_mm,
-)
-from mxcompile.lowering.kernels.quantize import Layout
-from mxcompile.lowering.reference import fused_quantize_mm as fused_reference
-from mxcompile.lowering.reference import quantize as quantize_reference
-from mxcompile.lowering.reference import scaled_mm as scaled_reference
-from mxcompile.lowering.reference import weight_only_mm as weight_only_reference
+from mxcompile import ops
+from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout
+from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.lowering import pipeline, targets
+from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates import configs as choices
+from mxcompile.lowering.templates import scaled_mm_tiled
 
 sys.path.append(str(Path(__file__).parents[2] / "triton_interpreter"))
-from operands import assert_within, operand
+from operands import assert_within, operand, product, values
 
 pytestmark = pytest.mark.gpu
 
+BF16, F32 = torch.bfloat16, torch.float32
 SHAPES = [(1, 4096, 4096), (16, 1000, 1040), (33, 130, 100), (300, 520, 4096), (2048, 4096, 512)]
 
 
@@ -38,19 +31,26 @@ def chip():
     """What the device is; tensors are made there."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA or ROCm device")
+    assert pipeline._obstacle() == pipeline._weight_only_obstacle() == ""
     torch.set_default_device("cuda")
     yield targets.of_device(torch.device("cuda"))
     torch.set_default_device(None)
 
 
-def row_or_skip(table, family: str, chip: Target) -> None:
-    if isinstance(table.get(chip.name), configs.Absent):
-        pytest.skip(f"{family} is not for {chip.name}: {table[chip.name].reason}")
+def native(chip: Target) -> None:
+    if not chip.native:
+        pytest.skip(f"{chip.name} has no MX GEMM: products are the vendor's, of dequantized operands")
+
+
+def generated(operator, *arguments):
+    """What Inductor's code for one operator gives."""
+    torch._dynamo.reset()
+    return torch.compile(lambda *given: operator(*given), dynamic=False, fullgraph=True)(*arguments)
 
 
 def spread(m: int, n: int) -> torch.Tensor:
     """Normal values whose magnitude changes by many binades from block to block."""
-    exponents = torch.randint(-60, 60, (-(-m // 32), -(-n // 32))).to(torch.float32)
+    exponents = torch.randint(-60, 60, (-(-m // 32), -(-n // 32))).to(F32)
     return (
         torch.randn(m, n) * torch.exp2(exponents).repeat_interleave(32, 0)[:m].repeat_interleave(32, 1)[:, :n]
     )
@@ -64,71 +64,75 @@ def special(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+CASTS = {
+    "rowwise": lambda x, *how: ops.quantize(x, -1, *how[:2], False, how[2]),
+    "columnwise": lambda x, *how: ops.quantize(x, -2, *how[:2], False, how[2]),
+    "both": ops.quantize_both,
+}
+
+
 @pytest.mark.parametrize("scales", ScaleLayout)
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", CASTS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 160), (4096, 4096), (333, 1031)], ids=str)
 def test_quantize(shape, dtype, layout, scales, chip):
-    for elem in ELEM_TYPES.values():
-        for rounding in Rounding:
-            fmt, x = Format(elem=elem, rounding=rounding), special(spread(*shape)).to(dtype)
-            copies = quantize.quantize(x, layout, fmt, scales, chip)
-            expected = quantize_reference.quantize(x, fmt, scales)
-            wanted = {Layout.ROWWISE: expected[:2], Layout.COLUMNWISE: expected[2:], Layout.BOTH: expected}[
-                layout
-            ]
-            found = [tensor for copy in copies for tensor in (copy.qdata, copy.scale)]
-            for tensor, reference in zip(found, wanted, strict=True):
-                values, same = (
-                    reference.to(torch.float32),
-                    tensor.view(torch.uint8) == reference.view(torch.uint8),
-                )
-                assert torch.equal(tensor.to(torch.float32).isnan(), values.isnan())
-                assert (same | values.isnan()).all()
+    kinds = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
+
+    def every(x):
+        return [result for kind in kinds for result in CASTS[layout](x, *kind, str(scales))]
+
+    x = special(spread(*shape)).to(dtype)
+    for tensor, reference in zip(generated(every, x), every(x), strict=True):
+        is_nan = reference.to(F32).isnan()
+        assert torch.equal(tensor.to(F32).isnan(), is_nan)
+        assert ((tensor.view(torch.uint8) == reference.view(torch.uint8)) | is_nan).all()
 
 
 @pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scaled_mm(shape, tiled, majorness, chip):
-    row_or_skip(configs.SCALED_MM, "scaled_mm", chip)
+def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
+    native(chip)
+    monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=tiled), operand(n, k, k_major=majorness[1], tiled=tiled)
-    bias = torch.randn(n).to(torch.bfloat16)
-    out = scaled_mm.scaled_mm(a, b, bias, torch.bfloat16, chip)
-    assert_within(out, *scaled_reference.scaled_mm(a.qdata, a.scale, b.qdata, b.scale, bias), k)
+    bias = torch.randn(n).to(BF16)
+    out = generated(ops.scaled_mm, *a.left, *b.right, bias, BF16)
+    assert_within(out, *product(a.values, b.values, bias), k)
 
 
 @pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scaled_mm_tiled(shape, majorness, chip):
-    row_or_skip(configs.SCALED_MM_TILED, "scaled_mm_tiled", chip)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
+    """Every config, of operands that the accelerator can read; the pointer form else."""
+    if isinstance(
+        row := configs.SCALED_MM_TILED.get(chip.name, configs.Absent(reason="no row")), configs.Absent
+    ):
+        pytest.skip(f"scaled_mm_tiled is not for {chip.name}: {row.reason}")
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=True), operand(n, k, k_major=majorness[1], tiled=True)
-    if not scaled_mm_tiled.fits(a, b, torch.bfloat16):
-        pytest.skip("strides the tensor memory accelerator cannot read")
-    wanted = scaled_reference.scaled_mm(a.qdata, a.scale, b.qdata, b.scale, None)
-    for choice in range(len(configs.tiled_configs(chip))):
-        launch, out = scaled_mm_tiled.plan(a, b, None, torch.bfloat16, chip, choice)
-        launch.run()
-        assert_within(out, *wanted, k)
+    for config in configs.tiled_configs(chip):
+        monkeypatch.setattr(choices, "tiled_products", lambda *_, config=config: [config])
+        assert_within(
+            generated(ops.scaled_mm, *a.left, *b.right, None, BF16), *product(a.values, b.values), k
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fused_quantize_mm(shape, chip):
-    row_or_skip(configs.FUSED_QUANTIZE_MM, "fused_quantize_mm", chip)
+def test_quantize_mm(shape, chip):
+    native(chip)
     m, n, k = shape
-    x, w, fmt = spread(m, k).to(torch.bfloat16), operand(n, k, spread=20), Format()
-    out = fused_quantize_mm.fused_quantize_mm(x, w, None, fmt, torch.float32, chip)
-    assert_within(out, *fused_reference.fused_quantize_mm(x, w.qdata, w.scale, None, fmt), k)
+    x, w, how = spread(m, k).to(BF16), operand(n, k, spread=20), (torch.float8_e4m3fn, "rceil")
+    out = generated(ops.quantize_mm, x, *w.right, None, *how, F32)
+    assert_within(out, *product(values(*quantize_tensors(x, -1, *how)), w.values), k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_weight_only_mm(shape, dtype, chip):
     m, n, k = shape
     x, w = torch.randn(m, k).to(dtype), operand(n, k)
-    out = weight_only_mm.weight_only_mm(x, w, torch.randn(n) * 0, torch.float32, chip)
-    assert_within(out, *weight_only_reference.weight_only_mm(x, w.qdata, w.scale, None), k)
-    again = weight_only_mm.weight_only_mm(x, w, None, torch.float32, chip)
+    out = generated(ops.weight_only_mm, x, *w.left, None, F32)
+    assert_within(out, *product(x, w.values), k)
+    again = generated(ops.weight_only_mm, x, *w.left, None, F32)
     assert torch.equal(out, again)  # the parts of a split K are summed in one order

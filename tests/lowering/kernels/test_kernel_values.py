@@ -26,15 +26,3 @@ def test_in_interpreter():
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-12000:]}{done.stderr[-2000:]}"
-
-
-def test_every_family_is_checked():
-    kernels = Path(__file__).parents[3] / "lowering" / "kernels"
-    checked = {"fp8_tiles", "packed", "tiles"}
-    shared = {"__init__", "configs", "launch", "scale_bytes", "scaled_tile", "scratch", "zero_rows"} | checked
-    families = {path.stem for path in kernels.glob("*.py")} - shared
-    assert {path.stem.removeprefix("check_") for path in CHECKS} == families | checked | {
-        "interpreter",
-    }
-    references = {path.stem for path in (kernels.parent / "reference").glob("*.py")} - {"__init__"}
-    assert references == families

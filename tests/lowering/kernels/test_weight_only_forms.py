@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from offline import compile_launch
+from rendered import compiled
 from torch._inductor import config
 
-from mxcompile.lowering.kernels import configs, weight_only_mm
-from mxcompile.lowering.kernels.scaled_mm import Operand
+from mxcompile import ops
+from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import weight_only
 from mxcompile.lowering.templates.weight_only_forms import Form, forms, most_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -19,15 +20,17 @@ EMULATED = [name for name, target in TARGETS.items() if target.arch is not None 
 WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
 
 
-def compiled(form: Form, rows: int, dtype: torch.dtype, target: str, monkeypatch):
-    """The kernel that `form` is, for a weight [1024, 4096]."""
-    row = configs.WeightOnlyChoices(gemv=form.tile, dot=form.tile)
-    monkeypatch.setitem(configs.WEIGHT_ONLY_MM, target, row)
+def generated(form: Form, rows: int, dtype: torch.dtype, target: str, monkeypatch):
+    """The kernel of a product by a weight [1024, 4096] in `form`, and how many follow it."""
+    monkeypatch.setattr(weight_only, "forms", lambda *_: [form])
     x = torch.empty(rows, 4096, dtype=dtype, device="meta")
     qdata = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    w = Operand(qdata=qdata, scale=torch.empty(1024, 128, dtype=torch.uint8, device="meta"))
-    chip = TARGETS[target]
-    return compile_launch(weight_only_mm.plan(x, w, None, dtype, chip)[0][0], chip)
+    scale = torch.empty(1024, 128, dtype=torch.uint8, device="meta")
+
+    def multiply(*operands):
+        return [ops.weight_only_mm(*operands, None, dtype)]
+
+    return compiled(multiply, [x, qdata, scale], TARGETS[target])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
@@ -38,10 +41,14 @@ def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
     assert len(tried) == len({form.tile for form in tried}) == 3
     assert len({form.parts for form in tried}) == 1, "the parts are summed alike, whichever wins"
     for form in tried:
-        result = compiled(form, rows, dtype, target, monkeypatch)
-        assert result.spilled_bytes == 0, form
-        assert result.shared_bytes <= TARGETS[target].shared_bytes, form
-        assert re.search(WIDE_LOAD, result.assembly), form
+        product, others = generated(form, rows, dtype, target, monkeypatch)
+        assert others == (form.parts > 1), "the parts are summed by a kernel that follows"
+        assert product.spill_bytes == 0, form
+        assert product.problems == (), form
+        assert bool(product.mma) == form.on_tensor_cores, form
+        text = product.text.get("ptx") or product.text["amdgcn"]
+        assert re.search(WIDE_LOAD, text), form
+        assert not re.search(r"\batom\.|\bred\.|_atomic_", text), form  # parts are summed in order
 
 
 def test_a_weight_is_read_once_by_up_to_32_rows():
