@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint check gpu gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity bench clean
+.PHONY: demo docs test test-slow lint check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench \
+	clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxcompile demo
@@ -29,10 +30,13 @@ check: lint test test-slow
 # All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
 GPU_PYTHON ?= $(PYTHON)
 
-gpu: gpu-tests gpu-kernels gpu-gemms gpu-training gpu-parity
+gpu: gpu-tests gpu-layer gpu-kernels gpu-gemms gpu-training gpu-parity
 
 gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu -rs tests
+
+gpu-layer:
+	$(GPU_PYTHON) benchmarks/gpu_layer.py
 
 gpu-kernels:
 	$(GPU_PYTHON) benchmarks/gpu_kernels.py

@@ -52,6 +52,30 @@ def torchao_model(model: nn.Module, *, emulated: bool) -> nn.Module:
     return copied
 
 
+def transformer_engine_linear(layer: nn.Linear, *, native: bool) -> nn.Module:
+    """Transformer Engine's layer of that shape: MXFP8 or, where that is not native, FP8 by tensor.
+
+    Raises ImportError without Transformer Engine.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    chosen = recipe.MXFP8BlockScaling() if native else recipe.Float8CurrentScaling()
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = layer.in_features, layer.out_features
+            self.layer = te.Linear(*sizes, bias=layer.bias is not None, params_dtype=layer.weight.dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with te.fp8_autocast(enabled=True, fp8_recipe=chosen):
+                out: torch.Tensor = self.layer(x)
+            return out
+
+    return Linear().to(layer.weight.device)
+
+
 def alternate(
     runs: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2
 ) -> dict[str, list[float]]:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Format, ScaleLayout
-from mxcompile.lowering.targets import Target
+from mxcompile import ops
+from mxcompile.formats import ScaleLayout
+from mxcompile.lowering import pipeline
+from mxcompile.lowering.targets import Peak
 
+DEVICE = "cuda"
 LAYERS = {
     "llama-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "llama-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
@@ -22,6 +25,15 @@ LAYERS = {
 _L2_BYTES = 256 << 20
 
 Call = Callable[[], Any]
+Operand = tuple[Tensor, Tensor]
+"""Codes [rows, K] and their scale."""
+
+
+def register() -> None:
+    """Make Inductor lower the operators as graphs of the backend have them lowered."""
+    obstacle = pipeline._obstacle() or pipeline._weight_only_obstacle()
+    if obstacle:
+        raise SystemExit(obstacle)
 
 
 def graph_times(runs: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, float]:
@@ -65,41 +77,53 @@ def check_bits(found: Tensor, wanted: Tensor, what: str) -> None:
         raise SystemExit(f"{what}: differs from the reference")
 
 
-def check_product(out: Tensor, exact: Tensor, magnitude: Tensor, k: int, what: str) -> None:
-    """Products: FP32 accumulation and one rounding."""
+def check_product(out: Tensor, a: Tensor, b: Tensor, what: str) -> None:
+    """A product of `a` [M, K] and `b` [N, K], exact values: FP32 accumulation and one rounding."""
+    left, right, k = a.double(), b.double().t(), a.shape[1]
+    exact, magnitude = left @ right, left.abs() @ right.abs()
     bound = (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs()
     worst = ((out.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
     if not worst <= 1.0:
         raise SystemExit(f"{what}: error is {worst:.3g} times what accumulation explains")
 
 
-def quantized(
-    n: int, k: int, count: int, scales: ScaleLayout, target: Target
-) -> tuple[list[Tensor], list[Any]]:
-    """BF16 matrices [n, k], and the same quantized along k, as operands of a product."""
-    from mxcompile.lowering.kernels.quantize import Layout, quantize
-    from mxcompile.lowering.kernels.scaled_mm import Operand
-
-    dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(count)]
-    made = [quantize(matrix, Layout.ROWWISE, Format(), scales, target)[0] for matrix in dense]
-    return dense, [Operand(qdata=copy.qdata, scale=copy.scale) for copy in made]
+def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:
+    """BF16 matrices [rows, k], and the same quantized along k."""
+    dense = [torch.randn(rows, k, device=DEVICE).bfloat16() for _ in range(count)]
+    how = (torch.float8_e4m3fn, "rceil", False, str(scales))
+    return dense, [ops.quantize(matrix, -1, *how) for matrix in dense]
 
 
-def product_row(
-    part: str, kernel: str, shape: tuple[int, int, int], times: Mapping[str, float], gemms: int = 1
-) -> dict[str, Any]:
-    """What `gemms` products of m×n×k took, in µs by kernel, beside the baseline, the vendor's in BF16."""
-    m, n, k = shape
+def values(operand: Operand) -> Tensor:
+    """FP64 [rows, K]."""
+    found: Tensor = ops.dequantize(*operand, -1, torch.float64)
+    return found
+
+
+def row(part: str, kernel: str, shape: str, times: Mapping[str, float], baseline: str) -> dict[str, Any]:
+    """What `kernel` took in µs, beside the run called "baseline" and what that is."""
     return {
         "part": part,
         "kernel": kernel,
-        "shape": f"{m}x{n}x{k}",
+        "shape": shape,
         "time_us": round(times[kernel], 2),
-        "tflops": round(gemms * 2 * m * n * k / times[kernel] / 1e6, 1),
-        "baseline": "torch.mm (bfloat16)",
+        "baseline": baseline,
         "baseline_us": round(times["baseline"], 2),
         "ratio": round(times["baseline"] / times[kernel], 3),
     }
+
+
+def rate(time_us: float, peak: Peak | None, *, flops: float, precision: str) -> dict[str, Any]:
+    """10¹² operations a second, and their share of what the data sheet has for "mxfp8", "fp8" or "bf16"."""
+    tflops = flops / time_us / 1e6
+    most = getattr(peak, f"{precision}_tflops", 0.0)
+    return {"tflops": round(tflops, 1), "of_peak": round(tflops / most, 3) if most else None}
+
+
+def bandwidth(time_us: float, peak: Peak | None, num_bytes: float) -> dict[str, Any]:
+    """10⁹ bytes a second, and their share of the data sheet's."""
+    gbs = num_bytes / time_us / 1e3
+    return {"gbs": round(gbs), "of_peak": round(gbs / peak.bandwidth_gbs, 3) if peak else None}
 
 
 def device() -> dict[str, str]:

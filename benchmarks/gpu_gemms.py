@@ -1,8 +1,12 @@
-"""GEMMs of Llama's and Qwen's linear layers on the GPU of this machine, beside the vendor's and torchao's.
+"""GEMMs of Llama's and Qwen's linear layers on the GPU of this machine, beside the vendor's and others'.
 
-    products   operands at hand: torch.mm in BF16 (the baseline), torch._scaled_mm in FP8, one scale a tensor;
-               where the chip has an MX GEMM also ours in every form, and torch._scaled_mm in MX
-    linears    forward and backward of one compiled layer, casts included: BF16, mxcompile, torchao
+    products   operands at hand, in the layouts of fprop, dgrad and wgrad: torch.mm in BF16 (the baseline) and
+               torch._scaled_mm in FP8; where the chip has an MX GEMM also what Inductor generates of ours, by
+               default and by autotuning, and torch._scaled_mm in MX. ``choices`` has the time of every kernel
+               that autotuning tried
+    linears    forward and backward of one compiled layer, casts included: BF16, mxcompile in MXFP8 and, where
+               the chip multiplies it, FP8, torchao, Transformer Engine
+    experts    the same of grouped products
 
 Products of few tokens are first compared with an FP64 reference. Times are medians of alternating rounds.
 Without a GPU it says so and measures nothing.
@@ -11,90 +15,111 @@ Without a GPU it says so and measures nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu_common
+import gpu_graphs
 import torch
-from common import show, torchao_model, write
-from gpu_common import (
-    LAYERS,
-    alternate,
-    check_product,
-    copies_for,
-    device,
-    graph_times,
-    product_row,
-    quantized,
-)
+from common import show, torchao_model, transformer_engine_linear, write
+from gpu_common import LAYERS, Call, check_product, copies_for, quantized, rate, row, values
 from torch import Tensor, nn
+from torch._inductor.select_algorithm import add_feedback_saver
+from torch.nn import functional
 from tqdm import tqdm
 
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import ScaleLayout
 from mxcompile.lowering import targets
 from mxcompile.lowering.targets import Target
 
-TOKENS = (1, 16, 128, 1024, 4096, 16384)
-LINEAR_TOKENS = 4096
+TOKENS = (1, 16, 128, 1024, 8192)
+LINEAR_TOKENS = 8192
+EXPERTS, EXPERT_SIZES = 8, ((14336, 4096), (4096, 14336))
 _CHECKED = 256
 """Tokens: the FP64 reference of more takes longer than all measurements."""
+_LAYOUTS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+"""Whether a, and b, are stored along the dimension that is not contracted."""
+_BF16 = "torch.mm (bfloat16)"
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def products(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Every form that runs on `target`, for every layer and number of tokens."""
-    from mxcompile.lowering.reference.scaled_mm import scaled_mm as reference
-
+    """Every layer, number of tokens and layout; few tokens are fprop's alone."""
     for n, k in LAYERS[model]:
-        dense, weights = quantized(n, k, copies_for(2 * n * k), target.scale_layout, target)
+        dense, weights = quantized(n, k, copies_for(2 * n * k), target.scale_layout)
         for m in TOKENS:
-            xs, operands = quantized(m, k, len(dense), target.scale_layout, target)
-            ours = _forms(xs, operands, weights, target) if target.native else {}
-            if m <= _CHECKED and ours:
-                a, b = operands[0], weights[0]
-                wanted = reference(a.qdata, a.scale, b.qdata, b.scale, None)
-                for name, plans in ours.items():
-                    plans[0][0].run()
-                    check_product(plans[0][1], *wanted, k, name)
-            runs = {name: [launch.run for launch, _ in plans] for name, plans in ours.items()}
-            runs["baseline"] = [lambda x=x, w=w: x @ w.t() for x, w in zip(xs, dense, strict=True)]
-            vendor = _vendor(operands, weights, target)
-            times = graph_times(runs | vendor, repeats)
-            for name in [*ours, *vendor]:
-                yield {"model": model} | product_row("products", name, (m, n, k), times)
+            xs, sources = quantized(m, k, len(dense), target.scale_layout)
+            for layout in _LAYOUTS if m >= LINEAR_TOKENS else ("fprop",):
+                pairs = [
+                    (*_stored(a, layout, 0), *_turned(_stored(b, layout, 1)))
+                    for a, b in zip(sources, weights, strict=True)
+                ]
+                ours, tried = _generated(xs, pairs) if target.native else ({}, {})
+                for name, run in ours.items() if m <= _CHECKED else ():
+                    check_product(run[0](), values(sources[0]), values(weights[0]), name)
+                runs: dict[str, list[Call]] = {**ours, **_vendor(pairs, target)}
+                runs["baseline"] = [lambda x=x, w=w: x @ w.t() for x, w in zip(xs, dense, strict=True)]
+                times = gpu_common.graph_times(runs, repeats)
+                for name in list(runs)[:-1]:
+                    shape = f"{m}x{n}x{k}"
+                    precision = "fp8" if "fp8" in name else "mxfp8"
+                    speed = rate(times[name], target.peak, flops=2 * m * n * k, precision=precision)
+                    found = row("products", name, shape, times, _BF16)
+                    choices = {"choices": tried} if "autotuned" in name else {}
+                    yield {"model": model, "layout": layout, **found, **speed, **choices}
 
 
-def _forms(
-    xs: list[Tensor], operands: list[Any], weights: list[Any], target: Target
-) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Our kernels that can run the products: one plan for each pair of operands."""
-    from mxcompile.lowering.kernels import fused_quantize_mm, scaled_mm, scaled_mm_tiled
-    from mxcompile.lowering.kernels.configs import tiled_configs
+def _stored(operand: gpu_common.Operand, layout: str, side: int) -> gpu_common.Operand:
+    """The operand [rows, K], its codes as the casts of that layout leave them in memory."""
+    codes, scale = operand
+    return (codes.t().contiguous().t() if _LAYOUTS[layout][side] else codes), scale
 
-    out, fmt = torch.bfloat16, Format()
-    pairs = list(zip(operands, weights, strict=True))
-    forms = {"scaled_mm": [scaled_mm.plan(*pair, None, out, target) for pair in pairs]}
-    if target.scale_layout is ScaleLayout.TILED_128X4 and scaled_mm_tiled.fits(*pairs[0], out):
-        for choice in range(len(tiled_configs(target))):
-            plans = [scaled_mm_tiled.plan(*pair, None, out, target, choice) for pair in pairs]
-            forms[f"scaled_mm_tiled {choice}"] = plans
-    sources = zip(xs, weights, strict=True)
-    return forms | {
-        "fused_quantize_mm": [fused_quantize_mm.plan(x, w, None, fmt, out, target) for x, w in sources]
+
+def _turned(operand: gpu_common.Operand) -> gpu_common.Operand:
+    """As an operator takes b, [K, N]."""
+    codes, scale = operand
+    return codes.t(), scale if scale.ndim == 1 else scale.t()
+
+
+def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[Call]], dict[str, float]]:
+    """The generated products, and what each kernel that autotuning tried took, in µs."""
+    tried: dict[str, float] = {}
+
+    def keep(timings: Any, *_: Any) -> None:
+        finite = {choice.name: time for choice, time in timings.items() if math.isfinite(time)}
+        tried.update({name: round(milliseconds * 1e3, 2) for name, milliseconds in finite.items()})
+
+    torch._dynamo.reset()
+    add_feedback_saver(keep)
+    tuned = {"max_autotune_gemm": True, "autotune_in_subproc": False}
+    forms: dict[str, Callable[..., Tensor]] = {
+        "mx_scaled_mm": torch.compile(gpu_graphs.scaled_mm, dynamic=False),
+        "mx_scaled_mm autotuned": torch.compile(gpu_graphs.scaled_mm, dynamic=False, options=tuned),
     }
+    runs = {
+        name: [lambda given=given, run=run: run(*given) for given in pairs] for name, run in forms.items()
+    }
+    if xs[0].shape[0] <= _CHECKED:
+        fused = torch.compile(gpu_graphs.quantize_mm, dynamic=False)
+        sources = zip(xs, pairs, strict=True)
+        runs["mx_quantize_mm"] = [lambda x=x, b=b: fused(x, *b[2:]) for x, b in sources]
+    for run in runs.values():
+        run[0]()
+    return runs, tried
 
 
-def _vendor(operands: list[Any], weights: list[Any], target: Target) -> dict[str, list[Any]]:
+def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
     """torch._scaled_mm on the same elements: FP8 with one scale a tensor; MX where it takes such scales."""
-    one = torch.ones((), device="cuda")
-    pairs = list(zip(operands, weights, strict=True))
+    one, e8m0 = torch.ones((), device=gpu_common.DEVICE), torch.float8_e8m0fnu
     candidates = {
-        "torch._scaled_mm (fp8, a scale a tensor)": [(a.qdata, b.qdata.t(), one, one) for a, b in pairs]
+        "torch._scaled_mm (fp8, a scale a tensor)": [(a, b, one, one) for a, _, b, _ in pairs],
     }
     if target.scale_layout is ScaleLayout.TILED_128X4:
-        e8m0 = torch.float8_e8m0fnu
         candidates["torch._scaled_mm (mxfp8)"] = [
-            (a.qdata, b.qdata.t(), a.scale.view(e8m0), b.scale.view(e8m0)) for a, b in pairs
+            (a, b, sa.view(e8m0), sb.view(e8m0)) for a, sa, b, sb in pairs
         ]
-    runs = {}
+    runs: dict[str, list[Call]] = {}
     for name, arguments in candidates.items():
         try:
             torch._scaled_mm(*arguments[0], out_dtype=torch.bfloat16)
@@ -109,32 +134,97 @@ def _vendor(operands: list[Any], weights: list[Any], target: Target) -> dict[str
 
 def linears(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
     """A layer compiled by itself, forward and backward."""
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     for n, k in LAYERS[model]:
-        torch._dynamo.reset()
-        layer = nn.Sequential(nn.Linear(k, n, bias=False)).to("cuda", torch.bfloat16)
-        x = torch.randn(LINEAR_TOKENS, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(LINEAR_TOKENS, n, device="cuda", dtype=torch.bfloat16)
-        compiled = {
-            "baseline": torch.compile(layer),
-            "mxcompile": torch.compile(layer, backend="mxfp8", options={"policy": policy}),
-        }
-        try:
-            converted = torchao_model(layer, emulated=not target.native)
-            compiled["torchao" if target.native else "torchao (emulated)"] = torch.compile(converted)
-        except ImportError as error:
-            print(f"torchao left out: {error}")
-        runs = {
-            name: lambda run=run, x=x, dy=dy: torch.autograd.grad(run(x), [x, *run.parameters()], dy)
-            for name, run in compiled.items()
-        }
-        times = alternate(runs, repeats)
-        for name in compiled:
-            row = product_row("linears", name, (LINEAR_TOKENS, n, k), times, gemms=3)
-            yield {"model": model} | row | {"baseline": "compiled layer (bfloat16)"}
+        layer = nn.Sequential(nn.Linear(k, n, bias=False)).to(gpu_common.DEVICE, torch.bfloat16)
+        x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
+        compiled = {**_compiled(layer, target), **_others(layer, target)}
+        yield from _steps("linears", model, f"{LINEAR_TOKENS}x{n}x{k}", compiled, (x,), dy, target, repeats)
 
 
-PARTS = {"products": products, "linears": linears}
+def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
+    """Of BF16 and of mxcompile's precisions that the chip multiplies, or emulates for MXFP8."""
+    torch._dynamo.reset()
+    uses = {"mxcompile": "mxfp8"}
+    if target.fp8_tiles and not isinstance(layer, Experts):
+        uses["mxcompile fp8"] = "fp8"
+    compiled = {"baseline": torch.compile(layer)}
+    for name, use in uses.items():
+        policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+        compiled[name] = torch.compile(layer, backend="mxfp8", options={"policy": policy})
+    return compiled
+
+
+def _others(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
+    """Other libraries' layers, where they are installed and run."""
+    made: dict[str, Callable[..., Tensor]] = {}
+    try:
+        converted = torchao_model(layer, emulated=not target.native)
+        made["torchao" if target.native else "torchao (emulated)"] = torch.compile(converted)
+    except ImportError as error:
+        print(f"torchao left out: {error}")
+    try:
+        recipe = "mxfp8" if target.native else "fp8"
+        made[f"transformer engine {recipe}"] = transformer_engine_linear(layer[0], native=target.native)  # type: ignore[index]
+    except ImportError as error:
+        print(f"Transformer Engine left out: {error}")
+    return made
+
+
+class Experts(nn.Module):
+    """Groups of rows, each times its own weight [K, N]."""
+
+    def __init__(self, groups: int, k: int, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(groups, n, k, dtype=torch.bfloat16) / k**0.5)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """X [M, K], ends of the groups → [M, N]."""
+        return functional.grouped_mm(x, self.weight.mT, offs=offs)
+
+
+def experts(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Mixtral's, whatever the model: uneven groups."""
+    if model != "llama-8b":
+        return
+    for n, k in EXPERT_SIZES:
+        layer = Experts(EXPERTS, k, n).to(gpu_common.DEVICE)
+        x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        ends = (torch.rand(EXPERTS, device=gpu_common.DEVICE) + 0.5).cumsum(0)
+        offs = (ends / ends[-1] * LINEAR_TOKENS).round().to(torch.int32)
+        dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
+        shape = f"{EXPERTS} groups of {LINEAR_TOKENS}x{n}x{k}"
+        compiled = _compiled(layer, target)
+        yield from _steps("experts", "mixtral", shape, compiled, (x, offs), dy, target, repeats)
+
+
+def _steps(
+    part: str,
+    model: str,
+    shape: str,
+    compiled: dict[str, Callable[..., Tensor]],
+    inputs: tuple[Tensor, ...],
+    dy: Tensor,
+    target: Target,
+    repeats: int,
+) -> Iterator[dict[str, Any]]:
+    """Forward and backward of each of `compiled`; the three GEMMs' operations over its time."""
+
+    def step(run: Callable[..., Tensor]) -> Call:
+        wanted = [inputs[0], *run.parameters()]  # type: ignore[attr-defined]
+        return lambda: torch.autograd.grad(run(*inputs), wanted, dy)
+
+    times = gpu_common.alternate({name: step(run) for name, run in compiled.items()}, repeats)
+    flops = 3 * 2 * dy.numel() * inputs[0].shape[1]
+    for name, time in times.items():
+        precision = (
+            "bf16" if name == "baseline" else "fp8" if "fp8" in name and "mxfp8" not in name else "mxfp8"
+        )
+        speed = rate(time, target.peak, flops=flops, precision=precision)
+        yield {"model": model, **row(part, name, shape, times, "compiled layer (bfloat16)"), **speed}
+
+
+PARTS = {"products": products, "linears": linears, "experts": experts}
 
 
 def main() -> None:
@@ -142,19 +232,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
-    parser.add_argument("--model", choices=LAYERS, nargs="+", default=list(LAYERS), help="whose layers")
+    parser.add_argument("--model", choices=LAYERS, nargs="+", default=["llama-8b"], help="whose layers")
     parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"skipped {', '.join(options.part)}: no CUDA or ROCm device here; nothing was measured")
         return
+    gpu_common.register()
     target = targets.of_device(torch.device("cuda"))
     rows: list[dict[str, Any]] = []
     for part in options.part:
         for model in options.model:
             rows += tqdm(PARTS[part](target, model, options.repeats), desc=f"{part} {model}")
-    show(rows)
-    write("gpu_gemms", [row | device() for row in rows])
+    show([{key: value for key, value in row.items() if key != "choices"} for row in rows])
+    write("gpu_gemms", [row | gpu_common.device() for row in rows])
 
 
 if __name__ == "__main__":
