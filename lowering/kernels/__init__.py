@@ -1,5 +1,6 @@
-"""The Triton kernels, one family a file, each with its torch reference in ``lowering/reference``.
+"""Triton device functions that the templates call, and the tables of their tiles.
 
-``tiles`` is what all share: device functions on register tiles, also called by Inductor templates. Importing
-a file of this package imports Triton, so nothing imports them before a kernel is wanted.
+``tiles`` has what all share: the cast on register tiles. Importing a file of this package imports Triton, so
+nothing imports them before a kernel is wanted. What a graph launches is written by ``lowering/templates``;
+`zero_rows` alone is a kernel of its own, behind a product of the vendor's.
 """

@@ -2,30 +2,25 @@
 
     out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])
 
-Half the bytes of a BF16 weight, and bytes are the time of a small product. Nothing of x is quantized. Forms:
+Half the bytes of a BF16 weight, and bytes are the time of a small product. Nothing of x is quantized. The
+device functions of ``templates.weight_only``, each of which sums a span of K:
 
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
 
-Where the tiles of N are too few for the chip, K is split too; the parts are written out in FP32 and summed in
-a fixed order by a second kernel, so that a result does not depend on timing.
+Where the tiles of N are too few for the chip, K is split too (`split`); the parts are written out in FP32 and
+summed in a fixed order by a second kernel, so that a result does not depend on timing.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mxcompile.formats import elem_type
 from mxcompile.lowering.kernels import tiles
-from mxcompile.lowering.kernels.configs import WEIGHT_ONLY_MM, MatmulConfig, chosen
-from mxcompile.lowering.kernels.launch import Launch, ceil_div
-from mxcompile.lowering.kernels.scaled_mm import Operand, store_tile
+from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import Target
 
-_REDUCE_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 2
 """K is split until there are so many programs for every multiprocessor."""
 
@@ -156,206 +151,10 @@ def dot_sums(
     return accumulator
 
 
-@triton.jit
-def weight_only_gemv_kernel(
-    x_ptr,
-    w_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    SPAN,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
-    stride_wsn,
-    stride_wsk,
-    stride_om,
-    stride_on,
-    ELEM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Columns (program 0) of a row (1) of a part (2) of out [parts, M, N]; a part is SPAN of K."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, part = tl.program_id(1), tl.program_id(2)
-    out = gemv_sums(
-        x_ptr,
-        w_ptr,
-        w_scale_ptr,
-        row,
-        column,
-        part * SPAN,
-        tl.minimum(K, part * SPAN + SPAN),
-        N,
-        K,
-        stride_xm,
-        stride_xk,
-        stride_wn,
-        stride_wk,
-        stride_wsn,
-        stride_wsk,
-        ELEM,
-        NATIVE,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-    )
-    out_ptr += (part.to(tl.int64) * M + row) * N
-    store_tile(out_ptr, bias_ptr, out, tl.zeros((1,), tl.int32), column, 1, N, stride_om, stride_on, False)
-
-
-@triton.jit
-def weight_only_dot_kernel(
-    x_ptr,
-    w_ptr,
-    w_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    SPAN,
-    stride_xm,
-    stride_xk,
-    stride_wn,
-    stride_wk,
-    stride_wsn,
-    stride_wsk,
-    stride_om,
-    stride_on,
-    ELEM: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """As `weight_only_gemv_kernel`, BLOCK_M rows at a time."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    part = tl.program_id(2)
-    out = dot_sums(
-        x_ptr,
-        w_ptr,
-        w_scale_ptr,
-        row,
-        column,
-        part * SPAN,
-        tl.minimum(K, part * SPAN + SPAN),
-        M,
-        N,
-        K,
-        stride_xm,
-        stride_xk,
-        stride_wn,
-        stride_wk,
-        stride_wsn,
-        stride_wsk,
-        ELEM,
-        NATIVE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        STAGES,
-    )
-    out_ptr += part.to(tl.int64) * M * N
-    store_tile(out_ptr, bias_ptr, out, column, row, N, M, stride_on, stride_om, True)
-
-
-@triton.jit
-def weight_only_reduce_kernel(
-    partial_ptr, bias_ptr, out_ptr, SIZE, N, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Out = Σ partial [PARTS, SIZE], in order, + bias[i mod N], rounded once."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(PARTS):
-        total += tl.load(partial_ptr + part * SIZE.to(tl.int64) + at, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + at % N, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
     """Into how many parts K is split, and the length of one, a multiple of block_k."""
-    programs = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-    steps = ceil_div(k, config.block_k)
-    wanted = ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
-    span = ceil_div(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
-    return max(1, ceil_div(steps, max(span, 1))), max(span, 1) * config.block_k
-
-
-def plan(
-    x: Tensor, w: Operand, bias: Tensor | None, out_dtype: torch.dtype, target: Target
-) -> tuple[tuple[Launch, ...], Tensor]:
-    """The launches that multiply `x` [M, K] by wᵀ, and the result [M, N], row-major.
-
-    x: BF16, FP16 or FP32, any strides. w: scales row-major. Raises `TargetError` for a target without a row.
-    """
-    (m, k), n = x.shape, w.qdata.shape[0]
-    choices = chosen(WEIGHT_ONLY_MM, "weight_only_mm", target)
-    on_tensor_cores = x.dtype is torch.bfloat16 and m > 1
-    blocks = {"BLOCK_M": choices.dot.block_m} if on_tensor_cores else {}
-    config = choices.dot if on_tensor_cores else choices.gemv
-    parts, span = split(m, n, k, config, target)
-    out = x.new_empty((m, n), dtype=out_dtype)
-    partial = out if parts == 1 else x.new_empty((parts, m, n), dtype=torch.float32)
-    product = Launch(
-        kernel=weight_only_dot_kernel if on_tensor_cores else weight_only_gemv_kernel,
-        grid=(ceil_div(n, config.block_n), ceil_div(m, config.block_m), parts),
-        arguments={
-            "x_ptr": x,
-            "w_ptr": w.qdata.view(torch.uint8),
-            "w_scale_ptr": w.scale,
-            "bias_ptr": bias if parts == 1 else None,
-            "out_ptr": partial,
-            "M": m,
-            "N": n,
-            "K": k,
-            "SPAN": span,
-            "stride_xm": x.stride(0),
-            "stride_xk": x.stride(1),
-            "stride_wn": w.qdata.stride(0),
-            "stride_wk": w.qdata.stride(1),
-            "stride_wsn": w.scale.stride(0),
-            "stride_wsk": w.scale.stride(1),
-            "stride_om": n,
-            "stride_on": 1,
-        },
-        constants={
-            "ELEM": elem_type(w.qdata.dtype).name,
-            "NATIVE": target.decodes_fp8,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "STAGES": config.num_stages,
-        }
-        | blocks,
-        options={"num_warps": config.num_warps},
-    )
-    if parts == 1:
-        return (product,), out
-    reduce = Launch(
-        kernel=weight_only_reduce_kernel,
-        grid=(ceil_div(m * n, _REDUCE_BLOCK),),
-        arguments={"partial_ptr": partial, "bias_ptr": bias, "out_ptr": out, "SIZE": m * n, "N": n},
-        constants={"PARTS": parts, "BLOCK": _REDUCE_BLOCK},
-        options={"num_warps": 4},
-    )
-    return (product, reduce), out
-
-
-def weight_only_mm(
-    x: Tensor, w: Operand, bias: Tensor | None, out_dtype: torch.dtype, target: Target
-) -> Tensor:
-    """X · wᵀ (+ bias [N]) as `out_dtype` [M, N]; see `plan`."""
-    launches, out = plan(x, w, bias, out_dtype, target)
-    for launch in launches:
-        launch.run()
-    return out
+    programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    steps = triton.cdiv(k, config.block_k)
+    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
+    span = triton.cdiv(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
+    return max(1, triton.cdiv(steps, max(span, 1))), max(span, 1) * config.block_k

@@ -1,1 +1,0 @@
-"""What the kernels of ``lowering/kernels`` compute, in plain torch operations, in files of the same names."""
