@@ -104,6 +104,8 @@ def _fits(value: torch.Tensor, side: int) -> bool:
         return False
     if any(isinstance(size, int) and size == 0 for size in value.shape):
         return False
+    if all(isinstance(size, int) and size == 1 for size in value.shape):
+        return False  # Inductor stores at a constant without the mask
     rows = value.shape[-2]
     return value.ndim == 2 or side == -1 or (isinstance(rows, int) and rows % BLOCK == 0)
 

@@ -89,6 +89,11 @@ def test_others_stay(function):
     assert set(casts) == {"quantize_dequantize.default"}
 
 
+def test_a_single_element_stays():
+    _, casts = _collected(both_values, torch.randn(1, 1).to(BF16))
+    assert casts == ["quantize_dequantize.default"] * 2
+
+
 def test_another_dtype_is_another_kernel():
     _, casts = _collected(lambda x: (_value(x, -1), _value(x, -2, dtype=torch.float32)), torch.randn(64, 64))
     assert casts == [COLLECTED] * 2

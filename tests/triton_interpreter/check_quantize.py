@@ -133,8 +133,21 @@ def test_swizzle_formula():
     assert torch.equal(flat, tiled)
 
 
+def copy_of(x):
+    return ops.quantize(x, -1, *PLAIN)
+
+
+def copy_for_emulated_products(x):
+    return ops.quantize_operands(x, None, *PLAIN, BF16, "codes", "none")[:2]
+
+
+@pytest.mark.parametrize(
+    ("cast", "target"),
+    [(copy_of, "sm_100"), (copy_for_emulated_products, "sm_90")],
+    ids=["native", "emulated"],
+)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_offsets_beyond_32_bits(dim):
+def test_offsets_beyond_32_bits(dim, cast, target):
     """Rows, or columns, 2^30 elements apart: the third lies where a 32-bit offset would have wrapped."""
     apart = (1 << 30) + 16
     elem = torch.float8_e5m2  # pages are made when touched
@@ -142,6 +155,5 @@ def test_offsets_beyond_32_bits(dim):
     x = memory.as_strided((3, 64), (apart, 1)) if dim == 0 else memory.as_strided((64, 3), (1, apart))
     values = spread(*x.shape).to(elem)
     x.copy_(values)
-    found = run(lambda x: ops.quantize(x, -1, *PLAIN), x, target="sm_100")
-    for tensor, wanted in zip(found, ops.quantize(values, -1, *PLAIN), strict=True):
+    for tensor, wanted in zip(run(cast, x, target=target), copy_of(values), strict=True):
         assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))
