@@ -2,7 +2,7 @@
 
 Importing this package imports nothing else: every public name is loaded when it is first used. The operators
 in ``torch.ops.mx`` are there as soon as both this package and torch are imported, in whichever order, so that
-graphs saved with them load.
+graphs saved with them load, and so do files with an `MXTensor` under ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -86,8 +86,14 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _register() -> None:
+    """Tell torch of what is ours: operators, and the tensors it may load."""
+    importlib.import_module("mxcompile.ops")
+    importlib.import_module("mxcompile.storage")
+
+
 class _AfterTorch(MetaPathFinder, Loader):
-    """Loads torch as it would have been, then registers the operators."""
+    """Loads torch as it would have been, then tells it of what is ours."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """The spec of torch, with this in the place of its loader."""
@@ -104,18 +110,18 @@ class _AfterTorch(MetaPathFinder, Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run torch, then `mxcompile.ops`."""
+        """Run torch, then `_register`."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         if not any(
             name.startswith("mxcompile.") for name in sys.modules
         ):  # else one of ours is half imported
-            importlib.import_module("mxcompile.ops")
+            _register()
 
 
 if sys.modules.get("torch") is not None:
-    importlib.import_module("mxcompile.ops")
+    _register()
 elif "torch" not in sys.modules:
     sys.meta_path.insert(0, _AfterTorch())
 

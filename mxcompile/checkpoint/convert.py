@@ -34,7 +34,7 @@ from mxcompile.checkpoint.layouts import (
     stored,
 )
 from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
-from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors
+from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.checkpoint.save import Kinds, left_as_they_are, packed
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
@@ -63,17 +63,17 @@ def convert(
     default the preset ``inference``. layout: as for `save_quantized`. Of every weight that is stored the SQNR
     is measured on what was read back; the table is in the result too, as ``mxfp8_weights.json``.
 
-    Raises `CheckpointError` for an input that is damaged or quantized already, and if `target` exists.
+    Raises `CheckpointError` for an input that is damaged or quantized already, if `target` exists, and where
+    it cannot be written; what was converted until then is kept for the same call.
     """
-    source, target = Path(source), Path(target)
+    source, target = Path(source), Path(target).absolute()  # "." has no name
     plan = make_plan(source, policy, check_layout(layout), model)
     work = _Work(plan, target, _fingerprint(plan))
     if target.exists() and not work.is_done():
         raise CheckpointError(f"{target}: exists already")
     if source.is_dir() and source.resolve() in (target.resolve(), *target.resolve().parents):
         raise CheckpointError(f"{target}: lies in the input, which is not touched")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with work.alone():
+    with writing(target), work.alone():
         if not target.exists():
             files = plan.checkpoint.files
             for file in tqdm(files, desc="converted", unit="file", disable=not progress, leave=False):
@@ -123,8 +123,10 @@ class _Work:
                 raise CheckpointError(f"{self._target}: another conversion is writing it") from None
             if not self._done and not self._target.exists():
                 shutil.rmtree(self._partial, ignore_errors=True)
-            yield
-            lock.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
 
     def do(self, file: Path) -> None:
         """Convert one file, unless that is done."""
@@ -164,10 +166,7 @@ class _Work:
             write_json(self._partial / "config.json", config)
         write_json(self._partial / REPORT, [dataclasses.asdict(each) for each in self.table().weights])
         sync_directory(self._partial)
-        try:
-            self._partial.rename(self._target)
-        except OSError as error:
-            raise CheckpointError(f"{self._target}: cannot be published: {error.strerror}") from None
+        self._partial.rename(self._target)
         sync_directory(self._target.parent)
 
     def clean(self) -> StoredWeights:
@@ -177,13 +176,13 @@ class _Work:
 
 
 def _ignored(plan: Plan) -> list[str]:
-    """Modules of two-dimensional weights that are not in MXFP8."""
+    """Modules of two-dimensional weights that are not in MXFP8, as files and as the model call them."""
     kept = {
         name: torch.empty(entry.shape, device="meta")
         for name, entry in plan.checkpoint.entries.items()
         if name not in plan.chosen or plan.chosen[name].elem_dtype is None
     }
-    return left_as_they_are(kept)
+    return [*left_as_they_are(kept), *plan.whole]
 
 
 def _write_index(directory: Path, made: Checkpoint) -> None:

@@ -90,10 +90,11 @@ def opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a whole safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"{file}: not a whole safetensors file: {line_of(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """What `error` says, in one line."""
     return " ".join(str(error).split())
 
 
@@ -129,7 +130,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX}: no index of safetensors: {_line(error)}") from None
+        raise CheckpointError(f"{path / INDEX}: no index of safetensors: {line_of(error)}") from None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise CheckpointError(f"{path / INDEX}: its weight_map does not map names to files")
     return weights
@@ -162,7 +163,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {_line(error)}") from None
+        raise CheckpointError(f"{file}: cannot be read: {line_of(error)}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: is no JSON object")
     return found

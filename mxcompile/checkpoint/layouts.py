@@ -105,7 +105,7 @@ def config_entry(ignored: Iterable[str]) -> dict[str, Any]:
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None,
                         "output_activations": None, "format": "mxfp8-quantized"}
         },
-        "ignore": sorted(ignored),
+        "ignore": sorted(set(ignored)),
     }  # fmt: skip
 
 

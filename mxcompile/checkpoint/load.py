@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import Checkpoint, read_json
+from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import stored
 from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
@@ -66,7 +66,7 @@ def _huggingface(path: Path, raw: dict[str, Any], dtype: torch.dtype, readers: R
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
     except Exception as error:  # transformers checks what it is given in its own ways
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[key]:
             raise CheckpointError(f"{path}: {key.replace('_', ' ')}: {sorted(map(str, info[key]))[0]}")
@@ -93,7 +93,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     try:
         return owner, transformers.AutoConfig.for_model(**plain)
     except Exception as error:  # of transformers' own checks
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
 def _assign(model: nn.Module, readers: Readers) -> None:

@@ -8,6 +8,7 @@ that keeps blocks of the last dimension whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
 from mxcompile.checkpoint.layouts import obstacle
 from mxcompile.checkpoint.load import architecture
+from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
 from mxcompile.policy import Policy
@@ -45,13 +47,15 @@ class Plan:
     """A conversion.
 
     checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
-    embedding in it, by name there. config: the config.json, if there is one.
+    embedding in it, by name there. config: the config.json, if there is one. whole: linear layers of the
+    model whose weights stay as they are.
     """
 
     checkpoint: Checkpoint
     layout: str
     chosen: dict[str, Chosen]
     config: dict[str, Any]
+    whole: tuple[str, ...]
 
     def table(self) -> StoredWeights:
         """What the result will hold, from headers alone."""
@@ -96,9 +100,25 @@ def make_plan(
     for name, (path, reason) in places.items():
         if path in decided:
             found[name] = _for_file(checkpoint.entries[name], decided[path], reason, layout)
-    if not any(each.elem_dtype is not None for each in found.values()):
-        raise CheckpointError(f"{source}: the policy stores none of its weights in MXFP8")
-    return Plan(checkpoint=checkpoint, layout=layout, chosen=found, config=config)
+    in_mxfp8 = {places[name][0] for name, each in found.items() if each.elem_dtype is not None}
+    if not in_mxfp8:
+        raise CheckpointError(
+            f"{source}: none of its weights can be stored in MXFP8: {_reasons(found, decided)}"
+        )
+    parameters = given.model.named_parameters(remove_duplicate=False)
+    stored = {id(value) for path, value in parameters if path in in_mxfp8}
+    whole = linears(given.model, lambda weight: id(weight) not in stored)
+    return Plan(checkpoint=checkpoint, layout=layout, chosen=found, config=config, whole=tuple(whole))
+
+
+def _reasons(found: Mapping[str, Chosen], decided: Mapping[str, Chosen]) -> str:
+    """Why no tensor is stored: what keeps those that the policy would store, else what it says."""
+    wanted = any(each.elem_dtype is not None for each in decided.values())
+    policies = {each.reason for each in decided.values()}
+    reasons = Counter(each.reason for each in found.values() if not wanted or each.reason not in policies)
+    return (
+        "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
+    )
 
 
 def _of_config(source: Path, raw: dict[str, Any]) -> Model:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,17 @@ import torch
 from torch import Tensor
 
 from mxcompile.checkpoint.files import DTYPE_NAMES
+from mxcompile.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Make the directory `target` will be in; what the system refuses meanwhile is a `CheckpointError`."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}") from error
 
 
 def write_tensors(

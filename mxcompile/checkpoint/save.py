@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, metadata, pack
-from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors
+from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
 from mxcompile.storage import MXTensor
 
@@ -31,21 +31,24 @@ def save_quantized(
 
     layout: ``compressed-tensors`` (``mxfp8-quantized``; what Transformers and vLLM load) or ``torchao``. The
     directory appears whole or not at all. Hugging Face models are written under the names of their published
-    checkpoints. Raises `CheckpointError` if the directory exists, or the layout cannot hold a weight.
+    checkpoints. Raises `CheckpointError` if the directory exists or cannot be written, or the layout cannot
+    hold a weight.
     """
     check_layout(layout)
-    target = Path(directory)
+    target = Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
     state = _state(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
+    with (
+        writing(target),
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made,
+    ):
         partial = Path(made) / target.name
         partial.mkdir()
         _write_shards(partial, state, layout, max_shard_bytes)
         _write_configs(partial, model, state, layout)
         partial.rename(target)
-    sync_directory(target.parent)
+        sync_directory(target.parent)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -113,11 +116,22 @@ def _write_configs(directory: Path, model: nn.Module, state: Mapping[str, Tensor
     raw["architectures"] = [type(model).__name__]
     raw.pop("quantization_config", None)
     if layout == COMPRESSED_TENSORS:
-        raw["quantization_config"] = config_entry(left_as_they_are(state))
+        whole = linears(model, lambda weight: not isinstance(weight, MXTensor))
+        raw["quantization_config"] = config_entry([*left_as_they_are(state), *whole])
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         write_json(directory / "generation_config.json", json.loads(generation.to_json_string()))
+
+
+def linears(model: nn.Module, among: Callable[[Tensor], bool]) -> list[str]:
+    """The linear layers of `model` whose weight is `among` those meant, by their names in the model.
+
+    Readers ask for modules, which may be called otherwise than in a file, or have a weight that the file
+    holds under another's name.
+    """
+    modules = model.named_modules()
+    return [name for name, each in modules if isinstance(each, nn.Linear) and among(each.weight)]
 
 
 def left_as_they_are(state: Mapping[str, Any]) -> list[str]:

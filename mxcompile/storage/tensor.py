@@ -103,6 +103,16 @@ class MXTensor(Tensor):
         """What elements and scales take, in bytes."""
         return self.qdata.numel() + self.scale_bytes.numel()
 
+    def share_memory_(self) -> MXTensor:
+        """Move elements and scales to memory that other processes may map."""
+        self.qdata.share_memory_()
+        self.scale_bytes.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether they are in such memory."""
+        return bool(self.qdata.is_shared() and self.scale_bytes.is_shared())
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
         return ["qdata", "scale_bytes"], (self.block_dim, self.dtype)
 

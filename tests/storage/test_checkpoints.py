@@ -168,6 +168,19 @@ def mixtral():
     return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
 
 
+def llava():
+    """Text and images: its modules are called otherwise than in its files, and its head's weight is tied."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
+    text = llama().config.to_dict() | {"num_hidden_layers": 1}
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=60, tie_word_embeddings=True
+    )
+    return LlavaForConditionalGeneration._from_config(config, dtype=BF16).eval()
+
+
 def store_blocks(model: nn.Module) -> nn.Module:
     """All matrices inside the blocks in MXFP8, but for routers."""
     for name, parameter in list(model.named_parameters()):
@@ -194,15 +207,16 @@ def test_hugging_face_models_round_trip(tmp_path, make, layout):
 
 
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
-def test_transformers_loads_what_we_write(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = store_blocks(llama())
+@pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), llava], ids=["llama", "tied", "llava"])
+def test_transformers_loads_what_we_write(tmp_path, make):
+    """Every layer that is not stored is named in `ignore`, or Transformers makes up scales for it."""
+    model = store_blocks(make())
     mxcompile.save_quantized(model, tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=BF16)
+    loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
+    assert not any(info.values()), info
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    for name, value in model.named_parameters():  # decompressed by the call
+    for name, value in model.named_parameters() if make is llama else ():  # decompressed by the call
         dense = value.dequantize() if isinstance(value, MXTensor) else value
         assert torch.equal(loaded.get_parameter(name), dense), name
 
@@ -296,6 +310,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other[1] = nn.LayerNorm(95)
     with pytest.raises(CheckpointError, match="has shape"):
         mxcompile.load_quantized(folder, other)
+
+
+def test_a_hugging_face_checkpoint_that_its_config_does_not_fit_is_refused_in_one_line(tmp_path):
+    mxcompile.save_quantized(store_blocks(llama()), tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    for change in ({"intermediate_size": 64}, {"num_hidden_layers": 3}, {"hidden_size": "wide"}):
+        (tmp_path / "out/config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=str(tmp_path)) as caught:
+            mxcompile.load_quantized(tmp_path / "out")
+        assert "\n" not in str(caught.value)
 
 
 def test_an_existing_directory_stays(tmp_path):

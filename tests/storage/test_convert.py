@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_checkpoints import BF16, TOKENS, llama, mixtral
+from test_checkpoints import BF16, TOKENS, llama, llava, mixtral
 from torch import nn
 
 import mxcompile
@@ -84,6 +85,29 @@ def test_experts_that_are_stacked_when_loaded(tmp_path):
     assert not any(w.stored for w in routers)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
+@pytest.mark.parametrize("make", [lambda: llama(tied=True), llava], ids=["tied", "llava"])
+def test_transformers_loads_the_result(tmp_path, make):
+    source = written(make(), tmp_path / "in")
+    convert(source, tmp_path / "out", progress=False)
+    ours = mxcompile.load_quantized(tmp_path / "out")
+    theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(theirs(TOKENS).logits, ours(TOKENS).logits)
+
+
+def test_transposed_layers_are_refused_with_the_layouts_reason(tmp_path, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    source = written(GPT2LMHeadModel(GPT2Config(**sizes)), tmp_path / "in")
+    assert main(["convert", str(source), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "compressed-tensors has blocks along the last dimension only (4 of them)" in said[-1]
+
+
 def test_the_command(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--dry-run"]) == 0
@@ -146,6 +170,34 @@ def test_what_is_refused(source, tmp_path, how, capsys):
     assert len(said.splitlines()) == 1
     assert digests(source) == before
     assert not target.exists()
+
+
+def test_what_cannot_be_written_is_one_line_and_goes_on_later(source, tmp_path, monkeypatch, capsys):
+    """A file system that takes no more, and places that are none: what was done until then is kept."""
+    chosen_once(monkeypatch, source)
+    convert(source, tmp_path / "expected", progress=False)
+    (tmp_path / "file").touch()
+    limit, done = resource.getrlimit(resource.RLIMIT_FSIZE), _Work.do
+
+    def then_full(work: _Work, file: Path) -> None:
+        done(work, file)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+
+    monkeypatch.setattr(_Work, "do", then_full)
+    try:
+        for target, reason in (("out", "File too large"), ("file/out", "file: File exists"), (".", "exists")):
+            assert main(["convert", str(source), str(tmp_path / target)]) == 2
+            said = capsys.readouterr().err.splitlines()
+            assert reason in said[-1]
+            assert "Traceback" not in said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.journal.json").exists()
+    monkeypatch.setattr(_Work, "do", done)
+    convert(source, tmp_path / "out", progress=False)
+    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["expected", "file", "in", "out"]
 
 
 def chosen_once(monkeypatch, source: Path) -> None:

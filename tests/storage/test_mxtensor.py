@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -206,6 +208,13 @@ def test_copies_and_pickles():
     assert equal(again, dense.weight)
 
 
+def test_is_shared_between_processes():
+    stored, dense = stored_linear()
+    assert not stored.weight.is_shared()
+    assert stored.share_memory().weight.is_shared()
+    assert equal(stored.weight, dense.weight)
+
+
 def test_loads_under_weights_only():
     stored, dense = stored_linear()
     file = io.BytesIO()
@@ -223,6 +232,13 @@ def test_loads_under_weights_only():
     assert torch.equal(plain(x), dense(x))
     plain.load_state_dict(state, assign=True)
     assert isinstance(plain.weight, MXTensor)
+
+
+def test_loads_under_weights_only_where_nothing_but_the_package_was_imported(tmp_path):
+    torch.save({"w": mxcompile.quantize(torch.ones(2, 32))}, tmp_path / "w.pt")
+    script = f"import mxcompile, torch; print(torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "MXTensor((2, 32)" in done.stdout, done.stderr
 
 
 def test_tied_weights_stay_tied():
