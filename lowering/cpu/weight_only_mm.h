@@ -24,10 +24,10 @@ MXCOMPILE_VECTORIZED
 namespace mxcompile {
 
 constexpr int64_t ROWS = 8;       // of x that share one decoding of the weight
-constexpr int64_t WEIGHTS = 4;    // rows of the weight that share one reading of x, where it outgrows the cache
-constexpr int64_t NEAR = 1 << 13;  // elements of x that stay in the first-level cache beside the weight
+constexpr int64_t WEIGHTS = 4;    // rows of the weight that share one reading of x: more streams keep memory busier
 constexpr int64_t STEP = 64;      // codes that the dot form decodes together
-constexpr int64_t AHEAD = 2048;   // bytes between what is decoded and what is fetched from memory
+constexpr int64_t AHEAD = 4096;   // bytes of a row between what is decoded and what is fetched from memory
+constexpr int64_t TURN = 64;      // rows of the weight that a thread takes at a time, whichever is free
 constexpr int64_t LITTLE = 1 << 15;  // codes that are not worth waking threads for
 
 struct Shape {
@@ -106,9 +106,10 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
   for (int64_t k = 0; k < shape.k; k += STEP) {
     bool whole = k + STEP <= shape.k, second_block = k + BLOCK < shape.k;
     __mmask64 inside = whole ? ~0ull : ~0ull >> (STEP - (shape.k - k));
+    int64_t ahead = k + AHEAD < shape.k ? AHEAD : AHEAD + (weights - 1) * shape.k;  // then the rows after these
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
       const uint8_t *here = codes + w * shape.k + k, *bytes = scales + w * shape.blocks() + k / BLOCK;
-      _mm_prefetch(reinterpret_cast<const char*>(here + AHEAD), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(here + ahead), _MM_HINT_T0);
       __m512i code = whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(inside, here);
       __m512i unpacked[2];
       decoder.unpack(code, unpacked);
@@ -136,7 +137,7 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
   constexpr int together = rows > 4 ? 2 : WEIGHTS;  // so that all sums stay in registers
   for (int64_t w = 0; w < weights;) {
     const uint8_t *its_codes = codes + w * shape.k, *its_scales = scales + w * shape.blocks();
-    bool several = w + together <= weights && rows * shape.k > NEAR;
+    bool several = w + together <= weights;
     if (several)
       sums_by_dot<rows, together>(x, its_codes, its_scales, shape, t, sums + w * ROWS);
     else
@@ -160,7 +161,7 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
 template <class Bias, class Out, class X, class Sums>
 inline void for_outputs(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
                         int threads, Out* out, Sums sums) {
-#pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(static)
+#pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(dynamic, TURN / WEIGHTS)
   for (int64_t n = 0; n < shape.n; n += WEIGHTS)
     for (int64_t m = 0; m < shape.m; m += ROWS) {
       float found[WEIGHTS * ROWS];
