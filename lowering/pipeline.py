@@ -77,24 +77,32 @@ def _obstacle() -> str:
 
 @functools.cache
 def _weight_only_obstacle() -> str:
-    """The same for the template of weight-only products."""
+    """The same for the templates of what reads stored weights, keys and values."""
     try:
-        from mxcompile.lowering.templates import weight_only  # noqa: F401
+        from mxcompile.lowering.templates import cached_attention, weight_only  # noqa: F401
     except (ImportError, AttributeError, TypeError) as error:
-        log.warning("weights are dequantized: no template with torch %s: %s", torch.__version__, error)
-        return f"no weight-only template with torch {torch.__version__}: {error}"
+        log.warning(
+            "stored weights are dequantized: no templates with torch %s: %s", torch.__version__, error
+        )
+        return f"no template that reads what is stored with torch {torch.__version__}: {error}"
     return ""
+
+
+def _reading_obstacle(target: Target) -> str:
+    """Why no kernel of `target`, a CPU or a chip with Triton, can read what is stored; "" if some can."""
+    if target.device == "cpu":
+        return kernel.obstacle()
+    return _weight_only_obstacle() if target.arch is not None else ""
 
 
 def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[fx.Node, str]:
     """Products of few rows on their kernel; or why those are not that it is for."""
-    on_cpu = target.device == "cpu"
-    if target.native or (target.arch is None and not on_cpu):
+    if target.native or (target.arch is None and target.device != "cpu"):
         return {}
     from mxcompile.lowering.graph.weight_only import WeightOnly
 
     chosen = WeightOnly(target=target, device=device.type)
-    if obstacle := kernel.obstacle() if on_cpu else _weight_only_obstacle():
+    if obstacle := _reading_obstacle(target):
         return dict.fromkeys(chosen.products(graph), obstacle)
     chosen.apply(graph)
     return {}
@@ -140,7 +148,7 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
         Pair().apply(graph)
         if packed.available(target):
             Couple().apply(graph)
-    told = CachedAttention(target=target).apply(graph)
+    told = CachedAttention(target=target, obstacle=_reading_obstacle(target)).apply(graph)
     reasons = _weight_only(graph, target, device)
     written = bool(target.fp8_tiles) and not _obstacle()
     reasons |= VendorFP8(target=target, device=device.type, transposes=written).apply(graph)

@@ -3,13 +3,14 @@
     attention(q, dequantize(k, sk), dequantize(v, sv), mask)  → permute(mx.attention(q, k, sk, v, sv, mask))
 
 also where k and v were repeated for the heads that share them. Reading them is the time of such an attention,
-so they are read in half the bytes of BF16, each once, and decoded in registers (`cpu.attention`). On other
-chips, for more queries and in other forms of attention they are dequantized, and the record says why.
+so they are read in half the bytes of BF16, each once, and decoded in registers (`cpu.attention`,
+`templates.cached_attention`). For more queries and in other forms of attention they are dequantized, and the
+record says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,19 +21,31 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import ATTENTION_FORWARD, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
-from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.cpu import MOST_ROWS
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
 
 _FLOATS = (torch.bfloat16, torch.float32)
+_FORMS = {
+    "cpu": (aten._scaled_dot_product_flash_attention_for_cpu,),
+    "cuda": (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    ),
+}
+"""What PyTorch's attention is in a graph, by the kind of device."""
 _RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view})
-KERNEL = "mx_attention C++ (keys and values mxfp8)"
+_STORED = "(keys and values mxfp8)"
+KERNEL = f"mx_attention C++ {_STORED}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedAttention:
-    """target: the chip."""
+    """target: the chip. obstacle: why there can be no kernel for it, if there is a reason."""
 
     target: Target
+    obstacle: str = ""
     name: ClassVar[str] = "cached_attention"
 
     def apply(self, graph: fx.Graph) -> Mapping[fx.Node, str]:
@@ -50,30 +63,42 @@ class CachedAttention:
             if reason := self._obstacle(node):
                 reasons[node] = f"keys and values dequantized: {reason}"
             else:
-                _replace(node, build)
+                _replace(node, build, self._kernel)
         graph.eliminate_dead_code()
         return reasons
 
     def _obstacle(self, node: fx.Node) -> str:
         """Why `node`, which reads a cache, is not on the kernel; "" if it can be."""
-        if self.target.device != "cpu":
+        on_cpu = self.target.device == "cpu"
+        if not on_cpu and self.target.arch is None:
             return f"no kernel for {self.target.name} reads codes"
         if packet(node) not in ATTENTION_FORWARD:
             return "scores and values are products of their own"
-        if packet(node) is not aten._scaled_dot_product_flash_attention_for_cpu:
+        if packet(node) not in _FORMS[self.target.device]:
             return f"a form of attention, {packet(node)}, that has no kernel"
         query = tensor(argument(node, 0))
         assert query is not None
         if hint(query.shape[2]) > MOST_ROWS:
             return f"{hint(query.shape[2])} queries, the kernel is for up to {MOST_ROWS}"
-        if query.dtype not in _FLOATS:
+        if query.dtype not in (_FLOATS if on_cpu else _FLOATS[:1]):
             return f"queries in {query.dtype}"
-        return _form_obstacle(node, query) or kernel.obstacle()
+        if not on_cpu and query.shape[3] > MOST_DIMS:
+            return f"head_dim {query.shape[3]}, the kernel is for up to {MOST_DIMS}"
+        return _form_obstacle(node, query) or self.obstacle
+
+    def _kernel(self, query: torch.Tensor, keys: torch.Tensor) -> str:
+        """The name of the kernel of `query` over `keys`."""
+        if self.target.device == "cpu":
+            return KERNEL
+        batch, heads, queries, dim = map(hint, query.shape)
+        kv_heads, length = map(hint, keys.shape[1:3])
+        chosen = form(batch * kv_heads, heads * queries // kv_heads, length, dim, self.target)
+        return f"mx_attention {chosen} {_STORED}"
 
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     """What the form of `node`, an attention of a CPU, has that the kernel has not; "" if nothing."""
-    given = dict(zip(("dropout_p", "is_causal"), node.args[3:], strict=False)) | dict(node.kwargs)
+    given = _arguments(node)
     if given.get("dropout_p") or given.get("is_causal"):
         return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
     if any(user.users and user.args[1:] != (0,) for user in node.users):
@@ -93,17 +118,19 @@ def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     return ""
 
 
-def _replace(node: fx.Node, build: Builder) -> None:
+def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, torch.Tensor], str]) -> None:
     query = argument(node, 0)
     (keys, key_scales, elem), (values, value_scales, _) = (_part(argument(node, index)) for index in (1, 2))
-    given = tensor(query)
+    given, codes = tensor(query), tensor(keys)
     assert given is not None
+    assert codes is not None
     factor: Any = node.kwargs.get("scale")
     factor = float(given.shape[3]) ** -0.5 if factor is None else factor
     with build.graph.inserting_before(node):
         arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, elem)
         made = build.call(ops.attention, *arguments, like=node)
-        set_tag(made, *(replace(tag, kernel=KERNEL) for tag in tags_of(node)))
+        name = kernel_of(given, codes)
+        set_tag(made, *(replace(tag, kernel=name) for tag in tags_of(node)))
         result = build.call(aten.permute.default, made, [0, 2, 1, 3], like=node)
     for user in list(node.users):
         if user.args[1:] == (0,):
@@ -166,13 +193,20 @@ def _cached(node: fx.Node) -> bool:
 
 def _mask(node: fx.Node) -> fx.Node | None:
     """What is added to the scores, before it is expanded."""
-    found = node.kwargs.get("attn_mask")
+    given = _arguments(node)
+    found = given.get("attn_mask", given.get("attn_bias"))
     while isinstance(found, fx.Node) and packet(found) is aten.expand:
         value = tensor(argument(found))
         if value is None or value.shape[-1] != tensor(found).shape[-1]:  # type: ignore[union-attr]
             break
         found = argument(found)
     return found if isinstance(found, fx.Node) else None
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of `node`, a call of an operator, that are given, by their names."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    return {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

@@ -115,7 +115,7 @@ def lower_weight_only_mm(
     choices = forms(rows, columns, depth, x.get_dtype(), target)
     parts = choices[0].parts
     elem = elem_type(qdata.get_dtype()).name
-    operands = [realize_inputs(operand) for operand in (x, _readable(qdata, target), scale)]
+    operands = [realize_inputs(operand) for operand in (x, readable(qdata, target), scale)]
     inside = bias is not None and len(bias.get_size()) == 1 and parts == 1
     if inside:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
@@ -144,7 +144,7 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
     return None if empty or single or row_of(target) is None else target
 
 
-def _readable(qdata: ir.TensorBox, target: Target) -> Any:
+def readable(qdata: ir.TensorBox, target: Target) -> Any:
     """`qdata`, as bytes where Triton has no pointers to its dtype; no copy is made."""
     if target.stores_fp8:
         return qdata

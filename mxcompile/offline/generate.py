@@ -38,7 +38,12 @@ from mxcompile.report import Report
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
 _CASTS = frozenset(str(cast) for cast in CASTS)
-_DOTS = "tl.dot", "tile_product(", "weight_only."  # what a kernel that multiplies matrices says, or calls
+_DOTS = (
+    "tl.dot",
+    "tile_product(",
+    "weight_only.",
+    "cached_attention.",
+)  # what a kernel that multiplies matrices says, or calls
 
 
 def codegen(

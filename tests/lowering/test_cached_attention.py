@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import mxcompile
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.lowering import pipeline
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import KERNEL, CachedAttention
 from mxcompile.lowering.targets import TARGETS
@@ -23,6 +24,7 @@ TAG = GemmTag(
     layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "x")
 )
 BF16, ELEM = torch.bfloat16, torch.float8_e4m3fn
+FOR_CPUS = "aten._scaled_dot_product_flash_attention_for_cpu"
 WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -84,7 +86,8 @@ def lowered(function, given: list[Tensor], target: str = "cpu") -> tuple[fx.Grap
         module = make_fx(lambda *arguments: function(*arguments), tracing_mode="fake")(*given)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
         set_tag(node, TAG)  # as `find` does
-    reasons = CachedAttention(target=TARGETS[target]).apply(module.graph)
+    chip = TARGETS[target]
+    reasons = CachedAttention(target=chip, obstacle=pipeline._reading_obstacle(chip)).apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())
@@ -108,7 +111,7 @@ def test_reads_the_cache(function, queries: int):
     ("function", "changes", "target", "reason"),
     [
         (attend, {"queries": 17}, "cpu", "17 queries, the kernel is for up to 16"),
-        (attend, {}, "sm_90", "no kernel for sm_90 reads codes"),
+        (attend, {}, "sm_90", f"a form of attention, {FOR_CPUS}, that has no kernel"),
         (attend, {"dtype": torch.float16}, "cpu", "queries in torch.float16"),
         (sliced, {"queries": 2}, "cpu", "it reads a part of what the cache holds, or that changed"),
         (causal, {"queries": 2}, "cpu", "causal without a mask"),

@@ -1,0 +1,46 @@
+"""Which tiles the attention over a cache runs with, and how often its keys are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mxcompile.lowering.targets import Target
+
+MOST_DIMS = 256
+"""Elements of a key: rows of a tile stay in registers up to there."""
+
+_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a tile; a tensor core takes no fewer
+_LEAST_DIMS = 32
+_PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How one attention runs: rows and keys of a tile, head_dim rounded up, and how many parts keys have."""
+
+    rows: int
+    keys: int
+    dims: int
+    parts: int
+
+    def __str__(self) -> str:
+        split = f" split {self.parts}" if self.parts > 1 else ""
+        return f"{self.rows}x{self.keys}{split}"
+
+
+def form(groups: int, rows: int, keys: int, dim: int, target: Target) -> Form:
+    """For `groups` heads of keys and values, each of `rows` queries and `keys` keys of `dim` elements."""
+    dims = max(_LEAST_DIMS, _power_of_2(dim))
+    block = min(_MOST_ROWS, max(_LEAST_ROWS, _power_of_2(rows)))
+    tile = 64 if dims <= 128 and block <= 32 else 32
+    wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(1, groups * _ceil_div(rows, block)))
+    parts = max(1, min(wanted, _ceil_div(keys, tile)))
+    return Form(rows=block, keys=tile, dims=dims, parts=parts)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

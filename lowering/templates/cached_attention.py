@@ -1,0 +1,191 @@
+"""Inductor template of ``mx.attention``: few queries over keys and values in MXFP8, decoded in registers.
+
+    total[part], top[part], sum[part]   of every part of the keys, by ``lowering.kernels.cached_attention``
+    out = Σ_part total · e^(top − max top) / Σ_part sum · e^(top − max top)    a kernel of Inductor's own
+
+A program takes one part of one head of keys and values, and the queries of all heads that share it. For BF16
+queries; sizes may be anything, head_dim up to `attention_forms.MOST_DIMS`. Elsewhere
+`lowering.cpu.attention` says what runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import empty_strided, lowerings, register_lowering, to_dtype
+from torch._inductor.select_algorithm import (
+    SymbolicGridFn,
+    TritonTemplate,
+    autotune_select_algorithm,
+    realize_inputs,
+)
+from torch._inductor.virtualized import V
+
+from mxcompile import ops
+from mxcompile.formats import elem_type
+from mxcompile.lowering.cpu import attention as elsewhere
+from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates.attention_forms import form
+from mxcompile.lowering.templates.weight_only import readable
+
+_STAGES = 2
+
+_SOURCE = r"""
+from mxcompile.lowering.kernels import cached_attention
+
+{% if MASKED %}
+{{def_kernel("Q", "K", "K_SCALE", "V", "V_SCALE", "TOP", "SUM", "MASK")}}
+{% else %}
+{{def_kernel("Q", "K", "K_SCALE", "V", "V_SCALE", "TOP", "SUM")}}
+{% endif %}
+    B = {{size("Q", 0)}}
+    H = {{size("Q", 1)}}
+    QUERIES = {{size("Q", 2)}}
+    D = {{size("Q", 3)}}
+    KV = {{size("K", 1)}}
+    T = {{size("K", 2)}}
+    part = tl.program_id(0) % PARTS
+    group = tl.program_id(0) // PARTS
+    entry = group // KV
+    shared = H // KV
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dim = tl.arange(0, BLOCK_D)
+    head = group % KV * shared + row // QUERIES
+    query = row % QUERIES
+    in_rows = row < shared * QUERIES
+    mask = in_rows[:, None] & (dim < D)[None, :]
+    start = entry.to(tl.int64) * {{stride("Q", 0)}} + head * {{stride("Q", 1)}} + query * {{stride("Q", 2)}}
+    q = tl.load(Q + start[:, None] + dim[None, :] * {{stride("Q", 3)}}, mask=mask, other=0.0)
+    first = group.to(tl.int64) * T
+    blocks = (D + 31) // 32
+    keys = K.to(tl.pointer_type(tl.uint8), bitcast=True) + first * D
+    values = V.to(tl.pointer_type(tl.uint8), bitcast=True) + first * D
+{% if MASKED %}
+    masks = MASK
+    mask_start = (row * 0).to(tl.int64)
+{% for index, name in ((0, "entry"), (1, "head"), (2, "query")) %}
+{% if not SHARED[index] %}
+    mask_start += {{name}} * {{stride("MASK", index)}}
+{% endif %}
+{% endfor %}
+    stride_mask = {{stride("MASK", 3)}}
+{% else %}
+    masks = None
+    mask_start = row
+    stride_mask = 0
+{% endif %}
+    total, top, weight = cached_attention.attend(
+        q, keys, K_SCALE + first * blocks, values, V_SCALE + first * blocks, masks, mask_start, stride_mask,
+        in_rows, dim, FACTOR, part, T, D, ELEM, NATIVE, MASKED, PARTS, TILE, STAGES,
+    )
+    place = ((part.to(tl.int64) * B + entry) * QUERIES + query) * H + head
+    tl.store(TOP + place, top, mask=in_rows)
+    tl.store(SUM + place, weight, mask=in_rows)
+    idx_query = query[:, None]
+    idx_head = head[:, None]
+    idx_dim = dim[None, :]
+    {{store_output(("part", "entry", "idx_query", "idx_head", "idx_dim"), "total", "mask",
+                   val_shape=("BLOCK_R", "BLOCK_D"))}}
+"""
+
+
+@SymbolicGridFn
+def _grid(*arguments: Any, cdiv: Any) -> tuple[Any, Any, int]:
+    """Parts of every head of keys, then tiles of the queries sharing it; the result is [part, B, Q, H, D]."""
+    _, batch, queries, heads, _, meta = arguments
+    groups = batch * meta["KV_HEADS"]
+    return groups * meta["PARTS"], cdiv(heads * queries, meta["KV_HEADS"] * meta["BLOCK_R"]), 1
+
+
+TEMPLATE = TritonTemplate(name="mx_attention", grid=_grid, source=_SOURCE)
+
+
+@register_lowering(ops.attention, type_promotion_kind=None)
+def lower_attention(
+    q: ir.TensorBox,
+    keys: ir.TensorBox,
+    key_scales: ir.TensorBox,
+    values: ir.TensorBox,
+    value_scales: ir.TensorBox,
+    mask: ir.TensorBox | None,
+    factor: float,
+    elem_dtype: torch.dtype,
+) -> ir.TensorBox:
+    """The result of the operator, [B, Q, H, D]."""
+    device, hint = q.get_device_or_error(), V.graph.sizevars.optimization_hint
+    target = of_device(device)
+    if device.type != "cuda" or target.arch is None or q.get_dtype() is not torch.bfloat16:
+        return elsewhere.lower_attention(q, keys, key_scales, values, value_scales, mask, factor, elem_dtype)
+    batch, heads, queries, dim = q.get_size()
+    kv_heads, length = keys.get_size()[1:3]
+    chosen = form(hint(batch * kv_heads), hint(heads * queries // kv_heads), hint(length), hint(dim), target)
+    parts = [
+        empty_strided([chosen.parts, batch, queries, heads], None, dtype=torch.float32, device=device)
+        for _ in ("top", "sum")
+    ]
+    for part in parts:
+        part.realize()
+    stored = [readable(keys, target), key_scales, readable(values, target), value_scales]
+    inputs = [realize_inputs(q), *map(_contiguous, stored), *(part.data for part in parts)]
+    inputs += [] if mask is None else [realize_inputs(_four_dims(mask))]
+    layout = ir.FixedLayout(device, torch.float32, [chosen.parts, batch, queries, heads, dim])
+    choices: list[Any] = []
+    error = TEMPLATE.maybe_append_choice(
+        choices,
+        input_nodes=tuple(inputs),
+        layout=layout,
+        mutated_inputs=inputs[5:7],
+        num_stages=_STAGES,
+        num_warps=4,
+        BLOCK_R=chosen.rows,
+        BLOCK_D=chosen.dims,
+        TILE=chosen.keys,
+        STAGES=_STAGES,
+        PARTS=chosen.parts,
+        KV_HEADS=kv_heads,
+        MASKED=mask is not None,
+        SHARED=() if mask is None else _shared(mask),
+        FACTOR=float(factor),
+        ELEM=repr(elem_type(elem_dtype).name),
+        NATIVE=target.decodes_fp8,
+    )
+    if error is not None:
+        raise error
+    made: Any = autotune_select_algorithm(TEMPLATE.name, choices, inputs, layout)
+    total = made[0] if isinstance(made, tuple) else made
+    result: ir.TensorBox = to_dtype(_merged(total, *parts), q.get_dtype())
+    return result
+
+
+def _merged(total: Any, top: Any, sum_: Any) -> Any:
+    """The parts, each under its own maximum, put together; 0 where no key takes part."""
+    aten = torch.ops.aten
+    add_dim, where = lowerings[aten.unsqueeze.default], lowerings[aten.where.self]
+    multiply, total_of = lowerings[aten.mul.Tensor], lowerings[aten.sum.dim_IntList]
+    most = lowerings[aten.amax.default](top, [0], keepdims=True)
+    none = lowerings[aten.eq.Scalar](most, -float("inf"))
+    base = where(none, 0.0, most)
+    share = lowerings[aten.exp.default](lowerings[aten.sub.Tensor](top, base))
+    weight = total_of(multiply(sum_, share), [0])
+    empty = lowerings[aten.eq.Scalar](weight, 0)
+    weight = where(empty, 1.0, weight)
+    values = total_of(multiply(total, add_dim(share, -1)), [0])
+    return lowerings[aten.div.Tensor](values, add_dim(weight, -1))
+
+
+def _contiguous(x: Any) -> Any:
+    return ir.ExternKernel.require_contiguous(realize_inputs(x))
+
+
+def _four_dims(mask: ir.TensorBox) -> ir.TensorBox:
+    for _ in range(4 - len(mask.get_size())):
+        mask = lowerings[torch.ops.aten.unsqueeze.default](mask, 0)
+    return mask
+
+
+def _shared(mask: ir.TensorBox) -> tuple[bool, ...]:
+    """Whether sequences, heads and queries share one row of the mask."""
+    sizes = (1,) * (4 - len(mask.get_size())) + tuple(mask.get_size())
+    return tuple(V.graph.sizevars.statically_known_equals(size, 1) for size in sizes[:3])
