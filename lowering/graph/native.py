@@ -1,8 +1,9 @@
 """native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
 
-What stays is lowered by a Triton template whose dot is the chip's block-scaled MMA: matrices, batches of
-them and groups. The others are left to `expand`: empty ones, those with a single result, and groups
-whose number is not known.
+What stays is lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the vendor's
+product, as `templates.defaults` says: matrices, batches of them and groups. The record names the template,
+until Inductor has chosen (`inductor.winners`). The others are left to `expand`: empty ones, those with a
+single result, and groups whose number is not known.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
+from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates import configs, defaults
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -45,9 +47,23 @@ class Native:
             others = 0 if tiled and _is_grouped(node) else len(tiles)
             return f"{_name(node)} autotuned of {len(tiled) + others}"
         if tiled:
-            return f"{_name(node)}_tiled {_shape(tiled[0])}"
+            form = defaults.default(self._product(node), self.target, defaults.forms(tiled)).form
+            chosen = next(tile for tile in tiled if defaults.form(tile) == form)
+            return f"{_name(node)}_tiled {_shape(chosen)}"
         ((swap, tile),) = tiles
         return f"{_name(node)} {_shape(tile)}{' swapped' if swap else ''}"
+
+    def _product(self, node: fx.Node) -> defaults.Product:
+        """`node` in the terms of the table of defaults."""
+        out, a = tensor(node), tensor(node.args[0])
+        assert out is not None
+        assert a is not None
+        *groups, m, n = map(hint, out.shape)
+        kind = defaults.DENSE
+        if _is_grouped(node):
+            kind = defaults.ALONG_K if groups else defaults.ROWS
+        results, fused = groups[0] if groups else 1, has_epilogue(node)
+        return defaults.Product(kind=kind, m=m, n=n, k=hint(a.shape[-1]), groups=results, epilogue=fused)
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
         """The tiles of the tiled form for `node`, if it fits."""
@@ -63,10 +79,14 @@ class Native:
         return configs.tiled_products(self.target, *map(hint, (*out.shape, a.shape[1])))
 
     def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
-        """The same for groups of rows, or of columns, which are rows of the transposed product."""
+        """The same for groups of K, of rows, or of columns, which are rows of the transposed product."""
         out, a, b = tensor(node), tensor(node.args[0]), tensor(node.args[2])
-        if out is None or a is None or b is None or a.ndim == b.ndim:
+        if out is None or a is None or b is None or (a.ndim, b.ndim) == (3, 3):
             return []
+        if a.ndim == b.ndim:
+            groups, *sizes = map(hint, (*out.shape, a.shape[1]))
+            m, n, k = sizes
+            return configs.tiled_groups_of_k(self.target, (m, n, k), groups, a.stride(), b.stride())
         m, n = out.shape
         if a.ndim == 3:
             a, b, m, n = b.t(), a.mT, n, m

@@ -9,12 +9,13 @@ notes it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.select_algorithm import (
     ExternKernelCaller,
@@ -24,6 +25,8 @@ from torch._inductor.select_algorithm import (
 
 from mxcompile.graph.tags import tag_of
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
+
+log = logging.getLogger(__name__)
 
 Tell = Callable[[Mapping[int, str]], None]
 """Takes kernels by the index of their GEMM in the graph."""
@@ -47,20 +50,47 @@ def choose(
     operands: Sequence[Any],
     layout: ir.Layout,
     configs: Sequence[str] = (),
+    *,
+    examples: Mapping[int, Callable[[ir.Buffer], Any]] | None = None,
+    at_once: bool = False,
     **keywords: Any,
 ) -> ir.TensorBox:
     """The result of the choice that Inductor takes, which it may put off.
 
-    configs: what the record says of each choice; its tile if there are none. keywords: of Inductor's own.
+    configs: what the record says of each choice; its tile if there are none. examples: what makes the
+    operands that choices are timed on, by position. at_once: whether timing others would tell nothing; the
+    choice is then not put off, and Inductor itself passes them on. keywords: of Inductor's own.
     """
     for choice in choices:
         if isinstance(choice, TritonTemplateCaller):
             _CALLERS[choice.make_kernel_render] = choice
-    for choice, config in zip(choices, configs, strict=False):
-        _CONFIGS[choice.make_kernel_render] = config
-    chosen: Any = autotune_select_algorithm(name, choices, list(operands), layout, **keywords)
+    for choice, words in zip(choices, configs, strict=False):
+        _CONFIGS[choice.make_kernel_render] = words
+    given = examples if at_once or not config.benchmark_epilogue_fusion else None
+    chosen: Any = autotune_select_algorithm(
+        name, choices, list(operands), layout, input_gen_fns=given, **keywords
+    )
     out: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    if examples is not None and given is None:
+        _time_on(out, examples)
     return out
+
+
+def _time_on(out: ir.TensorBox, examples: Mapping[int, Callable[[ir.Buffer], Any]]) -> None:
+    """Make a choice that is put off be timed on `examples`.
+
+    Inductor does not put off a choice that is given examples. It keeps what times it as a closure, which
+    passes on the examples that it was given, none: these take their place.
+    """
+    buffer = out.data.data if isinstance(out.data, ir.StorageBox) else None
+    if not isinstance(buffer, ir.MultiTemplateBuffer):
+        return
+    timed = buffer._choice_timings_fn
+    cells = dict(zip(timed.__code__.co_freevars, timed.__closure__ or (), strict=True))
+    if "input_gen_fns" in cells:
+        cells["input_gen_fns"].cell_contents = dict(examples)
+    else:
+        log.debug("products are timed on scale bytes of 0: this torch keeps the choice otherwise")
 
 
 class Winners(SchedulerPass):
@@ -80,10 +110,15 @@ class Winners(SchedulerPass):
 
 def _kernels(node: BaseSchedulerNode) -> Iterable[tuple[int, str]]:
     """Index and kernel of the GEMM that `node` computes, if its kernel was chosen."""
-    if not isinstance(node.node, ir.TritonTemplateBuffer):
+    buffer = node.node
+    if not isinstance(buffer, ir.TritonTemplateBuffer | ir.ExternKernel):
         return
-    tags = [tag for origin in node.node.origins if (tag := tag_of(origin)) is not None]
-    winner = _winner(node, node.node) if tags else None
+    tags = [tag for origin in buffer.origins if (tag := tag_of(origin)) is not None]
+    if isinstance(buffer, ir.ExternKernel):
+        called = str(buffer.python_kernel_name).rpartition(".")[2]
+        yield from ((tag.index, _CALLS[called]) for tag in tags if called in _CALLS)
+        return
+    winner = _winner(node, buffer) if tags else None
     if winner is not None:
         for tag in tags:
             yield tag.index, renamed(tag.kernel, winner)

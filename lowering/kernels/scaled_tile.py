@@ -97,3 +97,40 @@ def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, B
     start = tl.sum(tl.where(mine, starts, 0), 0)
     end = tl.sum(tl.where(mine, ends, 0), 0)
     return group, start + (tile - first) * BLOCK_M, end
+
+
+@triton.jit
+def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+    """Of groups of K: their first blocks, their ends, and the ends of their scale tiles, of 4 blocks.
+
+    Vectors [POWER]. Every group has its own tiles, one group after the other, and a block that two groups
+    share is in the tiles of both.
+    """
+    index = tl.arange(0, POWER)
+    inside = index < NUM_GROUPS
+    ends = tl.load(offs_ptr + index, mask=inside, other=0).to(tl.int32)
+    starts = tl.load(offs_ptr + index - 1, mask=inside & (index > 0), other=0).to(tl.int32)
+    first, last = starts // tiles.BLOCK, (ends + tiles.BLOCK - 1) // tiles.BLOCK
+    return first, last, tl.cumsum(tl.where(starts < ends, (last - first + 3) // 4, 0), 0)
+
+
+@triton.jit
+def span_of(offs_ptr, group, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+    """Where group number `group` of K begins and ends, and its first scale tile."""
+    begin = tl.load(offs_ptr + group - 1, mask=group > 0, other=0).to(tl.int32)
+    end = tl.load(offs_ptr + group).to(tl.int32)
+    _, _, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
+    before = tl.where(tl.arange(0, POWER) == group - 1, tile_ends, 0)
+    return begin, end, tl.sum(before, 0)
+
+
+@triton.jit
+def scale_tile_of(offs_ptr, tile, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
+    """The blocks, first and end, that are in scale tile number `tile` of groups of K; none past the last."""
+    first, last, tile_ends = blocks_of(offs_ptr, NUM_GROUPS, POWER)
+    index = tl.arange(0, POWER)
+    group = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    mine = index == group
+    before = tl.sum(tl.where(index == group - 1, tile_ends, 0), 0)
+    begin = tl.sum(tl.where(mine, first, 0), 0) + (tile - before) * 4
+    return begin, tl.sum(tl.where(mine, last, 0), 0)

@@ -80,15 +80,13 @@ def _products(name: str, rows: int, gathered: bool) -> Iterator[tuple[bool, Matm
 def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
     """The tiles of the tiled form for a product [m, k] · [k, n] that fits it; none for few rows, swapped.
 
-    The default; where Inductor is told to autotune, others after it.
+    The default of its plain form first.
     """
     row = SCALED_MM.get(target.name)
     tensor_memory = not isinstance(SCALED_MM_TILED.get(target.name, _NONE), Absent)
     if not tensor_memory or not isinstance(row, ScaledChoices) or m <= row.few_rows:
         return []
     default = tiled_default(target, m, n, k)
-    if not autotuning():
-        return [default]
     return [default, *(tile for tile in tiled_configs(target) if tile != default)]
 
 
@@ -100,6 +98,24 @@ def tiled_groups(target: Target, average: int, m: int, n: int, k: int) -> list[T
     if not tiled_products(target, average, n, k):
         return []
     return [tile for tile in tiled_products(target, m, n, k) if not tile.warp_specialize]
+
+
+def tiled_groups_of_k(
+    target: Target,
+    sizes: tuple[int, int, int],
+    groups: int,
+    a_strides: Sequence[Any],
+    b_strides: Sequence[Any],
+) -> list[TiledConfig]:
+    """The same for groups of K of a [M, K] · b [K, N], which the accelerator reads if no row of K is cut.
+
+    sizes: M, N and K. Scale tiles are of 128 elements along K, and so are steps.
+    """
+    m, n, k = sizes
+    if contiguous(a_strides) != 0 or contiguous(b_strides) != 1:
+        return []
+    found = tiled_products(target, m, n, max(k // groups, 1)) and tiled_products(target, m * groups, n, k)
+    return [tile for tile in found if tile.block_k == 128 and not tile.warp_specialize]
 
 
 def grouped_fits(

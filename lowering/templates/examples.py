@@ -1,8 +1,12 @@
-"""Operands on which the products of groups are timed: as real ones are.
+"""Operands on which products are timed: as real ones are.
 
-Inductor fills integers with zeros. Then every group ends where it begins, no tile does anything, and what is
-timed is nothing; scale bytes of 0 make products of zeros. Here groups are uneven, as routers make them, and
-end where the operand does; codes fill the range of their format, and scales lie within 2⁻¹² and 1.
+Inductor fills integers with zeros. Scale bytes of 0 make products of zeros, for which matrix units draw less
+power and run at higher clocks than for others; and where the ends of groups are 0 too no tile does anything,
+and what is timed is nothing. Here codes fill the range of their format, scales lie within 2⁻¹² and 1, groups
+are uneven, as routers make them, and end where the operand does.
+
+`winners.choose` brings them to where choices are timed alone, `ProductKernel` to where they are timed with
+what is fused behind them, in a module of its own that makes its arguments itself.
 """
 
 from __future__ import annotations
@@ -14,10 +18,33 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import preserve_rng_state
 from torch._inductor import ir
-from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateKernel
 from torch._inductor.virtualized import V
 
 Make = Callable[[ir.Buffer], Tensor]
+
+_LOWEST, _HIGHEST = 115, 127
+"""Scale bytes."""
+
+
+class ProductKernel(TritonTemplateKernel):
+    """A kernel of a product, which is timed on scales that are not 0."""
+
+    def codegen_kernel_benchmark(self, num_gb: float | None) -> Any:
+        """The functions that time it, as Inductor writes them; arrays of bytes are scales."""
+        made, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
+        written = super().codegen_kernel_benchmark(num_gb)
+        return written.map(lambda line: line + end if str(line).endswith(made) else line)
+
+
+def dense(operands: Sequence[Any]) -> dict[int, Make]:
+    """What makes the examples of a, its scale, b and its scale, by position."""
+    return dict.fromkeys(range(len(operands[:4])), _side)
+
+
+def stored(operands: Sequence[Any]) -> dict[int, Make]:
+    """What makes those of b and its scale, behind an operand that is not cast yet."""
+    return dict.fromkeys(range(1, len(operands[:3])), _side)
 
 
 def grouped(operands: Sequence[Any], length: Any) -> dict[int, Make]:
@@ -34,7 +61,7 @@ def _side(node: ir.Buffer) -> Tensor:
     value: Tensor = AlgorithmSelectorCache.benchmark_example_value(node)
     with preserve_rng_state():
         if value.dtype == torch.uint8:
-            return value.random_(115, 128)
+            return value.random_(_LOWEST, _HIGHEST + 1)
         limit = torch.finfo(value.dtype).max
         codes = torch.randn(value.shape, device=value.device).mul_(limit / 4).clamp_(-limit, limit)
         return value.copy_(codes)

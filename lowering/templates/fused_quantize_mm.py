@@ -31,6 +31,7 @@ from mxcompile.formats import ScaleLayout, elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM, Absent, MatmulConfig
 from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import examples
 from mxcompile.lowering.templates.configs import autotuning, products
 
 _SOURCE = r"""
@@ -169,7 +170,8 @@ def lower_quantize_mm(
         product = [qdata, scale, b, scale_b, bias, out_dtype]
         cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
         choices.append(Separate(operands, layout, cast, product))
-    return choose(TEMPLATE.name, choices, operands, layout, return_multi_template=False)
+    made = examples.stored(operands)
+    return choose(TEMPLATE.name, choices, operands, layout, examples=made, at_once=True)
 
 
 class Separate(SubgraphChoiceCaller):

@@ -2,11 +2,14 @@
 
     scale[rows, blocks], groups of rows   →   tiles of each group, its rows padded to whole tiles, one group
                                               after the other; rows past the last are a group too
+    scale[rows, blocks], groups of K      →   rows of tiles, each group's blocks padded to whole tiles, one
+                                              group after the other
     scale[G, rows, blocks]                →   tiles of each matrix
 
 Row t of the result is a row of tiles, 128 rows of the operand, as ``formats.scale_tiles`` lays them out; what
 is padded is 0. How many rows of tiles there are does not depend on where the groups end: ⌈rows / 128⌉ + G, as
-`scaled_grouped_mm` counts its tiles, so tile t of the product reads row t.
+`scaled_grouped_mm` counts its tiles, so tile t of the product reads row t. Nor how wide a row is whose groups
+are of K: ⌈blocks / 4⌉ + 2 G, since a group has part of a tile at its end, and the block that it shares.
 
 A kernel of its own, unlike a matrix's scales, which the cast writes in tiles: where a group's tiles begin is
 known to the product alone. It moves a sixteenth of a byte for each element, of the cast's three to four.
@@ -29,16 +32,7 @@ from mxcompile.lowering.inductor.winners import choose
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scaled_tile
 
-{% if NUM_GROUPS %}
-{{def_kernel("SCALE", "OFFS")}}
-    rows = {{size("SCALE", 0)}}
-    blocks = {{size("SCALE", 1)}}
-    idx_t = tl.program_id(0)
-    _, first, end = scaled_tile.group_of(OFFS, idx_t, rows, NUM_GROUPS, POWER, 128)
-    scale = SCALE
-    stride_row = {{stride("SCALE", 0)}}
-    stride_block = {{stride("SCALE", 1)}}
-{% else %}
+{% if not NUM_GROUPS %}
 {{def_kernel("SCALE")}}
     rows = {{size("SCALE", 1)}}
     blocks = {{size("SCALE", 2)}}
@@ -48,19 +42,38 @@ from mxcompile.lowering.kernels import scaled_tile
     scale = SCALE + (idx_t // tl.cdiv(rows, 128)).to(tl.int64) * {{stride("SCALE", 0)}}
     stride_row = {{stride("SCALE", 1)}}
     stride_block = {{stride("SCALE", 2)}}
+{% else %}
+{{def_kernel("SCALE", "OFFS")}}
+    rows = {{size("SCALE", 0)}}
+    blocks = {{size("SCALE", 1)}}
+    idx_t = tl.program_id(0)
+{% if ALONG_K %}
+    first, end = idx_t * 128, rows
+{% else %}
+    _, first, end = scaled_tile.group_of(OFFS, idx_t, rows, NUM_GROUPS, POWER, 128)
+{% endif %}
+    scale = SCALE
+    stride_row = {{stride("SCALE", 0)}}
+    stride_block = {{stride("SCALE", 1)}}
 {% endif %}
     idx_p = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     row = first + idx_p % 16 // 4 * 32 + idx_p % 512 // 16
+{% if ALONG_K %}
+    begin, blocks = scaled_tile.scale_tile_of(OFFS, tl.program_id(1), NUM_GROUPS, POWER)
+    block = begin + idx_p % 4
+    mask = idx_p >= 0
+{% else %}
     block = idx_p // 512 * 4 + idx_p % 4
     mask = idx_p < tl.cdiv(blocks, 4) * 512
+{% endif %}
     byte = tl.load(
         scale + row.to(tl.int64) * stride_row + block.to(tl.int64) * stride_block,
         mask=mask & (row < end) & (block < blocks), other=0)
     {{store_output(("idx_t", "idx_p"), "byte", "mask", val_shape=("BYTES",))}}
 """
 
-_BYTES = 1024
-"""Of one program: two tiles."""
+_BYTES = 512
+"""Of one program: a tile, which is one group's."""
 
 
 @SymbolicGridFn
@@ -77,21 +90,29 @@ _MADE: WeakKeyDictionary[Any, dict[tuple[str, ...], ir.TensorBox]] = WeakKeyDict
 def of_groups(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
     """Tiles, uint8 [⌈rows / 128⌉ + groups, ⌈blocks / 4⌉ · 512], of a realized scale [rows, blocks]."""
     rows, blocks = scale.get_size()
-    return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS) + groups, blocks, groups)
+    return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS) + groups, CeilDiv(blocks, TILE_BLOCKS))
+
+
+def of_groups_of_k(scale: Any, offs: Any, groups: int) -> ir.TensorBox:
+    """Tiles, uint8 [⌈rows / 128⌉, (⌈blocks / 4⌉ + 2 · groups) · 512], of a realized scale [rows, blocks]."""
+    rows, blocks = scale.get_size()
+    across = CeilDiv(blocks, TILE_BLOCKS) + 2 * groups
+    return _tiled([scale, offs], CeilDiv(rows, TILE_ROWS), across, along_k=True)
 
 
 def of_matrices(scale: Any) -> ir.TensorBox:
     """Tiles, uint8 [G · ⌈rows / 128⌉, ⌈blocks / 4⌉ · 512], of a realized scale [G, rows, blocks]."""
     matrices, rows, blocks = scale.get_size()
-    return _tiled([scale], matrices * CeilDiv(rows, TILE_ROWS), blocks, 0)
+    return _tiled([scale], matrices * CeilDiv(rows, TILE_ROWS), CeilDiv(blocks, TILE_BLOCKS))
 
 
-def _tiled(operands: list[Any], tiles: Any, blocks: Any, groups: int) -> ir.TensorBox:
+def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False) -> ir.TensorBox:
     made = _MADE.setdefault(V.graph, {})
-    key = tuple(f"{operand.get_name()} {operand.get_layout()}" for operand in operands)
+    key = (str(along_k), *(f"{operand.get_name()} {operand.get_layout()}" for operand in operands))
     if key not in made:
-        width = CeilDiv(blocks, TILE_BLOCKS) * (TILE_ROWS * TILE_BLOCKS)
-        layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [tiles, width])
+        width = across * (TILE_ROWS * TILE_BLOCKS)
+        layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [down, width])
+        groups = int(operands[1].get_size()[0]) if len(operands) > 1 else 0
         choices: list[Any] = []
         error = TEMPLATE.maybe_append_choice(
             choices,
@@ -100,6 +121,7 @@ def _tiled(operands: list[Any], tiles: Any, blocks: Any, groups: int) -> ir.Tens
             num_warps=4,
             num_stages=1,
             BYTES=_BYTES,
+            ALONG_K=along_k,
             NUM_GROUPS=groups,
             POWER=1 << groups.bit_length(),
         )

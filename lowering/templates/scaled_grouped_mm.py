@@ -8,7 +8,8 @@ tiles, whatever the groups are, those past the last group among them: that is th
 tile do nothing. Along K the blocks of 32 are those of the whole operand: a group reads the scales of the
 blocks it shares with its neighbours and masks their elements. Accumulation is FP32, scales are row-major.
 
-Groups of many rows on chips with tensor memory go to `scaled_grouped_mm_tiled`, whose scales are tiled first.
+Groups of many rows, or long ones of K, on chips with tensor memory go to `scaled_grouped_mm_tiled`, whose
+scales are tiled first.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
+from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
+from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
     configs,
+    defaults,
     examples,
     group_scales,
     scaled_bmm,
@@ -164,7 +168,7 @@ def _groups_of_rows(
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
-    found = list(scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups)))
+    found = scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups))
     if found:
         return _tiled(operands, layout, found, columns=columns)
     return select(
@@ -182,32 +186,67 @@ def _groups_of_rows(
 def _tiled(
     operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, columns: bool
 ) -> ir.TensorBox:
-    """The groups of rows in the first of `tiles`; where Inductor autotunes, all and the vendor's compete."""
+    """The groups of rows in one of `tiles` or by the vendor, as `defaults` says; autotuned, all compete."""
     a, scale_a, b, scale_b, offs = operands
     groups = int(b.get_size()[0])
     rows_of = _PERMUTE(ir.TensorBox.create(scale_b), [0, 2, 1])
     tiled_a = group_scales.of_groups(scale_a, offs, groups)
     tiled_b = group_scales.of_matrices(realize_inputs(rows_of))
     sides = [a, tiled_a, b, tiled_b, offs]
-    choices: list[Any] = []
-    for tile in tiles:
-        keywords = scaled_grouped_mm_tiled.arguments(sides, tile, groups)
-        error = scaled_grouped_mm_tiled.TEMPLATE.maybe_append_choice(
-            choices, input_nodes=tuple(sides), layout=layout, COLUMNS=columns, **keywords
-        )
-        if error is not None:
-            raise error
-    if configs.autotuning() and not columns and vendor.fits_groups(sides, layout.dtype):
+    library = not columns and vendor.fits_groups(sides, layout.dtype)
+    if not configs.autotuning():
+        form = _default(sides, layout, tiles, library=library)
+        tiles, library = tiles[: int(form != defaults.VENDOR)], form == defaults.VENDOR
+    keywords = {"COLUMNS": columns, **scaled_grouped_mm_tiled.majorness(a, b)}
+    choices = _choices(scaled_grouped_mm_tiled.ROWS_TEMPLATE, sides, layout, tiles, groups, **keywords)
+    if library:
         vendor.GROUPED.maybe_append_choice(choices, input_nodes=tuple(sides), layout=layout)
     made = examples.grouped(sides, a.get_size()[0])
-    name = scaled_grouped_mm_tiled.TEMPLATE.name
-    return choose(name, choices, sides, layout, input_gen_fns=made)
+    name = scaled_grouped_mm_tiled.ROWS_TEMPLATE.name
+    return choose(name, choices, sides, layout, examples=made, at_once=True)
+
+
+def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, library: bool) -> str:
+    """The form that runs groups of rows unmeasured. library: whether the vendor's can."""
+    a, _, b, *_ = sides
+    m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
+    fused = has_epilogue(V.graph.current_node)
+    product = defaults.Product(kind=defaults.ROWS, m=m, n=n, k=k, epilogue=fused)
+    runs = defaults.forms(tiles) | ({defaults.VENDOR} if library else set())
+    return defaults.default(product, of_device(layout.device), runs).form
+
+
+def _choices(
+    template: TritonTemplate,
+    sides: list[Any],
+    layout: ir.Layout,
+    tiles: list[TiledConfig],
+    groups: int,
+    **keywords: bool,
+) -> list[Any]:
+    choices: list[Any] = []
+    for tile in tiles:
+        given = scaled_grouped_mm_tiled.arguments(sides, tile, groups) | keywords
+        error = template.maybe_append_choice(choices, input_nodes=tuple(sides), layout=layout, **given)
+        if error is not None:
+            raise error
+    return choices
 
 
 def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:
     """The groups of K of a [M, K] · b [K, N], as [G, M, N]."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
-    m, n = operands[0].get_size()[0], operands[2].get_size()[1]
-    layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [*offs.get_size(), m, n])
-    made = examples.grouped(operands, operands[0].get_size()[1])
-    return select(K_TEMPLATE, operands, layout, m, made, WHOLE_K=False)
+    a, scale_a, b, _, ends = operands
+    (m, k), n, groups = a.get_size(), b.get_size()[1], int(offs.get_size()[0])
+    layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [groups, m, n])
+    tiles = scaled_grouped_mm_tiled.k_tiles(of_device(layout.device), operands, groups)
+    if not tiles:
+        return select(K_TEMPLATE, operands, layout, m, examples.grouped(operands, k), WHOLE_K=False)
+    scales = scale_a, realize_inputs(_PERMUTE(sides[3], [1, 0]))
+    tiled = [group_scales.of_groups_of_k(scale, ends, groups) for scale in scales]
+    given = [a, tiled[0], b, tiled[1], ends]
+    template = scaled_grouped_mm_tiled.K_TEMPLATE
+    tried = tiles if configs.autotuning() else tiles[:1]
+    choices = _choices(template, given, layout, tried, groups)
+    made = examples.grouped(given, k)
+    return choose(template.name, choices, given, layout, examples=made, at_once=True)

@@ -1,46 +1,47 @@
-"""Inductor template of the groups of rows of ``mx.scaled_grouped_mm`` on tiled scales, loads by TMA.
+"""Inductor templates of ``mx.scaled_grouped_mm`` on tiled scales, loads by the tensor memory accelerator.
 
-    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
+    groups of rows    out[m] = a[m] · b[g]          where offs[g−1] ≤ m < offs[g]; 0 past the last group
+    groups of K       out[g] = Σ_k a[:, k] · b[k]   where offs[g−1] ≤ k < offs[g]; 0 for an empty group
 
-The loop of `scaled_mm_tiled` over the tiles of `scaled_grouped_mm`: persistent, a program per multiprocessor.
-A tile begins at any row; what it reads past its group's end are rows that it does not store. Scales come in
-the tiles of each group, which `group_scales` makes. The tensor memory accelerator fills with zeros what lies
-outside of `a`, and of `b`, whose matrices are one below the other, what is past K if it is K-major; else K
-must be whole steps.
+Persistent, a program per multiprocessor, as `scaled_mm_tiled`; scales come in the tiles of each group, which
+`group_scales` makes. A tile of rows begins at any row, and what it reads past its group's end are rows that
+it does not store. The accelerator fills with zeros what lies outside of `a`, and of `b`, whose matrices are
+one below the other, what is past K if it is K-major; else K must be whole steps.
 
-Wants what `fits` says; the pointer form of ``templates.scaled_grouped_mm`` takes the rest. Groups of K too:
-they end inside blocks, whose other elements must be masked, which the accelerator cannot.
+Along K a group may begin and end inside blocks of 32 that it shares. Its descriptors have its rows alone, and
+steps begin with the block that it begins in, so in front of the first row and past the last one the
+accelerator fills with zeros what is not the group's. Rows are then the outer dimension: both operands
+are contiguous along M and N, as the columnwise casts that wgrad reads are.
+
+Wants what `tiles` and `k_tiles` say; the pointer form of ``templates.scaled_grouped_mm`` takes the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor.select_algorithm import SymbolicGridFn
-from torch._inductor.utils import get_num_sms
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
 from mxcompile.lowering.kernels.configs import TiledConfig
-from mxcompile.lowering.templates import configs, scaled_mm_tiled
+from mxcompile.lowering.templates import configs, persistent
+from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 
-_SOURCE = r"""
-from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_mm_tiled, scaled_tile
+_ROWS_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_tile
 
 {{def_kernel("A", "SA", "B", "SB", "OFFS")}}
     M = {{size("A", 0)}}
     N = {{size("B", 2)}}
     K = {{size("A", 1)}}
-{% if A_K_MAJOR %}
-    a_desc = tl.make_tensor_descriptor(A, [M, K], [{{stride("A", 0)}}, 1], [BLOCK_M, BLOCK_K])
-{% else %}
-    a_desc = tl.make_tensor_descriptor(A, [K, M], [{{stride("A", 1)}}, 1], [BLOCK_K, BLOCK_M])
-{% endif %}
+    a_desc = tma_tile.operand(A, M, K, {{stride("A", 1 - A_K_MAJOR)}}, BLOCK_M, BLOCK_K, A_K_MAJOR)
 {% if B_K_MAJOR %}
-    b_desc = tl.make_tensor_descriptor(B, [NUM_GROUPS * N, K], [{{stride("B", 2)}}, 1], [BLOCK_N, BLOCK_K])
+    b_desc = tma_tile.operand(B, NUM_GROUPS * N, K, {{stride("B", 2)}}, BLOCK_N, BLOCK_K, True)
 {% else %}
-    b_desc = tl.make_tensor_descriptor(B, [NUM_GROUPS * K, N], [{{stride("B", 1)}}, 1], [BLOCK_K, BLOCK_N])
+    b_desc = tma_tile.operand(B, N, NUM_GROUPS * K, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, False)
 {% endif %}
     tiles_m = tl.cdiv(M, BLOCK_M) + NUM_GROUPS
     sa_desc = scale_bytes.tiled_descriptor(SA, tiles_m * BLOCK_M, K, BLOCK_M, BLOCK_K // 32)
@@ -50,84 +51,123 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_mm_tiled, 
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_SMS):
         tile_m, pid_n = scaled_mm.tile_of(tile, tiles_m * BLOCK_M, N, BLOCK_M, BLOCK_N)
         tile_m, pid_n = tile_m.to(tl.int32), pid_n.to(tl.int32)
-        group, first, end_m = scaled_tile.group_of(OFFS, tile_m, M, NUM_GROUPS, POWER, BLOCK_M)
-        steps = tl.where((group < NUM_GROUPS) & (first < end_m), tl.cdiv(K, BLOCK_K), 0).to(tl.int32)
-        operand = tl.minimum(group, NUM_GROUPS - 1)
-        sb_row = (operand * tl.cdiv(N, 128) + pid_n * (BLOCK_N // 128)).to(tl.int32)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-{% if A_K_MAJOR %}
-            a = a_desc.load([first, step * BLOCK_K])
-{% else %}
-            a = a_desc.load([step * BLOCK_K, first]).T
-{% endif %}
+        group, row, end_m = scaled_tile.group_of(OFFS, tile_m, M, NUM_GROUPS, POWER, BLOCK_M)
+        steps = tl.where((group < NUM_GROUPS) & (row < end_m), tl.cdiv(K, BLOCK_K), 0).to(tl.int32)
+        entry = tl.minimum(group, NUM_GROUPS - 1)
+        sb_row = (entry * tl.cdiv(N, 128) + pid_n * (BLOCK_N // 128)).to(tl.int32)
 {% if B_K_MAJOR %}
-            b = b_desc.load([(operand * N + pid_n * BLOCK_N).to(tl.int32), step * BLOCK_K]).T
+        b_row, b_k = (entry * N + pid_n * BLOCK_N).to(tl.int32), 0
 {% else %}
-            b = b_desc.load([(operand * K + step * BLOCK_K).to(tl.int32), pid_n * BLOCK_N])
+        b_row, b_k = pid_n * BLOCK_N, (entry * K).to(tl.int32)
 {% endif %}
-            sa = scaled_mm_tiled.load_scale(sa_desc, tile_m, step, BLOCK_M, BLOCK_K // 32)
-            sb = scaled_mm_tiled.load_scale_at(sb_desc, sb_row, step, BLOCK_N, BLOCK_K // 32)
-            acc = tl.dot_scaled(a, sa, ELEM_A, b, sb, ELEM_B, acc)
-        parts = scaled_mm_tiled.columns_of(acc, HALVINGS)
-        for part in tl.static_range(2**HALVINGS):
-            idx_m = (first + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
-            idx_n = (pid_n * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH))[None, :]
-            mask = (idx_m < end_m) & (idx_n < N)
-            columns = parts[part]
+        acc = tma_tile.tile_product(
+            a_desc, sa_desc, b_desc, sb_desc, row, 0, tile_m * (BLOCK_M // 128), b_row, b_k, sb_row, 0, steps,
+            ELEM_A, ELEM_B, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K)
+"""
+    + PARTS
+    + r"""
 {% if COLUMNS %}
-            {{store_output(("idx_n", "idx_m"), "columns", "mask", indent_width=12,
-                           val_shape=("BLOCK_M", "WIDTH"))}}
+"""
+    + STORE.replace("INDICES", '("idx_n", "idx_m")')
+    + r"""
 {% else %}
-            {{store_output(("idx_m", "idx_n"), "columns", "mask", indent_width=12,
-                           val_shape=("BLOCK_M", "WIDTH"))}}
+"""
+    + STORE.replace("INDICES", '("idx_m", "idx_n")')
+    + r"""
 {% endif %}
 """
+)
+
+_K_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_tile
+
+{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+    M = {{size("A", 0)}}
+    N = {{size("B", 1)}}
+    padded = {{size("SA", 1)}} // 4
+    sa_desc = scale_bytes.tiled_descriptor(SA, M, padded, BLOCK_M, BLOCK_K // 32)
+    sb_desc = scale_bytes.tiled_descriptor(SB, N, padded, BLOCK_N, BLOCK_K // 32)
+    WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
+    end_m = M
+    entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), NUM_GROUPS * entry, NUM_SMS):
+        idx_q = tile // entry
+        pid_m, pid_n = scaled_mm.tile_of(tile % entry, M, N, BLOCK_M, BLOCK_N)
+        pid_m, pid_n = pid_m.to(tl.int32), pid_n.to(tl.int32)
+        row = pid_m * BLOCK_M
+        begin, end, first_tile = scaled_tile.span_of(OFFS, idx_q, NUM_GROUPS, POWER)
+        length, before = end - begin, begin % 32
+        start, inside = begin.to(tl.int64), tl.maximum(length, 1)
+        a_desc = tma_tile.operand(
+            A + start * {{stride("A", 1)}}, M, inside, {{stride("A", 1)}}, BLOCK_M, BLOCK_K, False)
+        b_desc = tma_tile.operand(
+            B + start * {{stride("B", 0)}}, N, inside, {{stride("B", 0)}}, BLOCK_N, BLOCK_K, False)
+        steps = tl.where(length > 0, tl.cdiv(before + length, BLOCK_K), 0)
+        acc = tma_tile.tile_product(
+            a_desc, sa_desc, b_desc, sb_desc, row, -before, pid_m * (BLOCK_M // 128),
+            pid_n * BLOCK_N, -before, pid_n * (BLOCK_N // 128), first_tile, steps,
+            ELEM_A, ELEM_B, False, False, BLOCK_M, BLOCK_N, BLOCK_K)
+"""
+    + PARTS
+    + STORE.replace("INDICES", '("idx_q", "idx_m", "idx_n")')
+)
 
 
 @SymbolicGridFn
-def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
+def _rows_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
     if meta["COLUMNS"]:
         m, n = n, m
     tiles = (cdiv(m, meta["BLOCK_M"]) + meta["NUM_GROUPS"]) * cdiv(n, meta["BLOCK_N"])
     return min(meta["NUM_SMS"], tiles), 1, 1
 
 
-TEMPLATE = scaled_mm_tiled.Descriptors(name="mx_scaled_grouped_mm_tiled", grid=_grid, source=_SOURCE)
+@SymbolicGridFn
+def _k_grid(g: Any, m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any) -> tuple[Any, int, int]:  # noqa: A002
+    return min(meta["NUM_SMS"], g * cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"])), 1, 1
 
 
-def fits(a: Any, b: Any, tile: TiledConfig) -> bool:
-    """Whether `tile` can run the product of realized a [M, K] and b [G, K, N]."""
-    aligned = scaled_mm_tiled.starts_aligned
-    sides = (a.get_stride(), b.get_size(), b.get_stride())
-    return aligned(a) and aligned(b) and configs.grouped_fits(*sides, tile)
+ROWS_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_tiled", grid=_rows_grid, source=_ROWS_SOURCE)
+K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, source=_K_SOURCE)
 
 
 def arguments(operands: Sequence[Any], tile: TiledConfig, groups: int) -> dict[str, Any]:
-    """The template's arguments for `tile`, but for COLUMNS. operands: a, its scale, b, its scale, offs."""
+    """What both templates take for `tile`. operands: a, its scale, b, its scale, offs."""
     a, _, b, *_ = operands
     return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "HALVINGS": tile.halvings,
-        "NUM_SMS": get_num_sms(),
+        **persistent.arguments(tile),
         "NUM_GROUPS": groups,
         "POWER": 1 << groups.bit_length(),
-        "A_K_MAJOR": configs.contiguous(a.get_stride()) == 1,
-        "B_K_MAJOR": configs.contiguous(b.get_stride()[1:]) == 0,
         "ELEM_A": repr(elem_type(a.get_dtype()).name),
         "ELEM_B": repr(elem_type(b.get_dtype()).name),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
     }
 
 
-def tiles(target: Any, operands: Sequence[Any], rows: Any) -> Iterator[TiledConfig]:
+def majorness(a: Any, b: Any) -> dict[str, bool]:
+    """What the template of groups of rows takes beside them, but for COLUMNS, of a [M, K] and b [G, K, N]."""
+    return {
+        "A_K_MAJOR": configs.contiguous(a.get_stride()) == 1,
+        "B_K_MAJOR": configs.contiguous(b.get_stride()[1:]) == 0,
+    }
+
+
+def tiles(target: Any, operands: Sequence[Any], rows: Any) -> list[TiledConfig]:
     """The tiles to try, the default first; none where the pointer form is to run it. rows: of a group."""
     a, _, b, *_ = operands
+    if not all(map(persistent.starts_aligned, (a, b))):
+        return []
     sizes = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2], rows))
     m, k, n, average = sizes
-    for tile in configs.tiled_groups(target, average, m, n, k):
-        if fits(a, b, tile):
-            yield tile
+    found = configs.tiled_groups(target, average, m, n, k)
+    sides = a.get_stride(), b.get_size(), b.get_stride()
+    return [tile for tile in found if configs.grouped_fits(*sides, tile)]
+
+
+def k_tiles(target: Any, operands: Sequence[Any], groups: int) -> list[TiledConfig]:
+    """The same of groups of K of a [M, K] · b [K, N]."""
+    a, _, b, *_ = operands
+    if not all(map(persistent.starts_aligned, (a, b))):
+        return []
+    sizes = (*a.get_size(), b.get_size()[1])
+    m, k, n = map(V.graph.sizevars.optimization_hint, sizes)
+    return configs.tiled_groups_of_k(target, (m, n, k), groups, a.get_stride(), b.get_stride())

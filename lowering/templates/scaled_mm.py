@@ -24,10 +24,11 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
+from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import configs, scaled_bmm, scaled_mm_tiled, vendor
+from mxcompile.lowering.templates import configs, defaults, examples, scaled_bmm, scaled_mm_tiled, vendor
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes
@@ -135,7 +136,12 @@ from mxcompile.lowering.kernels import scale_bytes
 {% endif %}
 """
 
-TEMPLATE = TritonTemplate(name="mx_scaled_mm", grid=mm_grid, source=_SOURCE)
+
+class _Product(TritonTemplate):
+    kernel_type = examples.ProductKernel
+
+
+TEMPLATE = _Product(name="mx_scaled_mm", grid=mm_grid, source=_SOURCE)
 
 _EXPAND = lowerings[torch.ops.aten.expand.default]
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -168,11 +174,11 @@ def lower_scaled_mm(
         error = kind.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
         if error is not None:
             raise error
-    return choose("mx_scaled_mm", choices, operands, layout)
+    return choose("mx_scaled_mm", choices, operands, layout, examples=examples.dense(operands))
 
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What to try, with its arguments, the default first; that alone unless autotuning."""
+    """What to try, with its arguments; what `defaults` says alone unless autotuning."""
     m, n, k = map(V.graph.sizevars.optimization_hint, (*layout.size, operands[0].get_size()[1]))
     shared = {
         "BIASED": len(operands) > 4,
@@ -181,13 +187,20 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
     }
     target = of_device(layout.device)
     tiled = configs.tiled_products(target, m, n, k) if scaled_mm_tiled.fits(operands) else []
+    library = vendor.fits(operands, layout.dtype)
+    tried = defaults.ALL
+    if not configs.autotuning():
+        runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
+        fused = has_epilogue(V.graph.current_node)
+        product = defaults.Product(kind=defaults.DENSE, m=m, n=n, k=k, epilogue=fused)
+        tried = frozenset({defaults.default(product, target, runs).form})
+        tiled = [tile for tile in tiled if defaults.form(tile) in tried][:1]
     for config in tiled:
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
-    if tiled and not configs.autotuning():
-        return
-    for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
-        yield TEMPLATE, {**shared, **_arguments(operands, layout, tile, swap=swap)}
-    if configs.autotuning() and vendor.fits(operands, layout.dtype):
+    if defaults.POINTERS in tried:
+        for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
+            yield TEMPLATE, {**shared, **_arguments(operands, layout, tile, swap=swap)}
+    if defaults.VENDOR in tried and library:
         yield vendor.CHOICE, {}
 
 

@@ -18,7 +18,7 @@ from mxcompile.formats import elem_type
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates.configs import products
-from mxcompile.lowering.templates.examples import Make
+from mxcompile.lowering.templates.examples import Make, dense
 
 TILE = r"""
     in_m = rm < end_m
@@ -65,7 +65,7 @@ def select(
     """The result, of `layout`, of `template` with the tile that suits products of so many rows.
 
     operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: what makes those that
-    autotuning times the tiles on, if not Inductor. keywords: the template's own.
+    autotuning times the tiles on, where it takes more than codes and scales. keywords: the template's own.
     """
     choices: list[Any] = []
     for tile in _tiles(operands, layout, rows):
@@ -73,7 +73,8 @@ def select(
         error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
         if error is not None:
             raise error
-    return choose(template.name, choices, operands, layout, input_gen_fns=examples)
+    made = examples or dense(operands)
+    return choose(template.name, choices, operands, layout, examples=made, at_once=examples is not None)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:

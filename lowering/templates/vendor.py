@@ -1,4 +1,4 @@
-"""The vendor's products of MX operands, as choices among those that are timed.
+"""The vendor's products of MX operands, beside the templates: `defaults` says which run unmeasured.
 
     matrices          ``torch._scaled_mm``
     groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
@@ -6,7 +6,7 @@
 
 Offered where its static conditions hold (`fits`): both scales tiled, sizes and strides that are multiples of
 16, results in BF16, not both operands E5M2. Chips whose scales are tiled take all four layouts, so dgrad and
-wgrad have this choice as fprop has. Never a default: that takes a measurement.
+wgrad have this choice as fprop has.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
 found by K ÷ 32), the scales those of `group_scales`. Not groups of columns or of K: of K it wants whole

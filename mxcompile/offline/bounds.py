@@ -8,7 +8,9 @@
 The largest is the bound, and its name says what is in the way. Instructions are those a warp issues, each
 as often as its loops go round; programs take turns where registers, shared or tensor memory hold fewer than
 there are. Between two tiles runs what a program that has its processor for itself does outside of its loop
-over K: instructions, and `BARRIER_CYCLES` for each barrier. A library's kernel is bound by its bytes and its
+over K: instructions, and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one
+multiplies, and the others store a tile while the next is computed if tensor memory has room for two: of that
+only what takes longer than a tile's products is between. A library's kernel is bound by its bytes and its
 operations alone. Not in it: launches, caches (bytes are those of whole tensors, once), a last turn that is
 not full, clocks that sink under power.
 
@@ -38,6 +40,7 @@ BARRIER_CYCLES = 30
 """That a barrier of a block costs beside the instructions."""
 
 _NUMBER = re.compile(r"^ +(\w+)(?: ?: tl\.constexpr)? = (\d+)$", re.MULTILINE)
+_SPECIALIZED = "WARP_SPECIALIZE : tl.constexpr = True"
 _GRID = re.compile(r"'grid_type': '(\w+)'")
 _BLOCKS_OF_A_PROCESSOR = 32
 
@@ -94,7 +97,7 @@ def of_generated(
     programs = _programs(source, sizes, numbers)
     if not programs or not code.instructions:
         return Bound(memory_us=_memory_us(num_bytes, target), understood=False)
-    launched = _Launched(code, sizes, flops, programs, binary, target)
+    launched = _Launched(code, sizes, flops, programs, binary, target, _SPECIALIZED in source)
     return Bound(
         memory_us=_memory_us(num_bytes, target),
         issue_us=launched.issue_us,
@@ -112,7 +115,10 @@ def of_generated(
 
 @dataclass(frozen=True)
 class _Launched:
-    """A kernel's machine code and its launch. sizes: the numbers in its source and its settings."""
+    """A kernel's machine code and its launch. sizes: the numbers in its source and its settings.
+
+    specialized: whether loads, products and the rest run in warps of their own.
+    """
 
     code: MachineCode
     sizes: Mapping[str, int]
@@ -120,6 +126,7 @@ class _Launched:
     programs: int
     binary: Binary
     target: Target
+    specialized: bool = False
 
     @cached_property
     def warps(self) -> int:
@@ -157,7 +164,9 @@ class _Launched:
     @cached_property
     def around(self) -> Loop | None:
         """The loop over tiles, if a program makes several."""
-        return self.code.product_loops[0] if len(self.code.product_loops) > 1 else None
+        if len(self.code.product_loops) < 2:
+            return None
+        return self.code.product_loops[-2 if self.specialized else 0]
 
     @cached_property
     def peeled(self) -> int:
@@ -179,10 +188,18 @@ class _Launched:
         known: dict[Loop, float] = {products[-1]: max(self.steps - self.peeled, 0)} if products else {}
         if self.around is not None:
             known[self.around] = math.ceil(self.tiles / self.programs)
+        if self.specialized and self.around is not None:
+            return known | self._trips_of_warps(known[self.around])
         rounds = self._rounds()
         if rounds is not None:
             known |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in known}
         return known
+
+    def _trips_of_warps(self, tiles: float) -> dict[Loop, float]:
+        """The loop in which warps find their work, one to load and one to multiply, is one warp's."""
+        others = [loop for loop in self.code.loops if loop not in self.code.product_loops]
+        rounds = {loop: tiles if loop.depth < 2 else self.steps for loop in others}
+        return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
 
     def _rounds(self) -> float | None:
         """Of a loop without products: over a reduction, over the rows of a program, or over K."""
@@ -238,8 +255,21 @@ class _Launched:
         steps = 1 + self.peeled
         issued = self.code.issued({}, self.around) - steps * self.code.issued({}, self.steady)
         barriers = self.code.barriers(self.around) - steps * self.code.barriers(self.steady)
+        if self.specialized:
+            return max(issued, 0) / ISSUE + self._uncovered_cycles()
         issued, barriers = max(issued, 0), max(barriers, 0)
         return issued * self.warps / (ISSUE * self.target.issue_rate) + barriers * BARRIER_CYCLES
+
+    def _uncovered_cycles(self) -> float:
+        """Of storing a tile, what the products of the next do not cover; all of it without room for two."""
+        outside = [
+            loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
+        ]
+        issued = max((self.code.issued({}, loop) for loop in outside), default=0.0)
+        barriers = max(map(self.code.barriers, outside), default=0)
+        stored = issued * self.warps / (ISSUE * self.target.issue_rate) + barriers * BARRIER_CYCLES
+        two = 2 * self.sizes.get("BLOCK_N", 0) < self.target.tmem_columns
+        return max(stored - self.tile_cycles, 0.0) if two else stored
 
     @cached_property
     def per_element(self) -> float | None:

@@ -32,7 +32,7 @@ _LOADS = ("LDG", "global_load", "buffer_load", "flat_load")
 _PRODUCTS = ("UTC", "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "v_mfma", "v_smfmac")
 _NO_PRODUCTS = ("UTCBAR", "UTCATOMSWS", "UTCCP")
 _BARRIERS = ("BAR", "s_barrier")
-_WAITS = ("NANOSLEEP", "SYNCS", "s_sleep")
+_WAITS = ("NANOSLEEP", "SYNCS", "USETMAXREG", "s_sleep")
 _WAIT_LENGTH = 8
 
 

@@ -122,21 +122,54 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", [(70, 70, 271, 300)], ids=str)
+@pytest.mark.parametrize("ends", [(70, 70, 271, 300), (3, 3, 399, 560)], ids=str)
 def test_groups_of_many_rows_read_tiled_scales(tmp_path, ends: tuple[int, ...]):
-    """By the tensor memory accelerator; K is 128 or ends inside a step, and so do N and the groups."""
-    model, x = Grouped(4, 128, 272), _spread(307, 128).requires_grad_()
+    """By the tensor memory accelerator; K is 128 or ends inside a step, and so do N and the groups.
+
+    Of wgrad the groups are of K: they begin and end inside blocks, and take one step, several or none.
+    """
+    model, x = Grouped(4, 128, 272), _spread(ends[-1] + 7, 128).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
     result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
     _native(result, "sm_100", 6)
-    tiled = {gemm.gemm for gemm in result.report.gemms if "grouped_mm_tiled " in gemm.kernel}
-    assert tiled == {"fprop", "dgrad"}
+    forms = {gemm.gemm: gemm.kernel.split()[0] for gemm in result.report.gemms}
+    rows, along_k = "mx_scaled_grouped_mm_tiled", "mx_scaled_grouped_mm_k_tiled"
+    assert forms == {"fprop": rows, "dgrad": rows, "wgrad": along_k}
     for launch in result.launches:
-        if launch.gemms and {name.split()[-1] for name in launch.gemms} <= tiled:
+        if launch.gemms:
             text = result.kernel(launch).binary.text["ptx"]
             assert "cp.async.bulk.tensor" in text
             assert "tcgen05.cp.cta_group::1.warpx4" in text
     _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+
+
+class Up(nn.Module):
+    """A product of groups of rows alone."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(_spread(experts, width, hidden))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight, offs=offs)
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_reaches_experts_that_share_its_block_alone(tmp_path):
+    """Of wgrad: an element in a block of 32 tokens that two experts share, and in one that is one's."""
+    ends = (140, 300, 300, 535, 600)
+    model = Up(5, 128, 144)
+    x, offs = _spread(607, 128), torch.tensor(ends, dtype=torch.int32)
+    x[5, 3], x[540, 7] = torch.nan, torch.inf
+    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
+    kernels = {gemm.gemm: gemm.kernel.split()[0] for gemm in result.report.gemms}
+    assert kernels["wgrad"] == "mx_scaled_grouped_mm_k_tiled"
+    _, gradient, *_ = interpret(tmp_path, [model.weight, x, offs], _spread(607, 144))
+    expected = torch.zeros(5, 128, dtype=torch.bool)
+    expected[0, 3] = True
+    expected[3, 7] = expected[4, 7] = True
+    assert torch.equal(gradient.isnan().any(2), expected)
+    assert (gradient[2] == 0).all()
 
 
 class Columns(nn.Module):

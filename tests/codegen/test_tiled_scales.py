@@ -13,6 +13,8 @@ from triton.runtime import _allocation
 
 import mxcompile
 from mxcompile.lowering.kernels import scratch
+from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.templates import configs, vendor
 
 COPY = "tcgen05.cp.cta_group::1.warpx4.32x128b"
 BOTH = "mx.quantize_both.default"
@@ -123,8 +125,10 @@ def test_sizes_that_the_accelerator_cannot_read_keep_tiled_scales(k, tokens):
     assert gemm.kernel == "mx_scaled_mm 128x128x128 (tcgen05.mma block_scale)"
 
 
-def test_large_products_take_wide_tiles():
-    """From as many tiles as there are processors on."""
+def test_large_products_take_wide_tiles(monkeypatch):
+    """From as many tiles as there are processors on, where the library's is not there."""
+    monkeypatch.setattr(vendor, "fits", lambda *_: False)
+    monkeypatch.setattr(configs, "tiled_configs", lambda target: tiled_configs(target)[:2])
     model = torch.nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16)
     result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
@@ -138,8 +142,9 @@ def test_large_products_take_wide_tiles():
 
 
 @pytest.mark.parametrize("k", [64, 72])
-def test_results_of_more_than_2_31_elements(k):
+def test_results_of_more_than_2_31_elements(monkeypatch, k):
     """In either form: the accelerator's coordinates stay 32 bits wide, offsets of the result have 64."""
+    monkeypatch.setattr(vendor, "fits", lambda *_: False)
     model = torch.nn.Linear(k, 131072, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(20000, k, device="meta", dtype=torch.bfloat16)
     result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)

@@ -1,6 +1,8 @@
-"""What autotuning times products of groups on: groups that have rows, and numbers that are not all zero."""
+"""What autotuning times products on: numbers that are not all zero, groups that have rows."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ from fake_timing import fastest
 from torch import fx, nn
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch._inductor.virtualized import V
 
 import mxcompile
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.templates import examples
+from mxcompile.offline import driver
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
@@ -63,6 +68,47 @@ def test_examples_are_as_real_ones(groups):
     assert scale_a.max() <= 127
 
 
+@pytest.mark.parametrize("fused_ones_timed", [True, False])
+def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
+    """Also where the choice is put off until it is known what is fused behind, and what times that."""
+    given: list[dict] = []
+    put_off: list[bool] = []
+    written: list[str] = []
+    plain = AlgorithmSelectorCache.do_autotuning
+
+    def timings(cache, name, operands, layout, examples, *others, **keywords):
+        given.append(dict(examples or {}))
+        return plain(cache, name, operands, layout, examples, *others, **keywords)
+
+    def fused(_, module, device):
+        written.append(Path(module.__file__).read_text())
+        return 1.0, ""
+
+    def select(*arguments, **keywords):
+        out = selected(*arguments, **keywords)
+        chosen = out[0] if isinstance(out, tuple) else out
+        put_off.append(isinstance(chosen.data.data, ir.MultiTemplateBuffer))
+        return out
+
+    selected = winners.autotune_select_algorithm
+    layer = nn.Linear(512, 2048, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(256, 512, device="meta", dtype=torch.bfloat16)
+    with fastest(lambda *_: True):
+        plain = AlgorithmSelectorCache.do_autotuning
+        monkeypatch.setattr(AlgorithmSelectorCache, "do_autotuning", timings)
+        monkeypatch.setattr(Scheduler, "benchmark_codegened_module", fused)
+        monkeypatch.setattr(winners, "autotune_select_algorithm", select)
+        monkeypatch.setitem(driver._CONFIG, "benchmark_epilogue_fusion", fused_ones_timed)
+        model = nn.Sequential(layer, nn.GELU()) if fused_ones_timed else layer
+        mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    assert put_off == [fused_ones_timed]
+    assert [set(each) for each in given] == [{0, 1, 2, 3}]
+    for source in written:
+        assert source.count("dtype=torch.uint8).random_(115, 128)") == 2
+        assert source.count("dtype=torch.uint8)") == 2
+    assert bool(written) == fused_ones_timed
+
+
 def test_autotuning_times_experts_on_them(monkeypatch):
     """Every product of experts, forward and backward."""
     given: dict[str, list[set[int]]] = {}
@@ -80,5 +126,5 @@ def test_autotuning_times_experts_on_them(monkeypatch):
     ends = torch.zeros(4, dtype=torch.int32, device="meta")
     with fastest(lambda *_: True):
         mxcompile.codegen(model, x, ends, target="sm_100", training=True, policy=POLICY)
-    for name in ("mx_scaled_grouped_mm", "mx_scaled_grouped_mm_k"):
+    for name in ("mx_scaled_grouped_mm", "mx_scaled_grouped_mm_k_tiled"):
         assert given[name] == [{0, 1, 2, 3, 4}] * len(given[name])

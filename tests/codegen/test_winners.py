@@ -52,7 +52,7 @@ def _launched(result: mxcompile.offline.CodegenResult) -> dict[str, str]:
             said = dict(re.findall(r"(\w+) : tl\.constexpr = (\w+)", source))
             name = "mx_scaled_mm_tiled" if "WARP_SPECIALIZE" in said else "mx_scaled_mm"
             name = "mx_quantize_mm" if "quantize_rowwise" in source else name
-            name = "triton_mm" if "dot_scaled" not in source else name
+            name = name if "dot_scaled" in source or "tile_product" in source else "triton_mm"
             m, n, k = (said.get(f"BLOCK_{side}") for side in "MNK")
             tile = f"{n}x{m}x{k} swapped" if said.get("SWAP") == "True" else f"{m}x{n}x{k}"
             found[gemm] = f"{name} {tile}" if launch.generated else launch.kernel

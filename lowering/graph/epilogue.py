@@ -1,0 +1,77 @@
+"""epilogue: whether a product's kernel computes what is behind it, and never stores its own result.
+
+    product → +, ·, gelu … → anything but casts alone       in the kernel, as Inductor fuses it
+    product → silu, · → casts                               in the cast's kernel
+    product + product                                       in the kernel of the last
+
+Views of the whole result do not count. Asked of graphs as they are lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import TRANSPARENT, packet
+from mxcompile.graph.tags import numel, tensor
+
+
+def has_epilogue(product: fx.Node) -> bool:
+    """Whether elementwise operators alone read `product`, and something other than a cast reads them."""
+    uses = set(_uses(product))
+    fusible = all(_elementwise(use) and _last(product, use) for use in uses)
+    return fusible and any(map(_is_stored, uses))
+
+
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads `node`, or all of it through views."""
+    for user in node.users:
+        if packet(user) in TRANSPARENT and _size(user) == _size(node):
+            yield from _uses(user)
+        else:
+            yield user
+
+
+def _size(node: fx.Node) -> int | None:
+    value = tensor(node)
+    return None if value is None else numel(value.shape)
+
+
+def _elementwise(node: fx.Node) -> bool:
+    return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _last(product: fx.Node, use: fx.Node) -> bool:
+    """Whether no later product goes into `use` as well."""
+    pending, seen = [use], {use}
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in seen or not product < node:
+                continue
+            if packet(node) in ops.MX_PRODUCTS:
+                return False
+            seen.add(node)
+            pending.append(node)
+    return True
+
+
+def _is_stored(use: fx.Node) -> bool:
+    """Whether something other than a cast reads the elementwise operators from `use` on."""
+    pending, seen = [use], {use}
+    while pending:
+        for user in _uses(pending.pop()):
+            if user in seen or packet(user) in _CASTS:
+                continue
+            if not _elementwise(user):
+                return True
+            seen.add(user)
+            pending.append(user)
+    return False
+
+
+_CASTS = frozenset(
+    cast.overloadpacket for cast in (ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm)
+)

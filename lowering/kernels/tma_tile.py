@@ -1,0 +1,89 @@
+"""One tile of a product of MX operands through the tensor memory accelerator, scales in tiles of 128×4.
+
+    acc[m, n] = Σ_{step, k} a[a_row + m, a_k + k] · sa · b[b_row + n, b_k + k] · sb      k of a step, in FP32
+
+The accelerator fills with zeros what lies outside of a descriptor's matrix, in front of its start too. Each
+operand is contiguous along K or along its rows. The caller makes the descriptors, once for all tiles or for
+each group of them, chooses where a tile begins, and stores it. `scaled_tile` is the form by pointers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxcompile.lowering.kernels import scale_bytes
+
+
+@triton.jit
+def operand(ptr, rows, K, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr):
+    """A descriptor of codes [rows, K] at `ptr`, read in [ROWS, BLOCK_K]. stride: of the other dimension."""
+    if K_MAJOR:
+        desc = tl.make_tensor_descriptor(ptr, [rows, K], [stride, 1], [ROWS, BLOCK_K])
+    else:
+        desc = tl.make_tensor_descriptor(ptr, [K, rows], [stride, 1], [BLOCK_K, ROWS])
+    return desc
+
+
+@triton.jit
+def load_scale(desc, row, step, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Bytes [ROWS, BLOCKS], in the order of a row-major matrix, from a descriptor of tiles of 128×4.
+
+    row: the first of tiles. step: counts BLOCKS.
+    """
+    DOWN: tl.constexpr = ROWS // 128
+    ACROSS: tl.constexpr = BLOCKS // 4
+    tiled = desc.load([0, row, step * ACROSS, 0, 0])
+    return scale_bytes.from_tiles(tiled, DOWN, ACROSS)
+
+
+@triton.jit
+def columns_of(x, HALVINGS: tl.constexpr):
+    """`x` [H, W] as a tuple of 2^HALVINGS tensors, its columns in order."""
+    if HALVINGS == 0:
+        parts = (x,)
+    else:
+        H: tl.constexpr = x.shape[0]
+        W: tl.constexpr = x.shape[1]
+        left, right = x.reshape(H, 2, W // 2).permute(0, 2, 1).split()
+        parts = columns_of(left, HALVINGS - 1) + columns_of(right, HALVINGS - 1)
+    return parts
+
+
+@triton.jit
+def tile_product(
+    a_desc,
+    sa_desc,
+    b_desc,
+    sb_desc,
+    a_row,
+    a_k,
+    sa_row,
+    b_row,
+    b_k,
+    sb_row,
+    s_step,
+    steps,
+    ELEM_A: tl.constexpr,
+    ELEM_B: tl.constexpr,
+    A_K_MAJOR: tl.constexpr,
+    B_K_MAJOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """FP32 [BLOCK_M, BLOCK_N], of `steps` steps along K.
+
+    a_row, a_k, b_row, b_k: where the operands' tiles begin, int32. sa_row, sb_row: of their scales, in rows
+    of tiles; s_step: in steps.
+    """
+    BLOCKS: tl.constexpr = BLOCK_K // 32
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(steps):
+        k = step * BLOCK_K
+        a = a_desc.load([a_row, a_k + k]) if A_K_MAJOR else a_desc.load([a_k + k, a_row]).T
+        b = b_desc.load([b_row, b_k + k]).T if B_K_MAJOR else b_desc.load([b_k + k, b_row])
+        a_scale = load_scale(sa_desc, sa_row, s_step + step, BLOCK_M, BLOCKS)
+        b_scale = load_scale(sb_desc, sb_row, s_step + step, BLOCK_N, BLOCKS)
+        acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
+    return acc

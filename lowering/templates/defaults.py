@@ -1,0 +1,172 @@
+"""Which kernel computes a product that nobody has timed: one table; the first row that holds, its reason.
+
+    kind of product, what holds of it  →  form
+
+A form that cannot run a product is passed over: the vendor's and the persistent one want aligned operands,
+the pointer form nothing. Where Inductor is told to time kernels (``mode="max-autotune"``) all forms compete
+and the table decides nothing. Nothing here was timed on the chips it is for: rows rest on what others have
+published and on `mxcompile.offline.bounds`, and a measurement replaces them.
+
+Sources: cuBLAS and Triton's block-scaled products of 8192³ on a B200, triton-lang/triton #9044 and #9697;
+experts on a B200, the README of torchao's ``prototype/moe_training``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from mxcompile.lowering.kernels.configs import TiledConfig
+from mxcompile.lowering.targets import Target
+
+VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent", "pointers"
+"""Forms: a library's; ours by the tensor memory accelerator, with warps that specialise or without; ours."""
+
+ALL = frozenset({VENDOR, SPECIALIZED, PERSISTENT, POINTERS})
+
+DENSE, BATCHED, ROWS, ALONG_K = "dense", "batched", "groups of rows", "groups of K"
+"""Kinds of products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """A product of MX operands.
+
+    m, n, k: of a matrix; of groups of all rows, or all of K. groups: how many results there are. epilogue:
+    whether its kernel computes what is behind it (see `graph.epilogue`).
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    epilogue: bool = False
+
+    def is_large(self, target: Target) -> bool:
+        """Whether every processor gets two of the tiles that the persistent form computes, or more."""
+        along_k = self.groups if self.kind == ALONG_K else 1
+        return along_k * self.m * self.n >= 2 * target.processors * _TILE
+
+
+_TILE = 128 * 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """holds: of which products. when: the same in words. form, reason: what they run on, and why."""
+
+    kind: str
+    when: str
+    holds: Callable[[Product, Target], bool]
+    form: str
+    reason: str
+
+
+def _always(_: Product, __: Target) -> bool:
+    return True
+
+
+def _large(product: Product, target: Target) -> bool:
+    return product.is_large(target)
+
+
+def _large_alone(product: Product, target: Target) -> bool:
+    return product.is_large(target) and not product.epilogue
+
+
+TABLE = (
+    Row(
+        kind=DENSE,
+        when="large, nothing fused behind it",
+        holds=_large_alone,
+        form=VENDOR,
+        reason="cuBLAS reaches 2,850 TFLOPS at 8192³ on a B200 and Triton's own example 2,202 (published);"
+        " ours has not been timed",
+    ),
+    Row(
+        kind=DENSE,
+        when="large, with an epilogue",
+        holds=_large,
+        form=SPECIALIZED,
+        reason="an epilogue in the kernel saves writing and reading the result, 4 bytes an element, a fifth"
+        " of the product's time at K = 4096; warps of its own and a second accumulator hide it behind the"
+        " next tile, where it would leave the matrix units idle a quarter of the time (machine code)",
+    ),
+    Row(
+        kind=DENSE,
+        when="small",
+        holds=_always,
+        form=PERSISTENT,
+        reason="one tile a processor: there is no next one to overlap with, bytes and latency bound it, and"
+        " a library's launch costs the host more",
+    ),
+    Row(
+        kind=DENSE,
+        when="odd, or few rows",
+        holds=_always,
+        form=POINTERS,
+        reason="reads any strides and starts; few rows go on the side of the MMA that may be narrow",
+    ),
+    Row(
+        kind=BATCHED,
+        when="all",
+        holds=_always,
+        form=POINTERS,
+        reason="no library has a batch of MX products; one launch for all entries",
+    ),
+    Row(
+        kind=ROWS,
+        when="large, nothing fused behind it",
+        holds=_large_alone,
+        form=VENDOR,
+        reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
+        " (published); ours has not been timed",
+    ),
+    Row(
+        kind=ROWS,
+        when="else",
+        holds=_always,
+        form=PERSISTENT,
+        reason="takes operands of any majorness, E5M2, and an epilogue",
+    ),
+    Row(
+        kind=ROWS,
+        when="odd, or few rows a group",
+        holds=_always,
+        form=POINTERS,
+        reason="reads any strides and starts",
+    ),
+    Row(
+        kind=ALONG_K,
+        when="aligned",
+        holds=_always,
+        form=PERSISTENT,
+        reason="the library's wants groups of whole blocks, which only the data says",
+    ),
+    Row(
+        kind=ALONG_K,
+        when="odd, or few rows of the result",
+        holds=_always,
+        form=POINTERS,
+        reason="reads any strides and starts, and masks what is not a group's",
+    ),
+)
+"""For chips with tensor memory; the others have the pointer form alone."""
+
+
+def form(tile: TiledConfig) -> str:
+    """The form that runs with `tile`."""
+    return SPECIALIZED if tile.warp_specialize else PERSISTENT
+
+
+def forms(tiles: Iterable[TiledConfig]) -> set[str]:
+    """Those of ours that have one of `tiles` to run with, and the pointer form."""
+    return {POINTERS, *map(form, tiles)}
+
+
+def default(product: Product, target: Target, runs: Collection[str]) -> Row:
+    """The row that decides `product` on `target`. runs: forms that can compute it, pointers at least."""
+    return next(
+        row for row in TABLE if row.kind == product.kind and row.form in runs and row.holds(product, target)
+    )

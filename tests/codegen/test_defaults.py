@@ -1,0 +1,148 @@
+"""Which kernel runs a product that nobody has timed: the table, its page, and what graphs get."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mxcompile
+from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import defaults
+from mxcompile.lowering.templates.defaults import (
+    ALONG_K,
+    BATCHED,
+    DENSE,
+    PERSISTENT,
+    POINTERS,
+    ROWS,
+    SPECIALIZED,
+    VENDOR,
+    Product,
+)
+
+SM_100 = TARGETS["sm_100"]
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+OURS = {PERSISTENT, SPECIALIZED, POINTERS}
+ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+@pytest.mark.parametrize(
+    ("product", "runs", "form"),
+    [
+        (Product(kind=DENSE, m=8192, n=4096, k=4096), {*OURS, VENDOR}, VENDOR),
+        (Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), {*OURS, VENDOR}, SPECIALIZED),
+        (
+            Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True),
+            {PERSISTENT, POINTERS, VENDOR},
+            PERSISTENT,
+        ),
+        (Product(kind=DENSE, m=8192, n=4104, k=4096), OURS, SPECIALIZED),  # which the library's does not take
+        (Product(kind=DENSE, m=1024, n=1024, k=4096), {*OURS, VENDOR}, PERSISTENT),
+        (Product(kind=DENSE, m=8192, n=4097, k=4097), {POINTERS}, POINTERS),
+        (Product(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), {POINTERS}, POINTERS),
+        (Product(kind=ROWS, m=8192, n=4096, k=4096), {*OURS, VENDOR}, VENDOR),
+        (Product(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), {*OURS, VENDOR}, PERSISTENT),
+        (Product(kind=ROWS, m=300, n=256, k=4096), {*OURS, VENDOR}, PERSISTENT),
+        (Product(kind=ROWS, m=300, n=257, k=4096), {POINTERS}, POINTERS),
+        (Product(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
+        (Product(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), {POINTERS}, POINTERS),
+    ],
+    ids=str,
+)
+def test_the_table(product, runs, form):
+    row = defaults.default(product, SM_100, runs)
+    assert (row.kind, row.form) == (product.kind, form)
+    assert row.reason
+
+
+def test_every_kind_ends_with_what_runs_anything():
+    last = {row.kind: row for row in defaults.TABLE}
+    assert {row.form for row in last.values()} == {POINTERS}
+    assert set(last) == {DENSE, BATCHED, ROWS, ALONG_K}
+
+
+def test_the_page_has_every_row_with_its_reason():
+    page = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
+    for row in defaults.TABLE:
+        assert f"| {row.kind} | {row.when} | {row.form} | {row.reason} |" in page
+
+
+class Layers(nn.Module):
+    """Nothing behind the first product, a sum behind the second."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.alone = nn.Linear(width, width, bias=False)
+        self.added = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.alone(x), x + self.added(x)
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Both layers on as many tokens as give every processor several tiles."""
+    with torch.device("meta"):
+        model, x = Layers(4096).bfloat16(), torch.empty(8192, 4096, dtype=torch.bfloat16)
+    return mxcompile.codegen(model, x, target="sm_100", training=False, policy=ALL)
+
+
+def test_large_products_alone_are_the_vendors(large):
+    (alone,) = (launch for launch in large.launches if launch.gemms == ("alone fprop",))
+    assert alone.kernel == "extern_kernels.mx_vendor_scaled_mm"
+    records = {gemm.name: gemm.kernel for gemm in large.report.gemms}
+    assert records["alone"] == "torch._scaled_mm"
+    assert records["added"] == "mx_scaled_mm_tiled 128x128x128 (tcgen05.mma block_scale)"
+
+
+def test_an_epilogue_runs_beside_the_products_of_the_next_tile(large):
+    """Between two tiles the matrix units wait for 8 % of a tile's time at most, as the model reckons."""
+    (added,) = (launch for launch in large.launches if launch.gemms == ("added fprop",))
+    assert "aten.add.Tensor" in added.operators
+    kernel = large.kernel(added)
+    assert "WARP_SPECIALIZE : tl.constexpr = True" in kernel.source
+    assert "ttng.tmem_alloc : () -> !ttg.memdesc<2x128x128xf32" in kernel.binary.text["ttgir"]
+    assert added.bound.understood
+    assert added.bound.between <= 0.08
+    assert kernel.binary.spill_bytes == 0
+    assert large.problems == ()
+
+
+def _products(forward) -> list[bool]:
+    """Of the products of a graph as it is lowered, in order, whether something is fused behind them."""
+
+    def scaled(x):
+        return torch.ops.mx.scaled_mm(
+            *torch.ops.mx.quantize(x, -1, E4M3, "rceil"), CODES, SCALE, None, x.dtype
+        )
+
+    traced = make_fx(lambda x: forward(scaled, x))(torch.randn(64, 64))
+    products = traced.graph.find_nodes(op="call_function", target=torch.ops.mx.scaled_mm.default)
+    return [has_epilogue(node) for node in products]
+
+
+E4M3 = torch.float8_e4m3fn
+CODES, SCALE = torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda mm, x: mm(x), [False]),
+        (lambda mm, x: x + mm(x), [True]),
+        (lambda mm, x: (x + mm(x).view(8, 8, 64).flatten(0, 1)).sum(), [True]),
+        (lambda mm, x: mm(torch.nn.functional.silu(mm(x))), [False, False]),  # the cast computes it
+        (lambda mm, x: mm(torch.relu(mm(x))) + x, [False, True]),
+        (lambda mm, x: mm(x) + mm(x.exp()), [False, True]),  # the last computes the sum
+        (lambda mm, x: (lambda y: (y.exp(), y.sum()))(mm(x)), [False]),  # stored anyway
+        (lambda mm, x: (lambda y: (y + x, mm(y + x)))(mm(x)), [True, False]),
+    ],
+)
+def test_what_is_an_epilogue(forward, expected):
+    assert _products(forward) == expected
