@@ -154,7 +154,10 @@ class _Launched:
     def k(self) -> float:
         """Of a tile; on average, where programs read on the device which part of K is theirs."""
         area = math.prod(self.sizes.get(name, 1) for name in ("BLOCK_M", "BLOCK_N"))
-        return self.sizes.get("K") or max(1.0, self.flops / (2 * area * self.programs))
+        results = self.sizes.get("NUM_GROUPS", 0) * math.prod(
+            math.ceil(self.sizes.get(side, 0) / self.sizes.get(f"BLOCK_{side}", 1)) for side in "MN"
+        )
+        return self.sizes.get("K") or max(1.0, self.flops / (2 * area * (results or self.programs)))
 
     @cached_property
     def steps(self) -> int:

@@ -155,6 +155,65 @@ def test_groups_along_k_share_it():
     tile = 2 * 128 * 256 * 256 / (0.8 * 4500e12 / 148) * 1e6
     assert bound.mma_us == pytest.approx(tile + (7 * 8 / 2.4 + 30) / 1850), "a tile on each of 64 processors"
     assert bound.mma_us < whole.mma_us
+    persistent = _bound(source=f"{source}    NUM_GROUPS : tl.constexpr = 2\n", numbers=(16, 1, 1))
+    assert persistent.mma_us == pytest.approx(4 * bound.mma_us), "64 tiles on 16 processors"
+
+
+SPECIALIZED = """
+.text.kernel:
+        /*0000*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_0:
+        /*0010*/                   LDS R4, [R3] ;
+.L_x_1:
+        /*0020*/                   UMOV UR4, UR5 ;
+.L_x_2:
+        /*0030*/                   UTCQMMA gdesc[UR8], gdesc[UR10], tmem[UR16], idesc[UR17] ;
+        /*0040*/              @!P0 BRA `(.L_x_2) ;
+        /*0050*/              @!P0 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0060*/                   UMOV UR4, UR5 ;
+.L_x_4:
+        /*0070*/                   UTMALDG.2D [UR8], [UR4] ;
+        /*0080*/              @!P0 BRA `(.L_x_4) ;
+        /*0090*/              @!P0 BRA `(.L_x_3) ;
+.L_x_5:
+        /*00a0*/                   NOP ;
+        /*00b0*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP1, 0x100 ;
+        /*00c0*/              @!P0 BRA.U `(.L_x_5) ;
+        /*00d0*/              @!P0 BRA `(.L_x_0) ;
+.L_x_6:
+        /*00e0*/                   LDTM.x64 R4, tmem[UR4] ;
+        /*00f0*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0100*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0110*/              @!P0 BRA `(.L_x_6) ;
+        /*0120*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("block_n", "hidden"), [(128, True), (256, False)])
+def test_warps_that_specialise(block_n, hidden):
+    """One multiplies, one loads, the others store; of 256 columns there is no second accumulator."""
+    source = f"""
+    'grid_type': 'FixedGrid'
+    BLOCK_M : tl.constexpr = 128
+    BLOCK_N : tl.constexpr = {block_n}
+    BLOCK_K : tl.constexpr = 128
+    WARP_SPECIALIZE : tl.constexpr = True
+    M = 1024
+    N = 1024
+    K = 512
+"""
+    binary = Binary(
+        settings={"num_warps": 4}, shared_bytes=200_000, mma=("block_scale",), text={"sass": SPECIALIZED}
+    )
+    bound = _bound(source=source, binary=binary)
+    assert bound.understood
+    tiles = 8 * 1024 // block_n // 16
+    work = 4 + tiles * (2 + 4 * 2) * 2
+    assert bound.instructions == pytest.approx(1 + work / 4 + tiles * 4 + 1)
+    cycles = 2 * 128 * block_n * 512 / (0.8 * 4500e12 / 148) * 1850e6
+    stored = 0.0 if hidden else 4 * 4 / 2.4 + 30
+    assert bound.between == pytest.approx((2 / 0.6 + stored) / cycles)
 
 
 def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
