@@ -48,7 +48,7 @@ class Native:
             return f"{_name(node)} autotuned of {len(tiled) + others}"
         if tiled:
             form = defaults.default(self._product(node), self.target, defaults.forms(tiled)).form
-            chosen = next(tile for tile in tiled if defaults.form(tile) == form)
+            (chosen,) = defaults.tile_of(form, tiled)
             return f"{_name(node)}_tiled {_shape(chosen)}"
         ((swap, tile),) = tiles
         return f"{_name(node)} {_shape(tile)}{' swapped' if swap else ''}"

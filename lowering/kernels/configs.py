@@ -229,10 +229,9 @@ def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
 
 
 def tiled_default(target: Target, m: int, n: int, k: int) -> TiledConfig:
-    """What runs a product [m, k] · [k, n] without autotuning: the widest tile, if each processor has one.
+    """The tile of a product [m, k] · [k, n] without specialised warps: the widest, if each processor has one.
 
     The narrowest if there is none, and where K is a single step: the widest then spills on some Tritons.
-    Warp-specialised configs were never measured: they are for autotuning.
     """
     plain = [config for config in tiled_configs(target) if not config.warp_specialize]
     for config in plain:

@@ -13,7 +13,7 @@ experts on a B200, the README of torchao's ``prototype/moe_training``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mxcompile.lowering.kernels.configs import TiledConfig
@@ -155,14 +155,18 @@ TABLE = (
 """For chips with tensor memory; the others have the pointer form alone."""
 
 
-def form(tile: TiledConfig) -> str:
-    """The form that runs with `tile`."""
-    return SPECIALIZED if tile.warp_specialize else PERSISTENT
-
-
-def forms(tiles: Iterable[TiledConfig]) -> set[str]:
+def forms(tiles: Sequence[TiledConfig]) -> set[str]:
     """Those of ours that have one of `tiles` to run with, and the pointer form."""
-    return {POINTERS, *map(form, tiles)}
+    specialized = {SPECIALIZED for tile in tiles if tile.warp_specialize}
+    return {POINTERS, *specialized, *([PERSISTENT] if tiles else [])}
+
+
+def tile_of(form: str, tiles: Sequence[TiledConfig]) -> list[TiledConfig]:
+    """The first of `tiles` that is for `form`, of any if none is; none for other forms than ours by TMA."""
+    if form not in (SPECIALIZED, PERSISTENT):
+        return []
+    fitting = [tile for tile in tiles if tile.warp_specialize == (form == SPECIALIZED)]
+    return [*fitting, *tiles][:1]
 
 
 def default(product: Product, target: Target, runs: Collection[str]) -> Row:

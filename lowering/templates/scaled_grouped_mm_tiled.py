@@ -92,11 +92,12 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_
     end_m = M
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * entry, NUM_SMS):
-        idx_q = tile // entry
+        group = tile // entry
+        idx_q = group.to(INDEX_DTYPE)
         pid_m, pid_n = scaled_mm.tile_of(tile % entry, M, N, BLOCK_M, BLOCK_N)
         pid_m, pid_n = pid_m.to(tl.int32), pid_n.to(tl.int32)
         row = pid_m * BLOCK_M
-        begin, end, first_tile = scaled_tile.span_of(OFFS, idx_q, NUM_GROUPS, POWER)
+        begin, end, first_tile = scaled_tile.span_of(OFFS, group, NUM_GROUPS, POWER)
         length, before = end - begin, begin % 32
         start, inside = begin.to(tl.int64), tl.maximum(length, 1)
         a_desc = tma_tile.operand(

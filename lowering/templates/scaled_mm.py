@@ -193,8 +193,8 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
         fused = has_epilogue(V.graph.current_node)
         product = defaults.Product(kind=defaults.DENSE, m=m, n=n, k=k, epilogue=fused)
-        tried = frozenset({defaults.default(product, target, runs).form})
-        tiled = [tile for tile in tiled if defaults.form(tile) in tried][:1]
+        form = defaults.default(product, target, runs).form
+        tried, tiled = frozenset({form}), defaults.tile_of(form, tiled)
     for config in tiled:
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
     if defaults.POINTERS in tried:

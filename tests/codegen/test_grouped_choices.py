@@ -100,6 +100,16 @@ def test_where_it_is_offered(offered, k, n, rows, k_major, expected):
 
 
 @pytest.mark.slow
+def test_large_ones_run_on_it_unmeasured():
+    with torch.device("meta"):
+        model = Experts(512, 2048)
+    result = _generate(model, 4096)
+    (launch,) = (launch for launch in result.launches if launch.gemms)
+    assert launch.kernel == "extern_kernels.mx_vendor_scaled_grouped_mm"
+    assert [gemm.kernel for gemm in result.report.gemms] == ["torch._scaled_grouped_mm"]
+
+
+@pytest.mark.slow
 def test_backward_has_it_too(offered):
     """Gradients of tokens contract N, along which weights that are stored N-major are K-major."""
     _generate(Experts(128, 256, k_major=False), 300, training=True)

@@ -44,7 +44,7 @@ def test_scratch_memory_is_provided_where_the_code_runs(generated):
     result = generated("sm_100", True)
     for phase, count in (("forward", 7), ("backward", 14)):
         kernels = [kernel for kernel in result.kernels if kernel.phase == phase]
-        asking = {kernel.name for kernel in kernels if "make_tensor_descriptor" in kernel.source}
+        asking = {kernel.name for kernel in kernels if "tiled_descriptor" in kernel.source}
         lines = [line.strip() for line in result.wrappers[phase].splitlines()]
         launches = [at for at, line in enumerate(lines) if line.partition(".run(")[0] in asking]
         assert len(launches) == count

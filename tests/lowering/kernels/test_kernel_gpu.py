@@ -15,7 +15,7 @@ from mxcompile.lowering import pipeline, targets
 from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs as choices
-from mxcompile.lowering.templates import scaled_mm_tiled
+from mxcompile.lowering.templates import scaled_mm_tiled, vendor
 
 sys.path.append(str(Path(__file__).parents[2] / "triton_interpreter"))
 from operands import assert_within, operand, product, values
@@ -94,6 +94,7 @@ def test_quantize(shape, dtype, layout, scales, chip):
 def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
     native(chip)
     monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
+    monkeypatch.setattr(vendor, "fits", lambda *_: False)
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=tiled), operand(n, k, k_major=majorness[1], tiled=tiled)
     bias = torch.randn(n).to(BF16)
@@ -113,6 +114,7 @@ def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
     a, b = operand(m, k, k_major=majorness[0], tiled=True), operand(n, k, k_major=majorness[1], tiled=True)
     for config in configs.tiled_configs(chip):
         monkeypatch.setattr(choices, "tiled_products", lambda *_, config=config: [config])
+        monkeypatch.setattr(vendor, "fits", lambda *_: False)
         assert_within(
             generated(ops.scaled_mm, *a.left, *b.right, None, BF16), *product(a.values, b.values), k
         )

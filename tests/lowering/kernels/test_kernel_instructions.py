@@ -20,6 +20,7 @@ from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import configs as choices
+from mxcompile.lowering.templates import vendor
 
 GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
 NATIVE = [name for name in GPUS if TARGETS[name].native]
@@ -41,6 +42,12 @@ CONVERT = r"cvt\.rn\.satfinite\.e4m3x2\.|v_cvt_scalef32_pk_fp8_f32|v_cvt_pk_fp8_
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 FORMS = {"fprop": (True, True), "dgrad": (True, False), "wgrad": (False, False)}
 FEW, MANY = 16, 4096
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    """The templates, also where the vendor's product is the default."""
+    monkeypatch.setattr(vendor, "fits", lambda *_: False)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
