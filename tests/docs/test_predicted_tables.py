@@ -33,6 +33,23 @@ def test_a_ratio_by_hand(predicted):
     assert row["MX GEMM"] == "native"
 
 
+def test_every_chip_and_policy_is_there(predicted):
+    found = predicted.newest(predicted.TOKENS)
+    assert list(found) == [(chip, policy) for chip in predicted.CHIPS for policy in predicted.policies(chip)]
+    assert not any(row["unclear"] for row in found.values())
+
+
+def test_emulation_moves_little_more_than_its_casts_must(predicted):
+    """Both values of each gradient, one value and FP8 of each activation, a value of each weight twice."""
+    rows = predicted.newest(predicted.TOKENS)
+    emulated = [chip for chip in predicted.CHIPS if not predicted.TARGETS[chip].native]
+    for chip in emulated:
+        mxfp8, bf16 = rows[chip, "nvidia"], rows[chip, "bf16"]
+        assert mxfp8["mb"] <= 1.41 * bf16["mb"], chip
+        assert mxfp8["spilling"] == 0, chip
+        assert mxfp8["problems"] <= bf16["problems"], chip
+
+
 def test_rows_by_hand(predicted, monkeypatch):
     """The newest line counts; where MXFP8 is emulated and slower, what is fastest stands beside it."""
     scaled, emulated = "aten._scaled_mm (channel scales)", "aten.mm (bfloat16, scaled after)"
