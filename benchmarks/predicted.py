@@ -54,7 +54,7 @@ class Layer(nn.Module):
         return result
 
 
-def generated(target: str, policy: str, tokens: int) -> CodegenResult:
+def generated(target: str, policy: str | dict[str, Any], tokens: int) -> CodegenResult:
     """The layer's code for one target and policy."""
     with torch.device("meta"):
         layer = Layer().bfloat16()

@@ -137,12 +137,14 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
+        from mxcompile.lowering.graph.as_mx import AsMX
         from mxcompile.lowering.graph.couple import Couple
         from mxcompile.lowering.graph.fuse import Fuse
         from mxcompile.lowering.graph.native import Native
         from mxcompile.lowering.graph.pair import Pair
         from mxcompile.lowering.kernels import packed
 
+        AsMX(target=target, device=device.type).apply(graph)
         Native(target=target, device=device.type).apply(graph)
         Fuse(target=target).apply(graph)
         Pair().apply(graph)

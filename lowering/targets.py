@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxcompile.errors import TargetError, not_allowed
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Format, ScaleLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,10 @@ class Target:
         """Whether the vendor's FP8 GEMM takes FP32 scales of these extents, of the left and right operand."""
         alike = left == right != _WEIGHTS or (left, right) == (_BLOCKS, _WEIGHTS)
         return alike and {left, right} <= self.fp8_tiles
+
+    def multiplies_mx(self, *forms: Format) -> bool:
+        """Whether the chip's MX GEMM multiplies operands of these formats."""
+        return self.native and all(form.mx_elem is not None for form in forms)
 
 
 _FP8_TILES = frozenset({"tensor", "channel"})

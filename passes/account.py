@@ -19,12 +19,8 @@ from mxcompile.passes.flow import origin, readers, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
 
-_CASTS = {
-    ops.quantize.overloadpacket: 1,
-    ops.quantize_both.overloadpacket: 2,
-    ops.encode.overloadpacket: 1,
-}
-"""Casts of one tensor, each along one dimension, that an operator is."""
+_ELEMENTS_AND_SCALES = frozenset({ops.quantize, ops.encode})
+"""Casts of one tensor along one dimension: elements, which a product may read, and their scales."""
 _SENT = tuple(
     getattr(torch.ops._c10d_functional, name)
     for name in (
@@ -127,16 +123,23 @@ def _bytes(node: fx.Node) -> int:
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
-    """Casts that `graph` makes each time it runs, one for each tensor and dimension; none that are kept.
+    """Copies of elements that `graph` makes each time it runs, in whatever layout; none that are kept.
 
     count: how many layers the module at a path stands for.
     """
     total = 0
     for node in graph.nodes:
-        if packet(node) in _CASTS:
+        if node.target is ops.encode_transposed or _is_read(node):
             layers = [tag.name for tag in readers(node)] or [module_of(node)[0]]
-            total += _CASTS[packet(node)] * max(map(count, layers))
+            total += max(map(count, layers))
     return total
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether `node` is a cast whose elements are read, and not its scales alone."""
+    return node.target in _ELEMENTS_AND_SCALES and any(
+        user.args[1] == 0 and user.users for user in node.users
+    )
 
 
 def cached_copies(graph: fx.Graph, count: Callable[[str], int]) -> dict[str, tuple[int, int]]:

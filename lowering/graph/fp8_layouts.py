@@ -7,7 +7,9 @@
 
 For chips whose casts are templates (``templates.fp8_casts``), after `vendor_fp8` has put products on the
 vendor's GEMM and made their transposed operands `encode_transposed`. A cast that anything else reads, an
-emulated product say, stays as it is, and so do batches, empty matrices, stochastic elements and percentiles.
+emulated product say, stays as it is, and so do batches, empty matrices, stochastic elements and percentiles;
+and one that is pointwise, a copy along rows under a scale known before: it fuses with its neighbours, behind
+a product too.
 Numerics do not change.
 """
 
@@ -99,7 +101,20 @@ def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
     for (source, word, given), casts in found.items():
         if given is not None and Format.of(word).amax.stateful:
             casts.largest = next((user for user in source.users if _waits_for(user, casts.first)), None)
-    return found
+    return {key: casts for key, casts in found.items() if not _is_pointwise(key, casts)}
+
+
+def _is_pointwise(key: _Key, casts: _Casts) -> bool:
+    """Whether each element follows from one of the matrix, and lies where that lies."""
+    alone = casts.column is None and not casts.down and casts.largest is None
+    return (
+        alone and key[2] is not None and not any(node.target is ops.as_fnuz for node in _reading(casts.row))
+    )
+
+
+def _reading(cast: fx.Node | None) -> list[fx.Node]:
+    """What reads the elements of `cast`."""
+    return [user for node in _results(cast, 0) for user in node.users]
 
 
 def _waits_for(node: fx.Node, first: fx.Node) -> bool:
@@ -140,7 +155,7 @@ def _write(build: Builder, key: _Key, casts: _Casts) -> None:
     """What stands for `casts`, at the current place, in theirs."""
     _, word, _ = key
     elements = _results(casts.row, 0)
-    readers = [user for node in elements for user in node.users]
+    readers = _reading(casts.row)
     halved = bool(readers) and all(user.target is ops.as_fnuz for user in readers)
     if halved:
         elements = readers

@@ -109,11 +109,12 @@ def _encoded(qdata: fx.Node, scale: fx.Node) -> fx.Node | None:
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:
     """An operand before transposes of it; the last result is whether it is transposed.
 
-    Tiled scales, a vector, are the same either way.
+    Tiled scales, a vector, are the same either way. Elements that were cast to lie transposed, beside scales
+    that were not, stay as they are.
     """
-    qdata, swapped = untransposed(qdata)
+    base, swapped = untransposed(qdata)
     value = tensor(scale)
-    if value is not None and value.ndim > 1:
-        scale, scale_swapped = untransposed(scale)
-        assert swapped == scale_swapped, "elements and scales of an operand are transposed alike"
-    return qdata, scale, swapped
+    if value is None or value.ndim == 1:
+        return base, scale, swapped
+    below, scale_swapped = untransposed(scale)
+    return (base, below, swapped) if swapped == scale_swapped else (qdata, scale, False)

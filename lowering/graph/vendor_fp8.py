@@ -68,14 +68,17 @@ class VendorFP8:
                 reason = self._obstacle(node)
                 if reason is None:
                     _replace(node, copies)
-                elif reason:
+                    continue
+                if self.target.multiplies_mx(*_formats(node)):
+                    _along_k(node, copies)
+                if reason:
                     reasons[node] = reason
         return reasons
 
     def _obstacle(self, node: fx.Node) -> str | None:
         """Why `node` is not such a product, None if it is; "" where its formats are of no FP8 GEMM."""
         out, a, b = map(tensor, (node, node.args[0], node.args[2]))
-        forms = [Format.of(str(word)) for word in node.args[6:8]]
+        forms = _formats(node)
         assert out is not None
         assert a is not None
         assert b is not None
@@ -83,7 +86,9 @@ class VendorFP8:
             return ""
         tile = forms[0].tile
         if not self.target.multiplies_fp8(*(str(form.tile) for form in forms)):
-            return f"no FP8 GEMM of {self.target.name} for scales {forms[0].tile} and {forms[1].tile}"
+            scales = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
+            hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if self.target.native else ""
+            return f"no FP8 GEMM of {self.target.name} for scales {scales}{hint}"
         if a.ndim != 2 or out.device.type != self.device:
             return "no FP8 GEMM for batches of matrices" if a.ndim != 2 else "not on the target's device"
         sizes = {"k": b.shape[0], "n": b.shape[1]}
@@ -101,6 +106,10 @@ class VendorFP8:
         if bias is not None and (bias.ndim != 1 or bias.dtype is not out.dtype or out.dtype not in _HALVES):
             return "the FP8 GEMM takes a vector of its result's half precision as bias"
         return None
+
+
+def _formats(node: fx.Node) -> list[Format]:
+    return [Format.of(str(word)) for word in node.args[6:8]]
 
 
 def _obstacle_of_blocks(a: Tensor, right: Format) -> str:
@@ -122,7 +131,7 @@ def _replace(node: fx.Node, copies: _Copies) -> None:
     a, scale_a, b, scale_b, bias = node.args[:5]
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
-    forms = [Format.of(str(word)) for word in node.args[6:8]]
+    forms = _formats(node)
     with build.graph.inserting_before(node):
         left, right = (copies.elements(matrix) for matrix in (a, transpose(b, build)))
         scale_a, scale_b = _scales(scale_a, scale_b, forms, copies)
@@ -133,6 +142,16 @@ def _replace(node: fx.Node, copies: _Copies) -> None:
     words = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
     set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm ({words} scales)") for tag in tags_of(node)))
     build.replace(node, result)
+
+
+def _along_k(node: fx.Node, copies: _Copies) -> None:
+    """Let `node`, which the MX GEMM will run, read K-major what casts of their own lay out so."""
+    a, b = argument(node, 0), argument(node, 2)
+    with copies.build.graph.inserting_before(node):
+        left, right = copies.transposed(a), copies.transposed(transpose(b, copies.build))
+        right = None if right is None else transpose(right, copies.build)
+    node.update_arg(0, left or a)
+    node.update_arg(2, right or b)
 
 
 def _scales(left: object, right: object, forms: list[Format], copies: _Copies) -> tuple[fx.Node, fx.Node]:
@@ -163,14 +182,27 @@ class _Copies:
 
     def elements(self, matrix: fx.Node) -> fx.Node:
         """`matrix` with its last dimension innermost in memory, of the elements that the GEMM takes."""
+        if (found := self.transposed(matrix)) is not None:
+            return found
         base, swapped = untransposed(matrix)
-        made = argument(base) if base.target is operator.getitem else None
-        if self._transposes and swapped and made is not None and made.target is ops.encode and fits(made):
-            return self._once((base, ops.encode_transposed), lambda: self._transposed(base, made))
         matrix = self.rows(matrix if swapped else base)
         if not self.fnuz:
             return matrix
         return self._once((matrix, ops.as_fnuz), lambda: self.build.call(ops.as_fnuz, matrix, like=matrix))
+
+    def transposed(self, matrix: fx.Node) -> fx.Node | None:
+        """`matrix` as a cast of its own writes it, if it is the transpose of what such a cast makes."""
+        base, swapped = untransposed(matrix)
+        made = argument(base) if base.target is operator.getitem else None
+        if (
+            not self._transposes
+            or not swapped
+            or made is None
+            or made.target is not ops.encode
+            or not fits(made)
+        ):
+            return None
+        return self._once((base, ops.encode_transposed), lambda: self._transposed(base, made))
 
     def rows(self, matrix: fx.Node) -> fx.Node:
         """`matrix` with its last dimension innermost in memory, copied if need be."""

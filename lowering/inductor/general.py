@@ -16,14 +16,16 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
-from mxcompile.formats import AmaxKind, Format, Rounding, Tile, elem_type
+from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleLayout, Tile, elem_type
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.inductor import elements, stochastic
 from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
+from mxcompile.lowering.inductor.tiling import tiled
 from mxcompile.lowering.targets import of_device
 
 _F32, _I32 = torch.float32, torch.int32
@@ -192,6 +194,28 @@ def lower_decode(
         return inductor.to_dtype(inductor.mul(found, times(block)) if times else found, dtype)
 
     return blocks.pointwise(dtype, value)
+
+
+@register_lowering(ops.block_bytes, type_promotion_kind=None)
+def lower_block_bytes(
+    scale: ir.TensorBox, qdata: ir.TensorBox, block_dim: int, fmt: str, scale_layout: str
+) -> ir.TensorBox:
+    """Scales that are powers of two as bytes, each as often as it has blocks of 32; `qdata` is not read."""
+    form, shape, load = Format.of(fmt), list(qdata.get_size()), scale.make_loader()
+    every, dim = extents(len(shape), block_dim, form.tile), block_dim % len(shape)
+    shape[dim], every[dim] = FloorDiv(shape[dim] + (BLOCK - 1), BLOCK), every[dim] // BLOCK
+
+    def byte(index: Index) -> Any:
+        value = load([FloorDiv(place, extent) for place, extent in zip(index, every, strict=True)])
+        if form.rounding is not None:
+            return value
+        bits = inductor.bitwise_right_shift(inductor.to_dtype_bitcast(value, _I32, _F32), elements.i32(23))
+        return inductor.to_dtype(inductor.bitwise_and(bits, elements.i32(0xFF)), torch.uint8)
+
+    made: ir.TensorBox = ir.Pointwise.create(
+        device=scale.get_device_or_error(), dtype=torch.uint8, inner_fn=byte, ranges=shape
+    )
+    return made if scale_layout == ScaleLayout.ROW_MAJOR else tiled(made, block_dim)
 
 
 @register_lowering(ops.as_fnuz, type_promotion_kind=None)

@@ -71,7 +71,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     for numel, form, share, said in zip((a, b), forms, shares, gemm.formats, strict=True):
         twice = form.tile == Tile.TENSOR and form.amax.kind is not AmaxKind.DELAYED
         reads = 2 * _READ if twice else _READ
-        held = _QUANTIZED if form.is_mx else form.bytes_per_element
+        held = _QUANTIZED if form.is_mx or (tflops and form.mx_elem) else form.bytes_per_element
         if said.rounding != STORED:
             cast_bytes += (reads + (held if tflops else _BF16)) * numel / share
         elif not tflops:
@@ -102,8 +102,8 @@ def _format(operand: OperandFormat) -> Format:
 
 def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:
     """The rate of products of these formats where the chip multiplies them itself, else 0."""
-    if all(form.is_mx for form in forms):
-        return peak.mxfp8_tflops if target.native else 0.0
+    if target.multiplies_mx(*forms):
+        return peak.mxfp8_tflops
     if any(form.scale is not ScaleType.FP32 for form in forms):
         return 0.0
     left, right = (str(form.tile) for form in forms)

@@ -87,6 +87,11 @@ class ElemType:
         """Whether torch has no dtype for it, so that bytes with codes stand for it."""
         return self.dtype is torch.uint8
 
+    def is_in(self, other: ElemType) -> bool:
+        """Whether `other` has every value that this type has."""
+        steps = self.min_exponent - self.mantissa_bits >= other.min_exponent - other.mantissa_bits
+        return steps and self.mantissa_bits <= other.mantissa_bits and self.max <= other.max
+
     def __str__(self) -> str:
         return self.name
 
@@ -218,6 +223,20 @@ class Format:
             and not self.elem.is_coded
             and self.amax == MAX
         )
+
+    @property
+    def mx_elem(self) -> ElemType | None:
+        """The FP8 type as whose elements an MX GEMM multiplies those of this format; None if it cannot.
+
+        It can where a scale is a power of two that whole blocks of 32 share. E4M3 has all elements of FP6
+        and FP4.
+        """
+        tile = self.tile
+        blocks = WHOLE not in (tile.along, tile.across) and tile.along % BLOCK == 0
+        if not blocks or not (self.scale is ScaleType.E8M0 or self.pow2):
+            return None
+        elem = E4M3 if self.elem.is_coded else self.elem
+        return elem if self.elem.is_in(elem) else None
 
     @property
     def bytes_per_element(self) -> float:

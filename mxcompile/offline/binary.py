@@ -1,17 +1,19 @@
 """Cross-compiling a generated kernel, and reading what the compiler made of it.
 
-The kernel is compiled as Inductor would on the machine itself, with the first of the configurations it would
-try there. Registers, spills and shared memory are read from the binary: by ``cuobjdump``, which comes with
-Triton, for NVIDIA, from the metadata in the assembly for AMD.
+The kernel is compiled as Inductor would on the machine itself, with the first of the configurations it
+would try there that the chip has room for; if it has for none, with the last one, its loads not pipelined.
+Registers, spills and shared memory are read from the binary: by ``cuobjdump``, which comes with Triton, for
+NVIDIA, from the metadata in the assembly for AMD.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,28 @@ def cross_compile(name: str, source: str, target: Target) -> Binary:
     `problems` say why.
     """
     tuner = vars(PyCodeCache.load(source))[name]
-    config = tuner.configs[0]
+    first: Binary | None = None
+    for config in _tried(tuner.configs):
+        made = _compiled(name, tuner, config, target)
+        if not made.problems:
+            return made
+        first = first or made
+    assert first is not None, "a kernel has a configuration"
+    return first
+
+
+def _tried(configs: Sequence[Any]) -> Iterator[Any]:
+    """The configurations in the order in which Inductor comes to them when others lack resources."""
+    yield from configs
+    last = copy.deepcopy(configs[-1])
+    if last.num_stages > 1 or last.kwargs.get("NUM_STAGES", 1) > 1:
+        last.num_stages = 1
+        last.kwargs.update({"NUM_STAGES": 1} if "NUM_STAGES" in last.kwargs else {})
+        yield last
+
+
+def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
+    """The kernel of `tuner` in one configuration."""
     described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     made: list[Any] = []
     compile_kernel = triton.compile

@@ -11,6 +11,7 @@ from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
 from mxcompile.ops.general import as_fnuz as as_fnuz
+from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import decode as decode
 from mxcompile.ops.general import draw_seed as draw_seed
 from mxcompile.ops.general import encode as encode

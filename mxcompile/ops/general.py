@@ -6,6 +6,7 @@
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
+    block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
     encoded_mm          a[…, M, K] · b[…, K, N] (+ bias[N]), FP32 accumulation
     encoded_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
@@ -21,20 +22,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Format
+from mxcompile.formats import BLOCK, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
     encode_tensors,
+    extents,
     scale_shape,
     scales_of,
 )
 from mxcompile.formats.encoding import (
     encode_with as encode_elements,
 )
+from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import grouped_product, spec_scaled_grouped_mm, spec_scaled_mm
+from mxcompile.ops.mx import grouped_product, spec_quantize, spec_scaled_grouped_mm, spec_scaled_mm
 
 _Seed = Tensor | None
 
@@ -127,6 +130,23 @@ def _spec_round_with(
     stream: int = 0,
 ) -> list[Spec]:
     return [(x.shape, dtype)]
+
+
+def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
+    form, dim = Format.of(fmt), block_dim % qdata.ndim
+    made = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    for each, extent in enumerate(extents(qdata.ndim, block_dim, form.tile)):
+        per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
+        made = made.repeat_interleave(extent // per, each).narrow(each, 0, size)
+    if scale_layout == ScaleLayout.ROW_MAJOR:
+        return made.contiguous()
+    return tile_scale(made if dim == qdata.ndim - 1 else made.t())
+
+
+def _spec_block_bytes(
+    scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
+) -> list[Spec]:
+    return spec_quantize(qdata, block_dim, qdata.dtype, "", False, scale_layout)[1:]
 
 
 FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
@@ -225,6 +245,11 @@ round_with = define(
     " Tensor? seed=None, int stream=0) -> Tensor",
     _round_with,
     _spec_round_with,
+)
+block_bytes = define(
+    "block_bytes(Tensor scale, Tensor qdata, int block_dim, str fmt, str scale_layout) -> Tensor",
+    _block_bytes,
+    _spec_block_bytes,
 )
 as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", _as_fnuz, _spec_as_fnuz)
 encoded_mm = define(

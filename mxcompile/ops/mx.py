@@ -62,7 +62,7 @@ def _quantize(
     return qdata, tile_scale(scale if block_dim % 2 == 1 else scale.t())
 
 
-def _spec_quantize(
+def spec_quantize(
     x: Tensor,
     block_dim: int,
     elem_dtype: torch.dtype,
@@ -70,6 +70,7 @@ def _spec_quantize(
     square: bool = False,
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> list[Spec]:
+    """Elements and scale bytes of a cast of `x`."""
     scale_shape = list(x.shape)
     scale_shape[block_dim] = num_blocks(scale_shape[block_dim])
     if _is_tiled(x, scale_layout):
@@ -88,8 +89,8 @@ def _quantize_both(
 def _spec_quantize_both(
     x: Tensor, elem_dtype: torch.dtype, rounding: str, scale_layout: str = ScaleLayout.ROW_MAJOR
 ) -> list[Spec]:
-    rowwise = _spec_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
-    return rowwise + _spec_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
+    rowwise = spec_quantize(x, -1, elem_dtype, rounding, False, scale_layout)
+    return rowwise + spec_quantize(x, -2, elem_dtype, rounding, False, scale_layout)
 
 
 def _quantize_two(
@@ -333,7 +334,7 @@ quantize = define(
     "quantize(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square=False,"
     " str scale_layout='row-major') -> (Tensor qdata, Tensor scale)",
     _quantize,
-    _spec_quantize,
+    spec_quantize,
 )
 quantize_both = define(
     "quantize_both(Tensor x, ScalarType elem_dtype, str rounding, str scale_layout='row-major') ->"

@@ -100,7 +100,7 @@ class Summary:
     without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
     holds them; weight_bytes_bf16: in BF16. cached_bytes: of the copies of weights that are kept from call to
     call (``weights: cached``); cached_casts: how many, each a cast of a weight that has changed. casts: those
-    that a forward and its backward make every time, one for each tensor and dimension. wire_bytes: given by
+    that a forward and its backward make every time, one for each tensor and layout. wire_bytes: given by
     this rank to the collectives in compiled graphs, and to FSDP2's gathers of the weights that these read;
     wire_bytes_bf16: without mxcompile. pass_time_us: spent in the passes. graphs: compiled graphs.
     graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
+from torch import nn
+
+import mxcompile
+from mxcompile.lowering.targets import TARGETS
 
 CASTS = "mx.quantize_operands.default"
 FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
@@ -102,3 +109,23 @@ def test_files(generated, tmp_path):
     for kernel in result.kernels:
         for suffix in ("py", "ttgir", "ptx", "cubin"):
             assert (tmp_path / "out" / kernel.phase / f"{kernel.name}.{suffix}").stat().st_size > 0
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(4096, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(x)
+
+
+@pytest.mark.slow
+def test_a_kernel_is_not_pipelined_where_the_chip_has_no_room_for_it(monkeypatch: pytest.MonkeyPatch):
+    """As Inductor does when a launch lacks shared memory: it compiles the kernel again."""
+    small = dataclasses.replace(TARGETS["sm_89"], shared_bytes=40 * 1024)
+    monkeypatch.setitem(TARGETS, "sm_89", small)
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    result = mxcompile.codegen(Normed().to("meta", torch.bfloat16), x, target="sm_89", policy="bf16")
+    assert result.problems == ()
+    assert {kernel.binary.settings.get("NUM_STAGES") for kernel in result.kernels} == {None, 1}

@@ -25,6 +25,12 @@ def layer(name: str, module: str = "Linear", role: str = "qkv") -> Layer:
     return Layer(name=name, role=Role(role), module=module, m=64, n=64, k=64)
 
 
+def sent(policy: Policy, one: Layer) -> dict[str, str]:
+    """The GEMMs of the layer `one` that `policy` quantizes, and the format of its input in each."""
+    chosen = {str(gemm): policy.decide(one).choice(gemm).formats for gemm in Gemm}
+    return {gemm: str(formats.x) for gemm, formats in chosen.items() if formats is not None}
+
+
 def in_mxfp8(policy: Policy, one: Layer) -> set[str]:
     """The GEMMs of the layer `one` that `policy` sends to MXFP8."""
     decision = policy.decide(one)

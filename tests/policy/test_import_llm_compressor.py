@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from import_checks import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer, sent
 
 from mxcompile.errors import PolicyError
 
@@ -47,14 +47,15 @@ def test_a_recipe_as_people_have_them(tmp_path: Path):
     assert made.policy.base.name == "bf16"
     for name, module in MODULES:
         kept = name == "lm_head" or "gate" in name or "vision" in name or module == "Conv1D"
-        assert in_mxfp8(made.policy, layer(name, module)) == (set() if kept else {"fprop"}), name
+        scales = "1x32 rceil" if "_proj" in name and "attn" in name else "channel nearest"
+        found = sent(made.policy, layer(name, module))
+        assert found == ({} if kept else {"fprop": f"e4m3 {scales}"}), name
     place = "quant_stage.quant_modifiers.QuantizationModifier"
     assert list(made.notes) == [
         "line 4: quant_stage.quant_modifiers.SmoothQuantModifier: changes weights, not formats",
         f"line 7: {place}.ignore: Conv1D: classes derived from it are not matched, add their names",
         f"line 9: {place}.config_groups.attention: rounds MXFP8 scales in a way of its own: here RCEIL",
         f"line 13: {place}.config_groups.gates: is no 8-bit float: its layers stay in BF16",
-        f"line 16: {place}.config_groups.rest: has scales of its own shape: here one per 32 elements",
         f"line 16: {place}.config_groups.rest: quantizes weights only: here the activations are"
         " quantized too",
         f"line 6: {place}: Linear: classes derived from it are not matched, add their names",
@@ -104,8 +105,6 @@ def test_targets_match_in_the_order_of_compressed_tensors(one, other, ignore, tm
         ("MXFP8", True, ["MXFP8 rounds MXFP8 scales in a way of its own: here RCEIL"]),
         ("mxfp8", True, ["mxfp8 rounds MXFP8 scales in a way of its own: here RCEIL"]),
         ("MXFP8A16", True, ["MXFP8A16 rounds", "MXFP8A16 quantizes weights only"]),
-        ("FP8_DYNAMIC", True, ["FP8_DYNAMIC has scales of its own shape"]),
-        ("FP8_BLOCK", True, ["FP8_BLOCK has scales of its own shape"]),
         ("W8A8", False, ["'W8A8' is no 8-bit float: its layers stay in BF16"]),
         ("NVFP4", False, ["'NVFP4' is no 8-bit float"]),
         ("UNQUANTIZED", False, []),
@@ -118,6 +117,26 @@ def test_every_scheme_is_sent_or_said_to_stay(scheme: str, sent: bool, notes: li
     assert len(made.notes) == len(notes)
     for note, piece in zip(made.notes, notes, strict=True):
         assert piece in note
+
+
+@pytest.mark.parametrize(
+    ("scheme", "x", "notes"),
+    [("FP8", "tensor", ["static scales"]), ("FP8_DYNAMIC", "channel", []), ("FP8_BLOCK", "1x128", [])],
+)
+def test_fp8_schemes_keep_their_scales(scheme: str, x: str, notes: list[str], tmp_path: Path):
+    settings = {"targets": ["re:.*q_proj"], "scheme": scheme}
+    made = imported(yaml.safe_dump({"q_stage": {"q_modifiers": {"GPTQModifier": settings}}}), tmp_path)
+    assert sent(made.policy, layer("q_proj")) == {"fprop": f"e4m3 {x} nearest"}
+    assert len(made.notes) == len(notes)
+    assert all(piece in note for note, piece in zip(made.notes, notes, strict=True))
+
+
+def test_scales_that_fp8_does_not_have_become_those_of_mxfp8(tmp_path: Path):
+    scales = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}
+    group = {"weights": scales, "input_activations": scales, "targets": ["Linear"]}
+    made = imported(json.dumps({"config_groups": {"group_0": group}}), tmp_path, name="config.json")
+    assert sent(made.policy, layer("q_proj")) == {"fprop": "e4m3 1x32 rceil"}
+    assert any("has scales of its own shape: here one per 32 elements" in note for note in made.notes)
 
 
 def test_the_config_of_a_compressed_model(tmp_path: Path):
@@ -137,13 +156,15 @@ def test_the_config_of_a_compressed_model(tmp_path: Path):
         },
     }
     made = imported(json.dumps(config, indent="\t"), tmp_path, name="config.json")
-    sent = {name for name, module in MODULES if in_mxfp8(made.policy, layer(name, module))}
+    taken = {name for name, module in MODULES if sent(made.policy, layer(name, module))}
     left = {"lm_head", "model.layers.0.mlp.gate", "model.extra"}
-    assert sent == {name for name, _ in MODULES} - left
+    assert taken == {name for name, _ in MODULES} - left
+    formats = made.policy.decide(layer("model.extra.up")).fprop.formats
+    assert (str(formats.x), str(formats.w)) == ("e4m3 1x128 nearest", "e4m3 128x128 nearest")
     assert [note.partition(": ")[2] for note in made.notes] == [
         "a policy says nothing about the KV cache",
         "outputs of a layer are not quantized",
-        "has scales of its own shape: here one per 32 elements",
+        "has static scales: here they follow from the tensor at hand",
         "Linear: classes derived from it are not matched, add their names",
     ]
 

@@ -51,6 +51,12 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
         ("recipe: tensorwise\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
         ("recipe: rowwise\n", *["e4m3 channel pow2"] * 3),
         ("recipe: rowwise_with_gw_hp\n", *["e4m3 channel pow2"] * 3),
+        ("recipe: rowwise\nround_scales_to_power_of_2: false\n", *["e4m3 channel nearest"] * 3),
+        (
+            "recipe: tensorwise\nround_scales_to_power_of_2: true\n",
+            *["e4m3 tensor pow2"] * 2,
+            "e5m2 tensor pow2",
+        ),
     ],
 )  # fmt: skip
 def test_formats(tmp_path: Path, text: str, x: str, w: str, dy: str):
@@ -129,6 +135,11 @@ def test_what_a_policy_cannot_say_is_said(tmp_path: Path):
         ("recipe: DelayedScaling\nfp8_format: E5M2\n", "unknown format 'E5M2'"),
         ("recipe: DelayedScaling\nfp8_format: [E4M3]\n", "unknown format"),
         ("recipe: DelayedScaling\namax_history_len: 0\n", "positive integer"),
+        (
+            "recipe: DelayedScaling\namax_history_length: 16\n",
+            "amax_history_length.*did you mean 'amax_history_len'",
+        ),
+        ("recipe: Float8CurrentScaling\namax_history_len: 16\n", "unknown field of Float8CurrentScaling"),
         ("recipe: rowwise\noverride_linear_precision: yes\n", "three of true and false"),
         ("recipe: MXFP8BlockScaling\nbackward_override: high\n", "unknown override 'high'"),
     ],

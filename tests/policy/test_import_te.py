@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from import_checks import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer, sent
 
 from mxcompile.errors import PolicyError
 from mxcompile.formats import E4M3, E5M2
@@ -93,10 +93,14 @@ def test_a_file_as_people_have_them(tmp_path: Path):
             expected = set()
         elif ".3.inter_attn" in name:
             expected = {"fprop", "dgrad"}
+        elif "proj" in name:
+            expected = {"dgrad", "wgrad"}
+            assert sent(made.policy, layer(name))["fprop"] == "e4m3 tensor nearest"
         assert in_mxfp8(made.policy, layer(name)) == expected, name
     emulated = made.policy.decide(layer("transformer_layer.3.inter_attn.layernorm_q")).fprop.formats
     assert (emulated.x.elem, emulated.w.elem, emulated.dy.elem) == (E4M3, E4M3, E5M2)
-    assert made.origins == ("section wgrad_of_the_mlp", "section first_layers", "section emulated")
+    sections = ("wgrad_of_the_mlp", "first_layers", "emulated", "per_tensor")
+    assert made.origins == tuple(f"section {name}" for name in sections)
     inner = "transformer_engine"
     assert list(made.notes) == [
         f"line 11: wgrad_of_the_mlp.{inner}.LogFp8TensorStats: only collects statistics:"
@@ -105,8 +109,8 @@ def test_a_file_as_people_have_them(tmp_path: Path):
         " a GEMM",
         f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: wgrad of activation in BF16, gradient in"
         " FP8E5M2 is no MXFP8 GEMM: it stays in BF16",
-        f"line 48: per_tensor.{inner}.PerTensorScaling: one scale per tensor in fprop, dgrad: MXFP8 has"
-        " one per 32 elements, as the preset says",
+        f"line 48: per_tensor.{inner}.PerTensorScaling: one scale per tensor for one operand of dgrad: it"
+        " stays as the preset says",
         "line 49: per_tensor.transformer_engine.DisableFP8GEMM: is disabled there",
         "line 50: per_tensor.transformer_engine.MyOwnFeature: is a feature this importer does not know",
         "line 51: unused: is disabled there",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from import_checks import imported, in_mxfp8, layer
+from import_checks import imported, in_mxfp8, layer, sent
 from torch import nn
 
 from mxcompile.errors import PolicyError
@@ -113,6 +113,33 @@ def test_formats_are_those_of_the_mx_configuration(settings: dict[str, Any], ele
     assert made.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("granularity", "x", "w"),
+    [
+        (None, "tensor", "tensor"),
+        ("PerTensor", "tensor", "tensor"),
+        ("PerRow", "channel", "channel"),
+        ("PerBlock", "1x128", "128x128"),
+    ],
+)
+def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig
+        from torchao.quantization import granularity as kinds
+    given: Any = None if granularity is None else getattr(kinds, granularity)
+    if granularity == "PerBlock":
+        given = [given([1, 128]), given([128, 128])]
+    elif granularity is not None:
+        given = given()
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=given)
+    made = imported(written({"head": config}), tmp_path, name="config.json")
+    formats = made.policy.decide(layer("head")).fprop.formats
+    assert (str(formats.x), str(formats.w)) == (f"e4m3 {x} nearest", f"e4m3 {w} nearest")
+    assert sent(made.policy, layer("head")).keys() == {"fprop"}
+    assert made.notes == ()
+
+
 def test_what_is_no_mxfp8_is_said(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,13 +157,14 @@ def test_what_is_no_mxfp8_is_said(tmp_path: Path):
             "e.bias": mx(),
         }
     made = imported(written(configs), tmp_path, name="config.json")
-    assert {name for name in "abcde" if in_mxfp8(made.policy, layer(name))} == {"a", "b"}
+    assert {name: found for name in "abcde" if (found := sent(made.policy, layer(name)))} == {
+        "a": {"fprop": "e4m3 tensor nearest"},
+        "b": {"fprop": "e4m3 channel nearest"},
+    }
     place = "_data.fqn_to_config"
     assert list(made.notes) == [
         f"{place}['e.bias']: a bias is not quantized",
-        f"{place}.a: Float8DynamicActivationFloat8WeightConfig has other scales: here one per 32 elements",
-        f"{place}.b: Float8WeightOnlyConfig has other scales: here one per 32 elements; the activations are"
-        " quantized too",
+        f"{place}.b: Float8WeightOnlyConfig: the activations are quantized too",
         f"{place}.c: Int8WeightOnlyConfig is no 8-bit float: the layer stays in BF16",
         f"{place}.d: MXDynamicActivationMXWeightConfig with other elements than FP8, or blocks of 32:"
         " the layer stays in BF16",

@@ -27,9 +27,10 @@ _KEEP = "bf16"
 
 _WEIGHT_ONLY = "quantizes weights only: here the activations are quantized too"
 _SCALES = "has scales of its own shape: here one per 32 elements"
+_STATIC = "has static scales: here they follow from the tensor at hand"
 _ROUNDING = "rounds MXFP8 scales in a way of its own: here RCEIL"
 _EXACT = frozenset({"MXFP8", "MXFP8A16"})
-_FLOAT8 = frozenset({"FP8", "FP8_DYNAMIC", "FP8_BLOCK"})
+_FLOAT8 = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block"}
 _SCHEMES_WEIGHT_ONLY = frozenset({"MXFP8A16"})
 
 
@@ -178,8 +179,12 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
     upper = name.upper()
     if upper == "UNQUANTIZED":
         return _KEEP
-    if upper in _EXACT | _FLOAT8:
-        draft.note(path, f"{name} {_ROUNDING if upper in _EXACT else _SCALES}")
+    if upper in _FLOAT8:
+        if upper == "FP8":
+            draft.note(path, f"{name} {_STATIC}")
+        return _fp8(_FLOAT8[upper])
+    if upper in _EXACT:
+        draft.note(path, f"{name} {_ROUNDING}")
         if upper in _SCHEMES_WEIGHT_ONLY:
             draft.note(path, f"{name} {_WEIGHT_ONLY}")
         return _SEND
@@ -188,7 +193,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
 
 
 def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
-    """What a scheme spelled out comes to: MXFP8 for 8-bit floats, whatever their scales."""
+    """What a scheme spelled out comes to: FP8 with its scales, or MXFP8 for 8-bit floats with others."""
     weights, activations = scheme.get("weights"), scheme.get("input_activations")
     if scheme.get("output_activations"):
         draft.note((*path, "output_activations"), "outputs of a layer are not quantized")
@@ -204,8 +209,30 @@ def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
             draft.note(path, "is no 8-bit float: its layers stay in BF16")
             return _KEEP
     both = (weights, activations or weights)
-    mx = all(tensor.get("strategy") == "group" and tensor.get("group_size") == 32 for tensor in both)
-    draft.note(path, _ROUNDING if mx else _SCALES)
     if activations is None:
         draft.note(path, _WEIGHT_ONLY)
+    if (scaling := _scaling(*both)) is not None:
+        if activations is not None and not activations.get("dynamic"):
+            draft.note(path, _STATIC)
+        return _fp8(scaling)
+    mx = all(tensor.get("strategy") == "group" and tensor.get("group_size") == 32 for tensor in both)
+    draft.note(path, _ROUNDING if mx else _SCALES)
     return _SEND
+
+
+def _fp8(scaling: str) -> dict[str, str]:
+    return {"fprop": "fp8", "scaling": scaling}
+
+
+def _scaling(weights: dict[str, Any], activations: dict[str, Any]) -> str | None:
+    """The scaling of `fp8` that these are, None if none."""
+    strategies = weights.get("strategy"), activations.get("strategy")
+    block = weights.get("block_structure") == [128, 128] and activations.get("group_size") == 128
+    if strategies == ("block", "group") and block:
+        return "block"
+    found = {
+        ("tensor", "tensor"): "tensor",
+        ("channel", "token"): "channel",
+        ("channel", "channel"): "channel",
+    }
+    return found.get(strategies)  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
     recipe: DelayedScaling          the class (Transformer Engine) or the name (torchao's Float8LinearConfig)
     amax_history_len: 16            its fields, as in Python; an enumeration by its member's name
 
-Fields that are off (false, null) ask for nothing. Newer versions of Transformer Engine say with
-`backward_override` what `override_linear_precision` said of dgrad and wgrad.
+Fields that are off (false, null) ask for nothing; one that no recipe has is an error. Newer versions of
+Transformer Engine say with `backward_override` what `override_linear_precision` said of dgrad and wgrad.
 Source: transformer_engine/common/recipe/__init__.py, torchao/float8/config.py.
 """
 
@@ -44,7 +44,12 @@ def convert(data: Any, draft: Draft) -> None:
     draft.stands_for(preset)
     use = read(data, draft)
     for key, value in data.items():
-        if key not in fields and key not in _COMMON and value not in (False, None):
+        if key in fields or key in _COMMON:
+            continue
+        if key not in _WITHOUT:
+            known = [*sorted(fields | _COMMON), *sorted(_WITHOUT)]
+            raise draft.source.error((key,), not_allowed(f"field of {name}", key, known))
+        if value not in (False, None):
             draft.note((key,), "has no counterpart here")
     use |= _overridden(data, draft)
     if use:
@@ -80,11 +85,11 @@ def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    return {}
+    return {"scale": "pow2"} if data.get(_POW2) else {}
 
 
 def _rowwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    return {"scale": "pow2"}
+    return {} if data.get(_POW2) is False else {"scale": "pow2"}
 
 
 def _rowwise_hp(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
@@ -119,6 +124,18 @@ def _overridden(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return {str(g): "bf16" for g, *kept in zip(Gemm, given, high, strict=True) if any(kept)}
 
 
+_POW2 = "round_scales_to_power_of_2"
+_WITHOUT = frozenset(
+    {
+        "scaling_factor_compute_algo", "amax_epsilon", "fp8_dpa", "fp8_mha",
+        "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
+        "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
+        "enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate",
+        "force_recompute_fp8_weight_in_bwd",
+        "gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight",
+    }
+)  # fmt: skip
+"""Fields of theirs that say nothing about formats, or what no policy says."""
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 _HISTORY = frozenset({"margin", "amax_history_len", "amax_compute_algo", "reduce_amax"})
 _Read = Callable[[dict[str, Any], Draft], dict[str, Any]]
@@ -127,8 +144,8 @@ _RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
     "Float8CurrentScaling": ("fp8_tensor", frozenset({"use_power_2_scales"}), _current),
     "Float8BlockScaling": ("fp8_block", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
     "MXFP8BlockScaling": ("nvidia", frozenset({"margin"}), _mxfp8),
-    "tensorwise": ("fp8_tensor", frozenset(), _tensorwise),
-    "rowwise": ("fp8_rowwise", frozenset(), _rowwise),
-    "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset(), _rowwise_hp),
+    "tensorwise": ("fp8_tensor", frozenset({_POW2}), _tensorwise),
+    "rowwise": ("fp8_rowwise", frozenset({_POW2}), _rowwise),
+    "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset({_POW2}), _rowwise_hp),
 }
 """By name: the preset it is, the fields that are read, and what differs from the preset."""

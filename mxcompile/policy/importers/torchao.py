@@ -25,10 +25,13 @@ _FIELDS = ("fqn_to_config", "module_fqn_to_config")
 _DEFAULT = "_default"
 _MX = frozenset({"MXDynamicActivationMXWeightConfig", "MXFPInferenceConfig"})
 _FLOAT8 = {
-    "Float8DynamicActivationFloat8WeightConfig": "",
-    "Float8StaticActivationFloat8WeightConfig": "; static scales are not used",
-    "Float8WeightOnlyConfig": "; the activations are quantized too",
+    "Float8DynamicActivationFloat8WeightConfig": ("PerTensor", ""),
+    "Float8StaticActivationFloat8WeightConfig": ("PerTensor", "static scales are not used"),
+    "Float8WeightOnlyConfig": ("PerRow", "the activations are quantized too"),
 }
+"""FP8 configurations: the granularity they have if none is given, and what differs here."""
+_SCALINGS = {"PerTensor": "tensor", "PerRow": "channel"}
+_BLOCKS = ([1, 128], [128, 128])
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _KEEP = "bf16"
 
@@ -161,10 +164,37 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
     if kind in _MX:
         return _mx(kind, data or {}, path, draft)
     if kind in _FLOAT8:
-        draft.note(path, f"{kind} has other scales: here one per 32 elements{_FLOAT8[kind]}")
-        return {"fprop": "mxfp8"}
+        return _float8(kind, data or {}, path, draft)
     draft.note(path, f"{kind} is no 8-bit float: the layer stays in BF16")
     return _KEEP
+
+
+def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
+    """FP8 with FP32 scales."""
+    usual, differs = _FLOAT8[kind]
+    if differs:
+        draft.note(path, f"{kind}: {differs}")
+    for key in ("activation_value_lb", "activation_value_ub"):
+        if data.get(key) is not None:
+            draft.note((*path, "_data", key), "bounds of a scale are not to be had")
+    elems = {
+        _ELEMS.get(_word(data.get(key), "float8_e4m3fn")) for key in ("activation_dtype", "weight_dtype")
+    }
+    scaling = _scaling(data.get("granularity") or {"_type": usual})
+    if scaling is None or None in elems or len(elems) > 1:
+        draft.note(path, f"{kind} with other scales or elements than fp8 has: here MXFP8")
+        return {"fprop": "mxfp8"}
+    return {"fprop": "fp8", "scaling": scaling, "elem_dtype": str(elems.pop())}
+
+
+def _scaling(granularity: Any) -> str | None:
+    """The scaling that a granularity comes to, or one of activations and one of weights; None if to none."""
+    both = granularity if isinstance(granularity, list) else [granularity, granularity]
+    kinds = [each.get("_type") if isinstance(each, dict) else None for each in both]
+    if kinds == ["PerBlock", "PerBlock"]:
+        blocks = tuple((each.get("_data") or {}).get("block_size") for each in both)
+        return "block" if blocks == _BLOCKS else None
+    return _SCALINGS.get(kinds[0]) if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:

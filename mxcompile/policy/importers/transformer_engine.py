@@ -175,8 +175,13 @@ def _disable_layer(config: dict[str, Any], path: Path, draft: Draft, use: _Uses)
 
 
 def _per_tensor(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:
-    gemms = ", ".join(gemm for gemm, _, _ in _gemms(config, path, draft))
-    draft.note(path, f"one scale per tensor in {gemms}: MXFP8 has one per 32 elements, as the preset says")
+    """One scale a tensor, of both operands of a GEMM: E4M3, gradients too, which the feature does not say."""
+    for gemm, own, at in _gemms(config, path, draft):
+        tensors = own.get("tensors") or ([own["tensor"]] if "tensor" in own else [])
+        if set(_OPERANDS[gemm]) <= {str(tensor) for tensor in tensors}:
+            use.update({gemm: "fp8", "scaling": "tensor"})
+        else:
+            draft.note(at, f"one scale per tensor for one operand of {gemm}: it stays as the preset says")
 
 
 def _observe(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) -> None:

@@ -1,0 +1,72 @@
+"""as_mx: products of other formats that the chip's MX GEMM multiplies, as MXFP8.
+
+    encoded_mm(qa, sa, qb, sb)  →  scaled_mm(elements(qa), bytes(sa), elements(qb), bytes(sb))
+
+A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
+DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
+values of E4M3 and stored as such. Both are exact, so the product is. What remains emulated: FP32 scales
+between powers of two, blocks of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import Format, ScaleLayout
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument, packet
+from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.operands import Operands
+from mxcompile.lowering.targets import Target
+
+_AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
+
+
+def _formats(node: fx.Node) -> list[Format]:
+    return [Format.of(str(word)) for word in node.args[6:8]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsMX:
+    """target: the chip, one with an MX GEMM. device: type of the device that stands for it."""
+
+    target: Target
+    device: str
+    name: ClassVar[str] = "as_mx"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Replace those products of `graph` that the chip runs."""
+        build = Builder(graph, AsMX.name)
+        operands = Operands(build)
+        native = Native(target=self.target, device=self.device)
+        for node in list(graph.nodes):
+            if node.target in _AS and self.target.multiplies_mx(*_formats(node)) and native.runs(node):
+                with graph.inserting_before(node):
+                    sides: Any = (self._operand(build, operands, node, side) for side in (0, 1))
+                    arguments = [part for side in sides for part in side]
+                    made = build.call(_AS[node.target], *arguments, *node.args[4:6], like=node)
+                set_tag(made, *tags_of(node))
+                build.replace(node, made)
+        graph.eliminate_dead_code()
+
+    def _operand(
+        self, build: Builder, operands: Operands, node: fx.Node, side: int
+    ) -> tuple[fx.Node, fx.Node]:
+        """Elements and scale bytes of one operand of `node`."""
+        qdata, scale, dim = argument(node, 2 * side), argument(node, 2 * side + 1), -1 - side
+        form, out, value = _formats(node)[side], tensor(node), tensor(qdata)
+        elem = form.mx_elem
+        assert elem is not None
+        assert out is not None
+        assert value is not None
+        if form.elem.is_coded:
+            qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
+        matrices = value.ndim == out.ndim == 2 and packet(node) not in ops.GROUPED
+        layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
+        given = (scale, qdata, dim, str(form), str(layout))
+        return qdata, build.call(ops.block_bytes, *given, like=node)

@@ -1,0 +1,70 @@
+"""The report's number of casts is that of the copies which the graphs that are lowered make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.lowering import pipeline
+from mxcompile.policy.presets import PRESETS
+
+LAYERS = ("up", "down")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 1024), nn.Linear(1024, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def copies(graph: fx.Graph) -> set[Any]:
+    """Which copies `graph`, a lowered one, makes: of which tensor, along which dimension or lying how."""
+    made: set[Any] = set()
+    for node in graph.nodes:
+        source, *how = node.args or (None,)
+        if node.target in (ops.quantize, ops.quantize_dequantize, ops.encode_with, ops.round_with):
+            made.add((source, how[1 if node.target in (ops.encode_with, ops.round_with) else 0] % 2))
+        elif node.target is ops.quantize_both:
+            made |= {(source, 0), (source, 1)}
+        elif node.target is ops.quantize_mm:
+            made.add((source, 1))
+        elif node.target is ops.encode_layouts:
+            made |= {(source, side) for side, scale in enumerate(how[1:3]) if scale is not None}
+        elif node.target is ops.encode_blocks:
+            made |= {(source, side) for side, wanted in enumerate(how[1:3]) if wanted}
+        assert node.target not in (ops.encode, ops.encode_transposed, ops.quantize_two)
+    return made
+
+
+FAST = {("nvidia", "sm_100"), ("fp8_tensor", "sm_90"), ("fp8_block", "sm_90"), ("fp8_delayed", "cpu")}
+CASES = [
+    pytest.param(preset, target, marks=() if (preset, target) in FAST else pytest.mark.slow)
+    for preset in PRESETS
+    for target in ("cpu", "sm_90", "sm_100")
+    if preset != "bf16"
+]
+
+
+@pytest.mark.parametrize(("preset", "target"), CASES)
+def test_as_many_as_are_lowered(preset: str, target: str, monkeypatch: pytest.MonkeyPatch):
+    lowered: list[set[Any]] = []
+
+    def run(graph: fx.Graph, *arguments: Any) -> None:
+        lower(graph, *arguments)
+        lowered.append(copies(graph))
+
+    lower = pipeline.run
+    monkeypatch.setattr(pipeline, "run", run)
+    model, x = Mlp().to("meta", torch.bfloat16), torch.empty(128, 512, dtype=torch.bfloat16)
+    x.requires_grad_()
+    report = mxcompile.explain(model, x, policy=preset, target=target)
+    assert len(report.gemms) == 3 * len(LAYERS)
+    assert report.summary.casts == sum(map(len, lowered))
