@@ -28,6 +28,7 @@ from mxcompile.lowering.inductor import cached as cached  # those of cached cast
 from mxcompile.lowering.inductor import casts as casts  # those of the other casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
+from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
 from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ USED: dict[str, tuple[str, ...]] = {
         "_scaled_mm",
         "compiler._is_compiling_flag",
         "ops._c10d_functional",
+        "ops.aten._scaled_mm",
     ),
     "torch._C": ("_len_torch_function_stack",),
     "torch._compile": ("_disable_dynamo",),
@@ -76,6 +77,7 @@ USED: dict[str, tuple[str, ...]] = {
     "torch._inductor.fx_passes.joint_graph": ("constant_fold_uniform_value",),
     "torch._inductor.fx_passes.post_grad": ("remove_noop_ops",),
     "torch._inductor.graph": ("GraphLowering",),
+    "torch._inductor.kernel": ("mm",),
     "torch._inductor.kernel.mm_common": (
         "mm_grid",
         "persistent_mm_grid",

@@ -19,6 +19,7 @@ from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
 _MOST_READS = 2.25  # of x's size: two tensors, and some small ones beside them; one more for a second x
@@ -50,10 +51,12 @@ def _is_pointwise(node: BaseSchedulerNode) -> bool:
 
 
 def _is_cast(node: BaseSchedulerNode) -> bool:
+    """Whether `node` is a cast's kernel, not a product's, among whose origins casts that it reads can be."""
     buffer = node.node
-    return isinstance(buffer, ir.TritonTemplateBuffer) and any(
-        packet(origin) in ops.CASTS for origin in buffer.origins
-    )
+    if not isinstance(buffer, ir.TritonTemplateBuffer):
+        return False
+    casts = any(packet(origin) in ops.CASTS for origin in buffer.origins)
+    return casts and not any(map(tags_of, buffer.origins))
 
 
 def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_timing import fastest
 from torch import nn
+from torch._inductor import config
 
 import mxcompile
 
@@ -93,3 +95,15 @@ def test_sizes_it_does_not_take_are_emulated_with_the_reason():
         "up": "aten.mm (bfloat16, scaled after); the FP8 GEMM takes multiples of 16 (k=250)",
         "down": "aten.mm (bfloat16, scaled after); the FP8 GEMM takes multiples of 16 (n=250)",
     }
+
+
+@pytest.mark.slow
+def test_scales_of_blocks_are_for_the_library_alone():
+    """Inductor's template for them would read them where they do not lie."""
+    with (
+        config.patch({"triton.enable_persistent_tma_matmul": True}),
+        fastest(lambda name, _: "_scaled_mm" not in name or "tma" in name) as seen,
+    ):
+        result = generated("fp8_block", "sm_90", width=512, training=False)
+    assert not any("tma" in name for name in seen)
+    assert {launch.kernel for launch in result.launches if launch.kind == "product"} == {SCALED}
