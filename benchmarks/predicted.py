@@ -24,6 +24,11 @@ from mxcompile.offline import CodegenResult, codegen
 
 BF16, MXFP8 = "bf16", "nvidia"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
+POW2 = "fp8_block, pow2"
+DETAILED: dict[str, Any] = {
+    POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": {"name": "*"}, "use": {"scale": "pow2"}}]}
+}
+"""Policies that are no preset, by what they are called in the tables."""
 CHIPS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
 TOKENS = 8192
 
@@ -65,7 +70,8 @@ def generated(target: str, policy: str | dict[str, Any], tokens: int) -> Codegen
 
 def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
     """The row of one target and policy."""
-    return {"target": target, "policy": policy, "tokens": tokens, **row(generated(target, policy, tokens))}
+    result = generated(target, DETAILED.get(policy, policy), tokens)
+    return {"target": target, "policy": policy, "tokens": tokens, **row(result)}
 
 
 def row(result: CodegenResult) -> dict[str, Any]:
@@ -91,7 +97,8 @@ def row(result: CodegenResult) -> dict[str, Any]:
 
 def policies(target: str) -> list[str]:
     """What there is to predict on `target`: FP8 only where a library multiplies it."""
-    return [BF16, MXFP8, *(FP8 if TARGETS[target].fp8_tiles else [])]
+    chip = TARGETS[target]
+    return [BF16, MXFP8, *(FP8 if chip.fp8_tiles else []), *([POW2] if chip.native else [])]
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def _spec_quantize_operands(
     for source in (x, y):
         for dim, form in ((-1, rows), (-2, columns)):
             if source is not None and form == "codes":
-                specs += _spec_quantize(source, dim, elem_dtype, rounding)
+                specs += spec_quantize(source, dim, elem_dtype, rounding)
             else:
                 shape = source.shape if source is not None and form == "values" else (0,)
                 specs += [(shape, dtype), ((0,), torch.uint8)]
