@@ -194,7 +194,7 @@ def _scaling(granularity: Any) -> str | None:
     if kinds == ["PerBlock", "PerBlock"]:
         blocks = tuple((each.get("_data") or {}).get("block_size") for each in both)
         return "block" if blocks == _BLOCKS else None
-    return _SCALINGS.get(kinds[0]) if len(kinds) == 2 and kinds[0] == kinds[1] else None
+    return _SCALINGS.get(str(kinds[0])) if len(kinds) == 2 and kinds[0] == kinds[1] else None
 
 
 def _mx(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str] | str:
