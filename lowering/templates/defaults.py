@@ -75,6 +75,10 @@ def _large_alone(product: Product, target: Target) -> bool:
     return product.is_large(target) and not product.epilogue
 
 
+def _large_alone_on_b200(product: Product, target: Target) -> bool:
+    return _large_alone(product, target) and target.name == "sm_100"
+
+
 TABLE = (
     Row(
         kind=DENSE,
@@ -117,11 +121,11 @@ TABLE = (
     ),
     Row(
         kind=ROWS,
-        when="large, nothing fused behind it",
-        holds=_large_alone,
+        when="large, nothing fused behind it, on `sm_100`",
+        holds=_large_alone_on_b200,
         form=VENDOR,
         reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
-        " (published); ours has not been timed",
+        " (published); ours has not been timed. Its machine code is for that chip alone, as far as is known",
     ),
     Row(
         kind=ROWS,

@@ -9,8 +9,8 @@ Offered where its static conditions hold (`fits`): both scales tiled, sizes and 
 wgrad have this choice as fprop has.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
-found by K ÷ 32), the scales those of `group_scales`. Not groups of columns or of K: of K it wants whole
-blocks in every group, which only the data says.
+found by K ÷ 32), the scales those of `group_scales`, PyTorch built with the library that has it. Not groups
+of columns or of K: of K it wants whole blocks in every group, which only the data says.
 
 Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
 ``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``.
@@ -18,6 +18,7 @@ Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,8 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
     known = V.graph.sizevars.statically_known_multiple_of
     _, k, n = b.get_size()
     return (
-        use_aten_gemm_kernels()
+        groups_are_built()
+        and use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
         and configs.contiguous(a.get_stride()) == 1
         and configs.contiguous(b.get_stride()[1:]) == 0
@@ -94,3 +96,12 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
         and {a.get_dtype(), b.get_dtype()} == {torch.float8_e4m3fn}
         and offs.get_dtype() is torch.int32
     )
+
+
+def groups_are_built() -> bool:
+    """Whether the installed PyTorch has the product of groups, which its builds may lack.
+
+    One without CUDA, which only writes code for elsewhere, stands for one that has it.
+    """
+    built = re.search(r"-DUSE_(MSLK|FBGEMM_GENAI)\b", torch.__config__.show())
+    return torch.version.cuda is None or built is not None

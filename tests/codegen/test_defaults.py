@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mxcompile
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import defaults
+from mxcompile.lowering.templates import defaults, vendor
 from mxcompile.lowering.templates.defaults import (
     ALONG_K,
     BATCHED,
@@ -59,6 +59,21 @@ def test_the_table(product, runs, form):
     row = defaults.default(product, SM_100, runs)
     assert (row.kind, row.form) == (product.kind, form)
     assert row.reason
+
+
+def test_experts_of_the_other_chip_are_ours():
+    product = Product(kind=ROWS, m=8192, n=4096, k=4096)
+    assert defaults.default(product, TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flags", "built"),
+    [("13.0", "-DUSE_FBGEMM -DUSE_MSLK -O2", True), ("13.0", "-DUSE_FBGEMM -O2", False), (None, "", True)],
+)
+def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, flags, built):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.__config__, "show", lambda: f"CXX_FLAGS= {flags}")
+    assert vendor.groups_are_built() == built
 
 
 def test_every_kind_ends_with_what_runs_anything():
