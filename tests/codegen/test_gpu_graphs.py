@@ -75,7 +75,7 @@ def test_products_are_the_template(module, layout):
     operands = (*gemms._stored(a, layout, 0), *gemms._turned(gemms._stored(b, layout, 1)))
     source = rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
     k_major = layout != "wgrad", layout == "fprop"
-    assert "tl.dot_scaled" in source
+    assert "tma_tile.tile_product(" in source
     assert f"A_K_MAJOR : tl.constexpr = {k_major[0]}" in source
     assert f"B_K_MAJOR : tl.constexpr = {k_major[1]}" in source
     common.check_product(
