@@ -125,9 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--policies", nargs="+", default=predicted.POLICIES, help="presets; the first is the base"
-    )
+    both = [predicted.BF16, predicted.MXFP8]
+    parser.add_argument("--policies", nargs="+", default=both, help="presets; the first is the base")
     parser.add_argument("--tokens", type=int, default=predicted.TOKENS)
     parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
     options = parser.parse_args()
