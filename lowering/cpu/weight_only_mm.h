@@ -109,7 +109,7 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
     int64_t ahead = k + AHEAD < shape.k ? AHEAD : AHEAD + (weights - 1) * shape.k;  // then the rows after these
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
       const uint8_t *here = codes + w * shape.k + k, *bytes = scales + w * shape.blocks() + k / BLOCK;
-      _mm_prefetch(reinterpret_cast<const char*>(here + ahead), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(here + ahead), _MM_HINT_T1);  // L2 has room for more
       __m512i code = whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(inside, here);
       __m512i unpacked[2];
       decoder.unpack(code, unpacked);

@@ -68,6 +68,8 @@ def convert(
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
     plan = make_plan(source, policy, check_layout(layout), model)
+    if not target.name:
+        raise CheckpointError(f"{target}: exists already")
     work = _Work(plan, target, _fingerprint(plan))
     if target.exists() and not work.is_done():
         raise CheckpointError(f"{target}: exists already")

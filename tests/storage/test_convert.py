@@ -185,7 +185,12 @@ def test_what_cannot_be_written_is_one_line_and_goes_on_later(source, tmp_path, 
 
     monkeypatch.setattr(_Work, "do", then_full)
     try:
-        for target, reason in (("out", "File too large"), ("file/out", "file: File exists"), (".", "exists")):
+        for target, reason in (
+            ("out", "File too large"),
+            ("file/out", "file: File exists"),
+            (".", "exists"),
+            ("/", "exists"),
+        ):
             assert main(["convert", str(source), str(tmp_path / target)]) == 2
             said = capsys.readouterr().err.splitlines()
             assert reason in said[-1]
