@@ -20,7 +20,6 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
-from mxcompile.lowering.kernels.configs import QUANTIZE, QuantizeChoices
 from mxcompile.lowering.targets import Target
 
 _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
@@ -63,7 +62,7 @@ class Collect:
 
     def apply(self, graph: fx.Graph) -> None:
         """Merge the casts of `graph`, each where the first of its matrix was."""
-        if not isinstance(QUANTIZE.get(self.target.name), QuantizeChoices):
+        if not self.target.emulates:
             return
         build = Builder(graph, Collect.name)
         groups: dict[tuple[Any, ...], list[_Group]] = {}

@@ -56,18 +56,15 @@ def chosen(table: Mapping[str, _Row | Absent], family: str, target: Target) -> _
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizeChoices:
-    """By the copies that are made; `both_wide` for sources of more than two bytes an element."""
+    """By the copies that are made: "rowwise", "columnwise" or "both"."""
 
     rowwise: TileConfig
     columnwise: TileConfig
     both: TileConfig
-    both_wide: TileConfig
 
-    def of(self, layout: str, element_bytes: int) -> TileConfig:
-        """The config for `layout`, "rowwise", "columnwise" or "both", of a source of that width."""
-        if layout == "both":
-            return self.both if element_bytes <= 2 else self.both_wide
-        return self.rowwise if layout == "rowwise" else self.columnwise
+    def of(self, layout: str) -> TileConfig:
+        """The config for `layout`."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise, "both": self.both}[layout]
 
 
 # 128 elements a thread: it then holds whole blocks of the columnwise copy, and fewer instructions go to
@@ -75,17 +72,18 @@ class QuantizeChoices:
 _WIDE = TileConfig(block_m=32, block_n=512, num_warps=4)
 _NARROW = TileConfig(block_m=32, block_n=256, num_warps=2)
 _LIGHT = TileConfig(block_m=32, block_n=256, num_warps=4)
-_ROOMY = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_NARROW, both_wide=_LIGHT)
-_TIGHT = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_LIGHT, both_wide=_LIGHT)
+_ROOMY = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_NARROW)
+_TIGHT = QuantizeChoices(rowwise=_WIDE, columnwise=_NARROW, both=_LIGHT)
+_VALUES = Absent(reason="no MX GEMM to cast for; products read values, which templates.operand_casts makes")
 
 QUANTIZE: dict[str, QuantizeChoices | Absent] = {
-    "sm_80": _TIGHT,  # integers do the conversion and take registers
-    "sm_89": _TIGHT,
-    "sm_90": _ROOMY,
+    "sm_80": _VALUES,
+    "sm_89": _VALUES,
+    "sm_90": _VALUES,
     "sm_100": _ROOMY,
     "sm_103": _ROOMY,
     "sm_120": _TIGHT,
-    "gfx942": _ROOMY,
+    "gfx942": _VALUES,
     "gfx950": _ROOMY,
 }
 """Target → tile by layout."""

@@ -207,7 +207,7 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())
-    if not target.native or isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
+    if isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
         return None
     known = V.graph.sizevars.statically_known_equals
     empty = any(known(size, 0) for size in x.get_size())

@@ -189,7 +189,8 @@ def _tiled(
     """The groups of rows in one of `tiles` or by the vendor, as `defaults` says; autotuned, all compete."""
     a, scale_a, b, scale_b, offs = operands
     groups = int(b.get_size()[0])
-    rows_of = _PERMUTE(ir.TensorBox.create(scale_b), [0, 2, 1])
+    boxed = ir.TensorBox(scale_b) if isinstance(scale_b, ir.StorageBox) else ir.TensorBox.create(scale_b)
+    rows_of = _PERMUTE(boxed, [0, 2, 1])
     tiled_a = group_scales.of_groups(scale_a, offs, groups)
     tiled_b = group_scales.of_matrices(realize_inputs(rows_of))
     sides = [a, tiled_a, b, tiled_b, offs]

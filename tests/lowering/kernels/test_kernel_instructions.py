@@ -167,7 +167,7 @@ def test_scaled_mm_tiled(form, config, monkeypatch):
 
 
 TABLES = {
-    "quantize": (configs.QUANTIZE, GPUS),
+    "quantize": (configs.QUANTIZE, NATIVE),
     "scaled_mm": (configs.SCALED_MM, NATIVE),
     "scaled_mm_tiled": (configs.SCALED_MM_TILED, TENSOR_MEMORY),
     "fused_quantize_mm": (configs.FUSED_QUANTIZE_MM, NATIVE),
