@@ -1,9 +1,9 @@
 """GEMMs of Llama's and Qwen's linear layers on the GPU of this machine, beside the vendor's and others'.
 
     products   operands at hand, in the layouts of fprop, dgrad and wgrad: torch.mm in BF16 (the baseline) and
-               torch._scaled_mm in FP8; where the chip has an MX GEMM also what Inductor generates of ours, by
-               default and by autotuning, and torch._scaled_mm in MX. ``choices`` has the time of every kernel
-               that autotuning tried
+               torch._scaled_mm in FP8; where the chip has an MX GEMM also the generated product, by default,
+               in each of its forms and by autotuning, and torch._scaled_mm in MX. ``choices`` has the time of
+               every kernel that autotuning tried
     linears    forward and backward of one compiled layer, casts included: BF16, mxcompile in MXFP8 and, where
                the chip multiplies it, FP8, torchao, Transformer Engine
     experts    the same of grouped products
@@ -32,6 +32,7 @@ from tqdm import tqdm
 from mxcompile.formats import ScaleLayout
 from mxcompile.lowering import targets
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates import defaults
 
 TOKENS = (1, 16, 128, 1024, 8192)
 LINEAR_TOKENS = 8192
@@ -41,6 +42,9 @@ _CHECKED = 256
 _LAYOUTS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
 """Whether a, and b, are stored along the dimension that is not contracted."""
 _BF16 = "torch.mm (bfloat16)"
+_FORMS = (defaults.SPECIALIZED, defaults.PERSISTENT, defaults.POINTERS)
+_FEW = 64
+"""Tokens that have the pointer form alone."""
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -90,22 +94,23 @@ def _generated(xs: list[Tensor], pairs: list[Operands]) -> tuple[dict[str, list[
         finite = {choice.name: time for choice, time in timings.items() if math.isfinite(time)}
         tried.update({name: round(milliseconds * 1e3, 2) for name, milliseconds in finite.items()})
 
-    torch._dynamo.reset()
     add_feedback_saver(keep)
     tuned = {"max_autotune_gemm": True, "autotune_in_subproc": False}
-    forms: dict[str, Callable[..., Tensor]] = {
-        "mx_scaled_mm": torch.compile(gpu_graphs.scaled_mm, dynamic=False),
-        "mx_scaled_mm autotuned": torch.compile(gpu_graphs.scaled_mm, dynamic=False, options=tuned),
+    product = gpu_graphs.scaled_mm
+    forms = {
+        "mx_scaled_mm": gpu_graphs.generated(product, *pairs[0]),
+        "mx_scaled_mm autotuned": gpu_graphs.generated(product, *pairs[0], **tuned),
     }
+    for form in _FORMS if xs[0].shape[0] > _FEW else ():
+        with gpu_graphs.on_form(form):
+            forms[f"mx_scaled_mm {form}"] = gpu_graphs.generated(product, *pairs[0])
     runs = {
         name: [lambda given=given, run=run: run(*given) for given in pairs] for name, run in forms.items()
     }
     if xs[0].shape[0] <= _CHECKED:
-        fused = torch.compile(gpu_graphs.quantize_mm, dynamic=False)
+        fused = gpu_graphs.generated(gpu_graphs.quantize_mm, xs[0], *pairs[0][2:])
         sources = zip(xs, pairs, strict=True)
         runs["mx_quantize_mm"] = [lambda x=x, b=b: fused(x, *b[2:]) for x, b in sources]
-    for run in runs.values():
-        run[0]()
     return runs, tried
 
 

@@ -7,18 +7,22 @@ code, for the chip of this machine or any other: it needs no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_common import DEVICE
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import mxcompile
 from mxcompile import ops
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates import defaults
 
 E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
 
@@ -107,6 +111,25 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     """The product of MX operands a [M, K], b [K, N], which Inductor makes the template of."""
     out: Tensor = ops.scaled_mm(a, scale_a, b, scale_b, None, BF16)
     return out
+
+
+@contextmanager
+def on_form(form: str) -> Iterator[None]:
+    """While it lasts products of matrices get that form of `templates.defaults` where it can run them."""
+    row = defaults.Row(
+        kind=defaults.DENSE, when="all", holds=lambda *_: True, form=form, reason="to be timed"
+    )
+    with mock.patch.object(defaults, "TABLE", (row, *defaults.TABLE)):
+        yield
+
+
+def generated(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[..., Tensor]:
+    """Inductor's code for `function` of such tensors, made anew: no cache knows which form was asked for."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    made: Callable[..., Any] = torch._inductor.compile(
+        graph, list(inputs), options={"force_disable_caches": True, **options}
+    )
+    return made
 
 
 def quantize_mm(x: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:

@@ -74,6 +74,11 @@ def test_products_are_the_template(module, layout):
     _, (b,) = common.quantized(128, 512, 1, SM_100.scale_layout)
     operands = (*gemms._stored(a, layout, 0), *gemms._turned(gemms._stored(b, layout, 1)))
     source = rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
+    with graphs.on_form("pointers"):
+        assert "A_K_MAJOR" not in rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
+    with graphs.on_form("specialized"):
+        specialized = rendered(lambda *given: [graphs.scaled_mm(*given)], operands, SM_100)
+    assert "WARP_SPECIALIZE : tl.constexpr = True" in specialized
     k_major = layout != "wgrad", layout == "fprop"
     assert "tma_tile.tile_product(" in source
     assert f"A_K_MAJOR : tl.constexpr = {k_major[0]}" in source
