@@ -65,7 +65,7 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
     _quality(quality, [m for m in models if m["what"] == "quality"])
     for axes in (one, speed):
-        axes.margins(y=0.35)  # for the legend
+        axes.margins(y=0.6)  # for the legend
     for axes in (one, many, speed):
         axes.axhline(1, color="#8a8f98", linewidth=1)
         axes.legend(fontsize=8)
