@@ -3,8 +3,8 @@
     quantize_dequantize(x, −1), quantize(x, −2), …  →  quantize_operands(x)               one read of x
 
 Values are what a product of this graph multiplies, codes and scales what another graph or a collective reads.
-For chips without an MX GEMM, after `expand`. One form of each direction is in an operator; casts of squares,
-and of batches whose matrices do not end with a block, stay as they are. Numerics do not change.
+For chips without an MX GEMM, after `expand`. One form of each direction is in an operator. Codes of squares,
+and casts of batches whose matrices do not end with a block, stay as they are. Numerics do not change.
 """
 
 from __future__ import annotations
@@ -89,12 +89,14 @@ class Collect:
         square, last = (*rest, *plain[len(rest) :])
         value = tensor(source)
         coded = node.target is ops.quantize
-        if value is None or square or (coded and last != ScaleLayout.ROW_MAJOR):
+        if value is None or (coded and (square or last != ScaleLayout.ROW_MAJOR)):
             return None
         side = dim if dim < 0 else dim - value.ndim
-        if value.device.type != self.device or not _fits(value, side):
+        if value.device.type != self.device or not _fits(value, -2 if square else side):
             return None
-        return _Cast(node=node, key=(source, elem, rounding), side=side, dtype=None if coded else last)
+        side = -1 if square else side  # the same both ways
+        key = source, elem, rounding, square
+        return _Cast(node=node, key=key, side=side, dtype=None if coded else last)
 
 
 def _fits(value: torch.Tensor, side: int) -> bool:
@@ -112,8 +114,10 @@ def _fits(value: torch.Tensor, side: int) -> bool:
 def _write(build: Builder, group: _Group) -> None:
     casts = group.casts
     first = min(cast.node for cast in casts.values())
-    source, elem, rounding = next(iter(casts.values())).key
+    source, elem, rounding, square = next(iter(casts.values())).key
     forms = [_FORMS[casts[side].node.target] if side in casts else "none" for side in (-1, -2)]
+    if square:
+        forms = ["squares", "none"]
     with build.graph.inserting_before(first):
         dtype = group.dtype or torch.bfloat16
         made = build.call(ops.quantize_operands, source, None, elem, rounding, dtype, *forms, like=first)

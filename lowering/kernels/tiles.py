@@ -250,6 +250,17 @@ def round_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def round_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
+    """`round_rowwise` in squares of 32×32."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
+    values = rounded(saturated(squares * inverse_scale(byte)[:, None, :, None], ELEM, ROUNDING), ELEM)
+    return tl.reshape(values * scale_value(byte)[:, None, :, None], (R, C))
+
+
+@triton.jit
 def quantize_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
     """Quantize a tile [R, C] of any float type in squares of 32×32.
 

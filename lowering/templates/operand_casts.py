@@ -1,6 +1,7 @@
 """Inductor template of the casts of emulated products: one read of a matrix, and all that is made of it.
 
     x[m, n]  →  along rows and along columns: values, or codes and scale bytes, or nothing
+                values of squares, which are the same both ways
     x        ←  prologue                                                          as in `casts`
 
 The same of a second matrix that is computed from the same tensors.
@@ -72,6 +73,8 @@ _SIDE = r"""
     result = tiles.as_elem(codes, ELEM) if STORES_FP8 else codes
 {% elif <SIDE> == "'values'" %}
     result = {{"packed" if PACKED else "tiles"}}.round_<side>(<x>, ELEM, ROUNDING).to(VALUE)
+{% elif <SIDE> == "'squares'" %}
+    result = tiles.round_square(<x>, ELEM, ROUNDING).to(VALUE)
 {% endif %}
 {% if FIRST == "'<X>_<SIDE>'" %}
     {{store_output(("idx_m", "idx_n"), "result", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
@@ -152,7 +155,7 @@ def lower_quantize_operands(
     target = of_device(x.get_device_or_error())
     wanted = _results(sources[0].get_size(), len(sources), elem_dtype, dtype, (rows, columns), target)
     narrow = x.get_dtype() is dtype is torch.bfloat16
-    is_packed = narrow and packed.calculates(target)
+    is_packed = narrow and rows != "squares" and packed.calculates(target)
     settings = {
         "PACKED": is_packed,
         "ROWS": repr(rows),

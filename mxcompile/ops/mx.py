@@ -9,7 +9,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     quantize_both        x → qdata, scale along −1; qdata, scale along −2 (one read)
     quantize_two         the same of x, then of y, which are computed from the same tensors
     quantize_operands    for x, then y if there is one, along −1, then −2: qdata and scale, or the value, or
-                         nothing (one read); what is not asked for is empty
+                         that of squares, or nothing (one read); what is not asked for is empty
     dequantize           qdata, scale → x
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
@@ -109,6 +109,9 @@ def _spec_quantize_two(
     return first + _spec_quantize_both(y, elem_dtype, rounding, scale_layout)
 
 
+_VALUES = ("values", "squares")
+
+
 def _quantize_operands(
     x: Tensor,
     y: Tensor | None,
@@ -125,8 +128,9 @@ def _quantize_operands(
             empty = [x.new_empty(shape, dtype=kind) for shape, kind in (next(specs), next(specs))]
             if source is not None and form == "codes":
                 results += _quantize(source, dim, elem_dtype, rounding)
-            elif source is not None and form == "values":
-                results += [_quantize_dequantize(source, dim, elem_dtype, rounding, False, dtype), empty[1]]
+            elif source is not None and form in _VALUES:
+                square = form == "squares"
+                results += [_quantize_dequantize(source, dim, elem_dtype, rounding, square, dtype), empty[1]]
             else:
                 results += empty
     return tuple(results)
@@ -147,7 +151,7 @@ def _spec_quantize_operands(
             if source is not None and form == "codes":
                 specs += spec_quantize(source, dim, elem_dtype, rounding)
             else:
-                shape = source.shape if source is not None and form == "values" else (0,)
+                shape = source.shape if source is not None and form in _VALUES else (0,)
                 specs += [(shape, dtype), ((0,), torch.uint8)]
     return specs
 

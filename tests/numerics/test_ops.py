@@ -29,6 +29,7 @@ def test_casts_pass_opcheck(shape: tuple[int, ...], square: bool):
     opcheck(ops.quantize_two, (x, x + 1, E4M3, "even"))
     opcheck(ops.quantize_operands, (x, None, E4M3, "even", BF16, "values", "codes"))
     opcheck(ops.quantize_operands, (x, x + 1, E4M3, "rceil", torch.float32, "codes", "none"))
+    opcheck(ops.quantize_operands, (x, None, E5M2, "floor", BF16, "squares", "none"))
     tiles = torch.full((*x.shape[:-2], *(-(-size // 32) for size in x.shape[-2:])), 127, dtype=torch.uint8)
     opcheck(ops.dequantize_tiles, (x.to(E4M3), tiles, "rceil", BF16), test_utils=WITHOUT_SCHEMA)
 
