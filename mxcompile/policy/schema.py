@@ -171,7 +171,22 @@ POSITIVE = Value(_positive, {"type": "integer", "minimum": 1})
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
 _WEIGHT_BLOCKS = [tile for row in PRECISIONS.values() for tile in row.weight_blocks]
-PRECISION = word("precision", PRECISIONS)
+
+
+def _precision(value: Any) -> Any:
+    """A row of the table; of a preset's name, the error says what a rule would say instead."""
+    if isinstance(value, str) and value in PRESETS and value not in PRECISIONS:
+        preset = PRESETS[value]
+        key, tiles, grad = preset.precision.tiles_key, preset.formats.tiles, preset.formats.grad_elem
+        says = {"precision": preset.precision, **({key: tiles[0]} if tiles else {})}
+        says |= {"grad_dtype": grad} if grad else {}
+        said = ", ".join(f"{key}: {word}" for key, word in says.items())
+        raise Invalid(f"{value!r} is a preset, of a whole policy ('preset: {value}'); a rule says {{{said}}}")
+    return _WORDS.read(value)
+
+
+_WORDS = word("precision", PRECISIONS)
+PRECISION = Value(_precision, _WORDS.json)
 
 MATCH: dict[str, Value] = {
     "name": listed(NAME_PATTERN).says(

@@ -67,6 +67,8 @@ def test_a_word_is_taken_once(toy: Precision):
 @pytest.mark.parametrize(
     ("use", "said"),
     [
+        ({"precision": "fp8_rowwise"}, "is a preset.*{precision: fp8, scaling: channel}"),
+        ({"wgrad": "fp8_tensor"}, "is a preset.*{precision: fp8, grad_dtype: e5m2}"),
         ({"precision": "fp8", "rounding": "floor"}, "'rounding' is no choice of fp8"),
         ({"precision": "mxfp8", "scaling": "tensor"}, "'scaling' is no choice of mxfp8"),
         ({"precision": "mxfp8", "scale": "pow2"}, "'scale' is no choice of mxfp8"),
