@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mxcompile
 from mxcompile import MXTensor
@@ -278,13 +281,16 @@ def test_a_model_that_nothing_is_known_of_is_refused():
         mxcompile.quantize_weights_(Model())
 
 
-def test_sharded_parameters_are_refused(monkeypatch):
-    model = Model()
-
-    class Sharded(nn.Parameter):
-        device_mesh = placements = ()
-
-    model.blocks[0].up.weight = Sharded(torch.zeros(128, 96, dtype=BF16))
-    with pytest.raises(ModelError, match=r"blocks.0.up.weight is sharded"):
-        quantized(model)
-    assert not stored_names(model)
+def test_sharded_parameters_are_refused():
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        model = Model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(
+            ModelError, match=r"embed.weight is sharded \(a DTensor\): store the weights before"
+        ):
+            quantized(model)
+        assert not stored_names(model)
+    finally:
+        torch.distributed.destroy_process_group()
