@@ -98,6 +98,7 @@ def test_transformers_loads_the_result(tmp_path, make):
         assert torch.equal(theirs(TOKENS).logits, ours(TOKENS).logits)
 
 
+@pytest.mark.slow
 def test_transposed_layers_are_refused_with_the_layouts_reason(tmp_path, capsys):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -172,6 +173,7 @@ def test_what_is_refused(source, tmp_path, how, capsys):
     assert not target.exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_one_line_and_goes_on_later(source, tmp_path, monkeypatch, capsys):
     """A file system that takes no more, and places that are none: what was done until then is kept."""
     chosen_once(monkeypatch, source)
