@@ -2,6 +2,7 @@
 
     product → +, ·, gelu … → anything but casts alone       in the kernel, as Inductor fuses it
     product → silu, · → casts                               in the cast's kernel
+    product → + → the sum of a row, of a norm               in the kernel of the sum
     product + product                                       in the kernel of the last
 
 Views of the whole result do not count. Asked of graphs as they are lowered.
@@ -18,9 +19,11 @@ from mxcompile import ops
 from mxcompile.graph.opsets import TRANSPARENT, packet
 from mxcompile.graph.tags import numel, tensor
 
+aten = torch.ops.aten
+
 
 def has_epilogue(product: fx.Node) -> bool:
-    """Whether elementwise operators alone read `product`, and something other than a cast reads them."""
+    """Whether elementwise operators alone read `product`, and what reads them wants their result stored."""
     uses = set(_uses(product))
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses))
@@ -59,19 +62,23 @@ def _last(product: fx.Node, use: fx.Node) -> bool:
 
 
 def _is_stored(use: fx.Node) -> bool:
-    """Whether something other than a cast reads the elementwise operators from `use` on."""
-    pending, seen = [use], {use}
+    """Whether what reads the elementwise operators from `use` on is not casts alone, and no reduction."""
+    pending, seen, stored = [use], {use}, False
     while pending:
         for user in _uses(pending.pop()):
+            if packet(user) in _REDUCTIONS:
+                return False
             if user in seen or packet(user) in _CASTS:
                 continue
-            if not _elementwise(user):
-                return True
-            seen.add(user)
-            pending.append(user)
-    return False
+            if _elementwise(user):
+                seen.add(user)
+                pending.append(user)
+            else:
+                stored = True
+    return stored
 
 
+_REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))
 _CASTS = frozenset(
     cast.overloadpacket for cast in (ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm)
 )

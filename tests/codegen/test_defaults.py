@@ -151,7 +151,8 @@ CODES, SCALE = torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint
     [
         (lambda mm, x: mm(x), [False]),
         (lambda mm, x: x + mm(x), [True]),
-        (lambda mm, x: (x + mm(x).view(8, 8, 64).flatten(0, 1)).sum(), [True]),
+        (lambda mm, x: x + mm(x).view(8, 8, 64).flatten(0, 1), [True]),
+        (lambda mm, x: (lambda y: y * y.sum(-1, keepdim=True))(x + mm(x)), [False]),  # a row's sum reads it
         (lambda mm, x: mm(torch.nn.functional.silu(mm(x))), [False, False]),  # the cast computes it
         (lambda mm, x: mm(torch.relu(mm(x))) + x, [False, True]),
         (lambda mm, x: mm(x) + mm(x.exp()), [False, True]),  # the last computes the sum
