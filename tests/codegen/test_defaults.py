@@ -28,30 +28,30 @@ from mxcompile.lowering.templates.defaults import (
 
 SM_100 = TARGETS["sm_100"]
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-OURS = {PERSISTENT, SPECIALIZED, POINTERS}
+OURS = (PERSISTENT, SPECIALIZED, POINTERS)
 ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
 @pytest.mark.parametrize(
     ("product", "runs", "form"),
     [
-        (Product(kind=DENSE, m=8192, n=4096, k=4096), {*OURS, VENDOR}, VENDOR),
-        (Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), {*OURS, VENDOR}, SPECIALIZED),
+        (Product(kind=DENSE, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
         (
             Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True),
-            {PERSISTENT, POINTERS, VENDOR},
+            (PERSISTENT, POINTERS, VENDOR),
             PERSISTENT,
         ),
         (Product(kind=DENSE, m=8192, n=4104, k=4096), OURS, SPECIALIZED),  # which the library's does not take
-        (Product(kind=DENSE, m=1024, n=1024, k=4096), {*OURS, VENDOR}, PERSISTENT),
-        (Product(kind=DENSE, m=8192, n=4097, k=4097), {POINTERS}, POINTERS),
-        (Product(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), {POINTERS}, POINTERS),
-        (Product(kind=ROWS, m=8192, n=4096, k=4096), {*OURS, VENDOR}, VENDOR),
-        (Product(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), {*OURS, VENDOR}, PERSISTENT),
-        (Product(kind=ROWS, m=300, n=256, k=4096), {*OURS, VENDOR}, PERSISTENT),
-        (Product(kind=ROWS, m=300, n=257, k=4096), {POINTERS}, POINTERS),
+        (Product(kind=DENSE, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (Product(kind=DENSE, m=8192, n=4097, k=4097), (POINTERS,), POINTERS),
+        (Product(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), (POINTERS,), POINTERS),
+        (Product(kind=ROWS, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (Product(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), PERSISTENT),
+        (Product(kind=ROWS, m=300, n=256, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (Product(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
         (Product(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
-        (Product(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), {POINTERS}, POINTERS),
+        (Product(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
 )
