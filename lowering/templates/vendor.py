@@ -104,4 +104,4 @@ def groups_are_built() -> bool:
     One without CUDA, which only writes code for elsewhere, stands for one that has it.
     """
     built = re.search(r"-DUSE_(MSLK|FBGEMM_GENAI)\b", torch.__config__.show())
-    return torch.version.cuda is None or built is not None
+    return not torch.backends.cuda.is_built() or built is not None
