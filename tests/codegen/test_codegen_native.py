@@ -23,13 +23,16 @@ MMA = {
     "sm_120": "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale",
     "gfx950": "v_mfma_scale_f32",
 }
+GENERATED = mostly_slow(
+    [("sm_100", True), ("sm_120", False), ("gfx950", False)], ("sm_100", True), ("gfx950", False), rows=True
+)
 
 
 def _products(result):
     return [launch for launch in result.launches if launch.gemms and "attention" not in launch.kernel]
 
 
-@pytest.mark.parametrize(("target", "training"), [("sm_100", True), ("sm_120", False), ("gfx950", False)])
+@pytest.mark.parametrize(("target", "training"), GENERATED)
 def test_every_chosen_gemm_is_on_the_native_instruction(generated, target, training):
     result = generated(target, training)
     chosen = [f"{gemm.name} {gemm.gemm}" for gemm in result.report.gemms if gemm.precision == "mxfp8"]
@@ -43,7 +46,7 @@ def test_every_chosen_gemm_is_on_the_native_instruction(generated, target, train
         assert all(name.startswith(MMA[target]) for name in instructions), (launch.kernel, instructions)
 
 
-@pytest.mark.parametrize(("target", "training"), [("sm_100", True), ("sm_120", False), ("gfx950", False)])
+@pytest.mark.parametrize(("target", "training"), GENERATED)
 def test_nothing_spills_and_everything_fits(generated, target, training):
     result = generated(target, training)
     assert result.problems == ()

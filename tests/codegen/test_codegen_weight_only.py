@@ -90,7 +90,7 @@ def launched(result: CodegenResult, name: str) -> str:
     return f"mx_weight_only_mm {form} {tile}{parts}"
 
 
-@pytest.mark.parametrize(("tokens", "columns"), [(1, "16"), (8, "32")])
+@pytest.mark.parametrize(("tokens", "columns"), mostly_slow([(1, "16"), (8, "32")], (1, "16"), rows=True))
 def test_the_record_names_what_autotuning_chose(tokens, columns):
     with fastest(lambda name, constants: constants.get("BLOCK_N") == columns) as timed:
         result = generate.__wrapped__("sm_90", tokens)

@@ -109,6 +109,7 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
     assert bool(written) == fused_ones_timed
 
 
+@pytest.mark.slow
 def test_autotuning_times_experts_on_them(monkeypatch):
     """Every product of experts, forward and backward."""
     given: dict[str, list[set[int]]] = {}

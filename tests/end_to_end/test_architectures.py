@@ -95,7 +95,7 @@ def test_experts_with_fp32_weights_are_layers_too():
     assert worst_gradient(reference, step, 0.0)[0] > 100
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "llama", "gpt2", "fused"))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "llama", "fused"))
 def test_a_compiled_step_equals_the_reference(name: str):
     """One layer. The compiled step and the reference differ by FP32 rounding, and by the roundings of casts
     that this flips; an MXFP8 step is 15 to 19 dB from a BF16 one.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from eager import reference_linears
 from eager_backend import EagerBackend
+from paces import mostly_slow
 from reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -92,8 +93,12 @@ def assert_right(model: nn.Module, found: list[list[Tensor]], shapes: list[Any],
     assert replaced.used == {gemm.name for gemm in linears}
 
 
-@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
-@pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
+@pytest.mark.parametrize(
+    ("broken", "dynamic"),
+    mostly_slow(
+        [(False, True), (False, None), (True, True), (True, None)], (False, True), (True, None), rows=True
+    ),
+)
 def test_the_passes_add_no_graph(broken: bool, dynamic: bool | None):
     """Against AOTAutograd without passes, on many shapes."""
     model = Block(broken)

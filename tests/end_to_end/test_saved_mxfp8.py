@@ -201,7 +201,9 @@ class Blocks(nn.Module):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize(("roles", "limit"), [(POINTWISE, 0.70), (WITH_ATTENTION, 0.56)])
+@pytest.mark.parametrize(
+    ("roles", "limit"), [(POINTWISE, 0.70), pytest.param(WITH_ATTENTION, 0.56, marks=pytest.mark.slow)]
+)
 def test_bytes_of_a_swiglu_block(roles: list[str], limit: float):
     x = torch.randn(2, 64, WIDTH).bfloat16()
     torch.manual_seed(0)
