@@ -4,7 +4,7 @@
 
 Blocks of 32 are counted from the start of K, also where `begin` or `end` lies inside one: the codes of such a
 block that are outside count as 0, its scale is the one it has. Scales are row-major bytes. The caller chooses
-rows, columns and range, and stores the tile. For `scaled_mm`'s single products see there.
+rows, columns and range, and stores the tile; `tile_of` says in which order a product's tiles are computed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ import triton
 import triton.language as tl
 
 from mxcompile.lowering.kernels import tiles
+
+
+@triton.jit
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr = 8):
+    """Row and column of tile number `pid`.
+
+    They are walked in groups of GROUP rows of tiles: neighbours then share both operands in the cache.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP * tiles_n) * GROUP
+    rows = tl.minimum(tiles_m - first, GROUP)
+    return first + pid % (GROUP * tiles_n) % rows, pid % (GROUP * tiles_n) // rows
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from mxcompile.lowering.templates.configs import autotuning, products
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes, tiles
-from mxcompile.lowering.kernels.scaled_mm import tile_of
+from mxcompile.lowering.kernels.scaled_tile import tile_of
 
 {% if BIASED %}
 {{def_kernel("X", "B", "SB", "BIAS")}}

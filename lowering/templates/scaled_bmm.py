@@ -21,7 +21,7 @@ from mxcompile.lowering.templates.tile import STORE, TILE, select
 _SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_mm import tile_of
+from mxcompile.lowering.kernels.scaled_tile import tile_of
 
 {% if BIASED %}
 {{def_kernel("A", "SA", "B", "SB", "BIAS")}}

@@ -42,7 +42,7 @@ from mxcompile.lowering.templates.tile import STORE, TILE, select
 _ROWS_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_mm import tile_of
+from mxcompile.lowering.kernels.scaled_tile import tile_of
 
 {{def_kernel("A", "SA", "B", "SB", "OFFS")}}
     M = {{size("A", 0)}}
@@ -85,7 +85,7 @@ from mxcompile.lowering.kernels.scaled_mm import tile_of
 _K_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
-from mxcompile.lowering.kernels.scaled_mm import tile_of
+from mxcompile.lowering.kernels.scaled_tile import tile_of
 
 {{def_kernel("A", "SA", "B", "SB", "OFFS")}}
     M = {{size("A", 0)}}

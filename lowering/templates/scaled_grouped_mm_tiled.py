@@ -31,7 +31,7 @@ from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 
 _ROWS_SOURCE = (
     r"""
-from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_tile
+from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 
 {{def_kernel("A", "SA", "B", "SB", "OFFS")}}
     M = {{size("A", 0)}}
@@ -49,7 +49,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_
     WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
     num_tiles = tiles_m * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_SMS):
-        tile_m, pid_n = scaled_mm.tile_of(tile, tiles_m * BLOCK_M, N, BLOCK_M, BLOCK_N)
+        tile_m, pid_n = scaled_tile.tile_of(tile, tiles_m * BLOCK_M, N, BLOCK_M, BLOCK_N)
         tile_m, pid_n = tile_m.to(tl.int32), pid_n.to(tl.int32)
         group, row, end_m = scaled_tile.group_of(OFFS, tile_m, M, NUM_GROUPS, POWER, BLOCK_M)
         steps = tl.where((group < NUM_GROUPS) & (row < end_m), tl.cdiv(K, BLOCK_K), 0).to(tl.int32)
@@ -80,7 +80,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_
 
 _K_SOURCE = (
     r"""
-from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_tile
+from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 
 {{def_kernel("A", "SA", "B", "SB", "OFFS")}}
     M = {{size("A", 0)}}
@@ -94,7 +94,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, scaled_tile, tma_
     for tile in tl.range(tl.program_id(0), NUM_GROUPS * entry, NUM_SMS):
         group = tile // entry
         idx_q = group.to(INDEX_DTYPE)
-        pid_m, pid_n = scaled_mm.tile_of(tile % entry, M, N, BLOCK_M, BLOCK_N)
+        pid_m, pid_n = scaled_tile.tile_of(tile % entry, M, N, BLOCK_M, BLOCK_N)
         pid_m, pid_n = pid_m.to(tl.int32), pid_n.to(tl.int32)
         row = pid_m * BLOCK_M
         begin, end, first_tile = scaled_tile.span_of(OFFS, group, NUM_GROUPS, POWER)

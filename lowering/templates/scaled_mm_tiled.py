@@ -23,7 +23,7 @@ from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 
 _SOURCE = (
     r"""
-from mxcompile.lowering.kernels import scale_bytes, scaled_mm, tma_tile
+from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 
 {% if BIASED %}
 {{def_kernel("A", "SA", "B", "SB", "BIAS")}}
@@ -42,7 +42,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_mm, tma_tile
     steps = tl.cast(tl.cdiv(K, BLOCK_K), tl.int32)
     end_m = M
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_SMS, warp_specialize=WARP_SPECIALIZE):
-        pid_m, pid_n = scaled_mm.tile_of(tile, M, N, BLOCK_M, BLOCK_N)
+        pid_m, pid_n = scaled_tile.tile_of(tile, M, N, BLOCK_M, BLOCK_N)
         pid_m, pid_n = pid_m.to(tl.int32), pid_n.to(tl.int32)
         row = pid_m * BLOCK_M
         acc = tma_tile.tile_product(
