@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.virtualized import V
 
 from mxcompile import ops
 from mxcompile.lowering.cpu import weight_only as cpp
@@ -40,6 +42,13 @@ def lower_weight_only_mm(
     weights = cpp.parts(qdata, scale, dtype) or [lower_dequantize(qdata, scale, -1, dtype)]
     x = to_dtype(x, dtype)
     outs = [_MM(x, _PERMUTE(weight, [1, 0])) for weight in weights]
-    out: Any = outs[0] if len(outs) == 1 else _CAT(outs, 1)
+    out: Any = outs[0] if len(outs) == 1 else _side_by_side(outs)
     result: ir.TensorBox = to_dtype(out if bias is None else _ADD(out, bias), out_dtype)
     return result
+
+
+def _side_by_side(outs: list[ir.TensorBox]) -> Any:
+    """The columns of `outs` in one. PyTorch before 2.13 wants the node that it lowers to be a cat."""
+    cat = fx.Graph().call_function(torch.ops.aten.cat.default, ([],))
+    with V.graph.set_current_node(cat):
+        return _CAT(outs, 1)
