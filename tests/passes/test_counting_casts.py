@@ -35,7 +35,7 @@ def copies(graph: fx.Graph) -> set[Any]:
         elif node.target is ops.quantize_both:
             made |= {(source, 0), (source, 1)}
         elif node.target is ops.quantize_operands:
-            sides = [side for side, form in ((1, node.args[5]), (0, node.args[6])) if form]
+            sides = [side for side, form in ((1, node.args[5]), (0, node.args[6])) if form != "none"]
             made |= {(each, side) for each in node.args[:2] if each is not None for side in sides}
         elif node.target is ops.quantize_mm:
             made.add((source, 1))
