@@ -92,16 +92,17 @@ def test_no_code_is_no_program(text):
     assert parse(text).instructions == ()
 
 
-def _bound(**changed):
-    source = """
+SOURCE = """
     'grid_type': 'FixedGrid'
     BLOCK_M : tl.constexpr = 128
     BLOCK_N : tl.constexpr = 256
     BLOCK_K : tl.constexpr = 128
     M = 1024
     N = 1024
-    K = 512
 """
+
+
+def _bound(**changed):
     settings = {"num_warps": 8}
     binary = Binary(
         settings=settings,
@@ -113,7 +114,7 @@ def _bound(**changed):
     given = {
         "num_bytes": 7_000_000,
         "flops": 2.0 * 1024**2 * 512,
-        "source": source,
+        "source": SOURCE + "    K = 512\n",
         "numbers": (16, 1, 1),
         "binary": binary,
         "target": TARGETS["sm_100"],
@@ -141,21 +142,13 @@ def test_the_four_times_by_hand():
 def test_groups_along_k_share_it():
     """Two groups of 32 tiles, whose ends are read on the device: on average half of K, two steps, each."""
     whole = _bound()
-    source = """
-    'grid_type': 'FixedGrid'
-    BLOCK_M : tl.constexpr = 128
-    BLOCK_N : tl.constexpr = 256
-    BLOCK_K : tl.constexpr = 128
-    M = 1024
-    N = 1024
-"""
-    bound = _bound(source=source, numbers=(64, 1, 1))
+    bound = _bound(source=SOURCE, numbers=(64, 1, 1))
     assert bound.understood
     assert bound.instructions == 3 + 7 + 2 * 3 + 2
     tile = 2 * 128 * 256 * 256 / (0.8 * 4500e12 / 148) * 1e6
     assert bound.mma_us == pytest.approx(tile + (7 * 8 / 2.4 + 30) / 1850), "a tile on each of 64 processors"
     assert bound.mma_us < whole.mma_us
-    persistent = _bound(source=f"{source}    NUM_GROUPS : tl.constexpr = 2\n", numbers=(16, 1, 1))
+    persistent = _bound(source=f"{SOURCE}    NUM_GROUPS : tl.constexpr = 2\n", numbers=(16, 1, 1))
     assert persistent.mma_us == pytest.approx(4 * bound.mma_us), "64 tiles on 16 processors"
 
 
