@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxcompile
 from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import defaults, vendor
 from mxcompile.lowering.templates.defaults import (
@@ -108,6 +109,13 @@ def large():
     return mxcompile.codegen(model, x, target="sm_100", training=False, policy=ALL)
 
 
+SPECIALIZES = pytest.mark.skipif(
+    not any(config.warp_specialize for config in tiled_configs(SM_100)),
+    reason="this Triton does not compile specialised warps",
+)
+
+
+@SPECIALIZES
 def test_large_products_alone_are_the_vendors(large):
     (alone,) = (launch for launch in large.launches if launch.gemms == ("alone fprop",))
     assert alone.kernel == "extern_kernels.mx_vendor_scaled_mm"
@@ -116,6 +124,7 @@ def test_large_products_alone_are_the_vendors(large):
     assert records["added"] == "mx_scaled_mm_tiled 128x128x128 (tcgen05.mma block_scale)"
 
 
+@SPECIALIZES
 def test_an_epilogue_runs_beside_the_products_of_the_next_tile(large):
     """Between two tiles the matrix units wait for 8 % of a tile's time at most, as the model reckons."""
     (added,) = (launch for launch in large.launches if launch.gemms == ("added fprop",))
