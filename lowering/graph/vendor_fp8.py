@@ -87,7 +87,8 @@ class VendorFP8:
         tile = forms[0].tile
         if not self.target.multiplies_fp8(*(str(form.tile) for form in forms)):
             scales = " and ".join(dict.fromkeys(str(form.tile) for form in forms))
-            hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if self.target.native else ""
+            others = self.target.native and not self.target.multiplies_mx(*forms)
+            hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if others else ""
             return f"no FP8 GEMM of {self.target.name} for scales {scales}{hint}"
         if a.ndim != 2 or out.device.type != self.device:
             return "no FP8 GEMM for batches of matrices" if a.ndim != 2 else "not on the target's device"

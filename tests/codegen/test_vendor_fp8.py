@@ -212,6 +212,16 @@ def test_what_it_does_not_take_has_a_reason(shape, word: str, dtype: torch.dtype
     assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
 
 
+@pytest.mark.parametrize(("scale", "others"), [("nearest", True), ("pow2", False)])
+def test_what_an_mx_gemm_would_multiply_is_said_of_other_scales(scale: str, others: bool):
+    """Not of those that it multiplies already, whose product is left for another reason."""
+    word = f"e4m3 1x128 {scale}"
+    inputs = torch.randn(40, 128), torch.randn(128, 128)
+    _, (reason,) = applied(lambda x, w: product(x, w, word), *inputs, chip=TARGETS["sm_100"])
+    assert "no FP8 GEMM of sm_100 for scales 1x128" in reason
+    assert ("multiplies powers of two" in reason) == others
+
+
 def test_other_formats_have_none():
     _, reasons = applied(
         lambda x, w: product(x, w, "e2m1 1x32 rceil"), torch.randn(40, 64), torch.randn(64, 48)
