@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxcompile import ops
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import CodegenResult, codegen
 
 BF16 = torch.bfloat16
@@ -21,7 +24,11 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention. filled: how many keys the mask lets in; None: no mask. form: what its record says."""
+    """One attention.
+
+    filled: how many keys the mask lets in; None: no mask. padding: how many of the first it excludes in the
+    last sequence. processors: of the chip, if not its own number. form: what its record says.
+    """
 
     target: str = "sm_90"
     batch: int = 2
@@ -31,6 +38,8 @@ class Case:
     keys: int = 150
     dim: int = 64
     filled: int | None = 100
+    padding: int = 1
+    processors: int | None = None
     elem: torch.dtype = torch.float8_e4m3fn
     as_bytes: bool = True
     form: str = "16x64 split 3"
@@ -45,6 +54,9 @@ CASES = {
     "by_integers": Case(target="sm_80", queries=16, heads=2, form="16x64 split 3"),
     "amd_e5m2": Case(target="gfx942", elem=torch.float8_e5m2, as_bytes=False),
     "native": Case(target="sm_100"),
+    "tiles_in_turn": Case(
+        heads=2, kv_heads=1, keys=220, filled=210, padding=70, processors=2, form="16x64 split 2"
+    ),
 }
 
 
@@ -76,19 +88,22 @@ class Attention(nn.Module):
 
 
 def inputs(case: Case) -> list[Tensor]:
-    """A query, and a mask in which the first key of the last sequence is excluded too."""
+    """A query, and a mask."""
     q = torch.randn(case.batch, case.heads, case.queries, case.dim).to(BF16)
     if case.filled is None:
         return [q]
     mask = (torch.arange(case.keys) < case.filled).expand(case.batch, 1, case.queries, -1).clone()
-    mask[-1, :, :, 0] = False
+    mask[-1, :, :, : case.padding] = False
     return [q, mask]
 
 
 def generate(case: Case, folder: Path | None = None) -> tuple[CodegenResult, Attention, list[Tensor]]:
     torch.manual_seed(0)
     model, given = Attention(case), inputs(case)
-    result = codegen(model, *given, target=case.target, training=False, policy="bf16", out_dir=folder)
+    target = TARGETS[case.target]
+    changed = dataclasses.replace(target, processors=case.processors or target.processors)
+    with mock.patch.dict(TARGETS, {case.target: changed}):
+        result = codegen(model, *given, target=case.target, training=False, policy="bf16", out_dir=folder)
     return result, model, given
 
 
@@ -101,7 +116,14 @@ def exact(model: Attention, q: Tensor, mask: Tensor | None = None) -> tuple[Tens
     return weights @ values, weights @ values.abs()
 
 
-VALUES = ("one_query", "queries_of_many_heads", "odd_head_dim", "nothing_to_attend", "amd_e5m2")
+VALUES = (
+    "one_query",
+    "queries_of_many_heads",
+    "odd_head_dim",
+    "nothing_to_attend",
+    "amd_e5m2",
+    "tiles_in_turn",
+)
 
 
 @pytest.mark.slow
