@@ -1,11 +1,12 @@
 """One model, however it is cut: every layer has the role, decision, formats and name that `explain` gives.
 
 Eight families, `CUTS` random graph breaks and all `WAYS` of compiling in pieces for each: over 200 cuts. Some
-of transformers' own models beside them.
+of transformers' own models beside them. `--drawn-every` takes fewer of the random ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ import mxcompile
 from mxcompile.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
-CUTS, CHUNK = 15, 5
+CUTS = 15
 LEAST_DB = 50
 """Between sums in another order, and one layer in another format (below 30)."""
 
@@ -102,20 +103,19 @@ def cut_at_random(family: Family, rng: random.Random) -> tuple[set[str], set[str
     return paths, set(rng.sample(sorted(POINTS), rng.randint(0 if paths else 1, 2))) if POINTS else set()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cut" in metafunc.fixturenames:
+        cuts = list(itertools.product(FAMILIES, range(CUTS)))
+        metafunc.parametrize(("name", "cut"), cuts[:: metafunc.config.getoption("--drawn-every")])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, CUTS, CHUNK))
-@pytest.mark.parametrize("name", FAMILIES)
-def test_graph_breaks_change_nothing(name: str, first: int, uncut: Any):
-    known = uncut(name)
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for number in range(first, first + CHUNK):
-            torch._dynamo.reset()
-            mxcompile.clear_reports()
-            family = build(name)
-            paths, points = cut_at_random(family, random.Random(f"{name}/{number}"))
-            with broken(family.model, paths, points):
-                computed = values(family, whole(family.model, policy=known.policy))
-            follows(known, computed, (paths, points))
+def test_graph_breaks_change_nothing(name: str, cut: int, uncut: Any):
+    known, family = uncut(name), build(name)
+    paths, points = cut_at_random(family, random.Random(f"{name}/{cut}"))
+    with torch._dynamo.config.patch(recompile_limit=64), broken(family.model, paths, points):
+        computed = values(family, whole(family.model, policy=known.policy))
+    follows(known, computed, (paths, points))
 
 
 @pytest.mark.slow
