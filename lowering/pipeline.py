@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,13 +34,23 @@ from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
 
+_EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_contract_flag": "off"}
+"""On CPUs loops round by additions and subtractions, which compilers could otherwise take out or fuse."""
 
-def config_patches(target: Target, uuid: str, tell: Callable[[Mapping[int, str]], None]) -> dict[str, Any]:
+
+def config_patches(
+    target: Target, uuid: str, tell: Callable[[Mapping[int, str]], None], asked: Mapping[str, Any]
+) -> dict[str, Any]:
     """What Inductor's configuration needs for `target`.
 
     uuid: of mxcompile's code, for Inductor's caches. tell: takes the kernels that Inductor chooses by timing,
-    by the index of their GEMM.
+    by the index of their GEMM. asked: settings for this compile alone.
     """
+    if target.device == "cpu":
+        for key, value in _EXACT.items():
+            if asked.get(key, operator.attrgetter(key)(config)) != value:
+                log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
+        return dict(_EXACT)
     if target.device != "cuda" or _obstacle():
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues

@@ -50,7 +50,7 @@ def rendered(function: Function, inputs: Sequence[Tensor], target: Target) -> st
         written.append(source.value)
         return SimpleNamespace(call=lambda _: None, __file__=__file__)
 
-    hooks = pipeline.config_patches(target, "", lambda _: None)
+    hooks = pipeline.config_patches(target, "", lambda _: None, {})
     with (
         mock.patch.dict(TARGETS, {target.name: target}),
         stand_in(target),

@@ -74,15 +74,15 @@ class Compilation:
         """Inductor's configuration for this compile."""
         base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name}"
         mode = list_mode_options(self.options.mode) if self.options.mode else {}
+        asked = {**mode, **dict(self.options.inductor)}
         return {
-            **mode,
-            **dict(self.options.inductor),
+            **asked,
             "joint_custom_pre_pass": GraphPass(
                 self.run_joint, f"{base} {self.found.identity}", config.joint_custom_pre_pass
             ),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
-            **lowering.config_patches(self.target, base, self.name_kernels),
+            **lowering.config_patches(self.target, base, self.name_kernels, asked),
         }
 
     # -- hooks -----------------------------------------------------------------------------------

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer, same_bits
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor import config, cpp_builder
 from torch._inductor.utils import run_and_get_code
 
+import mxcompile
 from mxcompile import ops
 from mxcompile.formats import Rounding
 from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.lowering import pipeline
+from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings
+from mxcompile.lowering.targets import TARGETS
 
 ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 SOURCES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
@@ -176,3 +181,37 @@ def test_shapes_share_the_code():
     assert len(re.findall(r"Cast<.*>::matrices<false>\(re", code)) == 1
     for one, expected in zip(made, casts(*xs), strict=True):
         assert same_bits(one, expected)
+
+
+def test_where_there_can_be_no_kernels(monkeypatch: pytest.MonkeyPatch):
+    assert kernel.obstacle() == ""
+    with config.patch(cpu_backend="triton"):
+        assert kernel.obstacle() == "no C++ kernels: Inductor generates triton for CPUs"
+    with config.patch("cpp.enable_unsafe_math_opt_flag", True):
+        assert "enable_unsafe_math_opt_flag is set" in kernel.obstacle()
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "/nowhere/g++")
+    monkeypatch.setattr(kernel, "_no_compiler", kernel._no_compiler.__wrapped__)
+    assert kernel.obstacle() == "no C++ compiler: /nowhere/g++ is not found"
+
+
+def test_compilers_are_not_to_take_out_what_rounds(caplog: pytest.LogCaptureFixture):
+    asked = {"cpp.enable_unsafe_math_opt_flag": True}
+    with config.patch(asked), config.patch(pipeline.config_patches(TARGETS["cpu"], "", print, asked)):
+        flags = cpp_builder._get_ffast_math_flags()
+    assert {"fno-unsafe-math-optimizations", "ffp-contract=off"} <= {*flags}
+    assert caplog.messages == [
+        "config.cpp.enable_unsafe_math_opt_flag is False in what mxfp8 compiles: casts round by additions"
+    ]
+
+
+@pytest.mark.slow
+def test_a_compile_rounds_whatever_compilers_may_do():
+    """In FP16, for which Inductor's loops cast."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(40, 24, bias=False).half(), torch.randn(33, 40).half()
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    options = {"policy": policy, "inductor": {"cpp.enable_unsafe_math_opt_flag": True}}
+    with torch.no_grad():
+        found = torch.compile(layer, backend="mxfp8", options=options)(x)
+        rows = [mxcompile.quantize(each).dequantize(torch.float32) for each in (x, layer.weight)]
+    torch.testing.assert_close(found, (rows[0] @ rows[1].t()).half(), rtol=2**-10, atol=2**-12)
