@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mxcompile
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,6 +30,12 @@ def test_every_page_is_in_the_navigation():
     config = (ROOT / ".mkdocs.yml").read_text(encoding="utf-8")
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if f": {page}\n" not in config] == []
+
+
+def test_every_public_name_is_in_the_reference_once():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: mxcompile\.[\w.]*\b(\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted({*mxcompile.__all__} - {"__version__"} | {"Summary", "errors"})
 
 
 def test_links_of_the_readme():

@@ -1,0 +1,136 @@
+"""What the pages say was measured is what the newest committed results say, to the digits that they show."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+
+
+def newest(name: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The last row of benchmarks/results/`name`.jsonl with each combination of values of `keys`."""
+    lines = (ROOT / f"benchmarks/results/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return {tuple(row.get(key) for key in keys): row for row in map(json.loads, lines)}
+
+
+def table(page: str, head: str) -> dict[str, list[str]]:
+    """First cell → numbers of the others, of the table of `page` whose first line has `head`."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("|") and head in line)
+    found = {}
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = [text for cell in cells for text in NUMBER.findall(cell)]
+    return found
+
+
+def same(shown: Sequence[str], measured: Sequence[float]) -> None:
+    """Every number of a page is what was measured, rounded to its digits."""
+    assert len(shown) == len(measured), shown
+    for text, value in zip(shown, measured, strict=True):
+        digits = len(text.partition(".")[2])
+        assert abs(float(text.replace(",", "")) - value) <= 0.5001 * 10**-digits, (text, value)
+
+
+def test_training_steps():
+    rows = newest("training_step", "model", "run")
+    shown = table("README.md", "training step, 4×256 tokens")
+    runs = ("bf16 inductor", "mxcompile mxfp8", "saved: mxfp8", "torchao mxfp8 (emulated)")
+    for name, model in (("2 layers × 512", "llama 2×512"), ("4 layers × 1024", "llama 4×1024")):
+        same(shown[f"Llama {name}"], [rows[model, run]["ratio_to_bf16"] for run in runs])
+    policies = list(table("docs/training.md", "Llama 2×512: step, kept").values())
+    for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
+        found = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
+        same(numbers, [row[key] for row in found for key in ("ratio_to_bf16", "saved_to_bf16")])
+
+
+def test_losses():
+    rows = newest("parity", "steps", "policy", "seed")
+    saved = "benchmarks/saved_mxfp8.yaml"
+    of = {
+        "MXFP8, over BF16": ("nvidia", "gap"),
+        "`saved: mxfp8`, over BF16": (saved, "gap"),
+        "`saved: mxfp8`, over MXFP8": (saved, "gap_to_first"),
+    }
+    shown = table("docs/training.md", "loss after 2,000 steps")
+    assert shown.keys() == of.keys()
+    for name, (policy, key) in of.items():
+        first, second = (100 * rows[2000, policy, seed][key] for seed in (0, 1))
+        same(shown[name], [first, second, (first + second) / 2, abs(first - second) / 2])
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"gave ([^.]*\.[^.]*\.[^.]*\.[^.]*\.\d+ %)", readme.replace("\n", " "))
+    assert said is not None
+    numbers = [text for text in NUMBER.findall(said[1]) if text[0] in "+-"]
+    same(numbers, [100 * rows[steps, "nvidia", seed]["gap"] for steps in (500, 2000) for seed in (0, 1)])
+
+
+def test_training_with_less():
+    rows = [row for row in newest("training_less", "run").values() if row["median_ms"] is not None]
+    shown = list(table("docs/training.md", "weights' shard and copies").values())
+    assert len(shown) == len(rows)
+    for numbers, row in zip(shown, rows, strict=True):
+        megabytes = [row[key] / 1e6 for key in ("saved_bytes", "weight_bytes", "sent_bytes")]
+        same(numbers[-5:], [*megabytes, row["casts"], row["ratio_to_bf16"]])
+
+
+def test_serving():
+    rows = newest("serving", "what", "run")
+    names = {
+        "torchao int8 weight-only": "torchao int8",
+        "values of llama.cpp's Q8_0": "llama.cpp q8_0 (values)",
+    }
+    names |= {"BF16": "bf16", "BF16, keys and values in MXFP8": "mxfp8 keys and values"}
+    for name, numbers in table("docs/serving.md", "perplexity a byte").items():
+        row = rows["quality", names.get(name, name.replace("MXFP8", "mxfp8"))]
+        gaps = [] if name == "BF16" else [100 * row["over_bf16"], 100 * row["logits_gap"]]
+        same(numbers, [row["perplexity"], *gaps, row["weight_bytes"] / 1e3])
+    for name, numbers in table("docs/serving.md", "prefill, of BF16's speed").items():
+        row = rows["speed", names.get(name, name.replace("MXFP8", "mxfp8"))]
+        same(numbers, [row["bf16_prefill_over_this"], row["tokens_per_s"], row["tokens_over_bf16"]])
+    (said,) = re.findall(
+        r"make ([\d.]+) times as many tokens", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    same([said], [rows["speed", "stored weights"]["tokens_over_bf16"]])
+
+
+def test_one_layer_decoding():
+    rows = newest("decode_cpu", "weight", "rows", "run")
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^\| (\d+)×(\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
+    assert len(shown) == 6
+    for n, k, count, *ratios in shown:
+        runs = ("mxcompile mxfp8", "torchao int8", "llama.cpp q8_0")
+        same(ratios, [rows[f"{n}x{k}", int(count), run]["bf16_over_this"] for run in runs])
+
+
+def test_attention_over_a_cache():
+    rows = newest("decode_attention", "context", "run")
+    for tokens, numbers in table("docs/serving.md", "tokens in the cache").items():
+        packed, ours = (rows[int(tokens.replace(",", "")), run] for run in ("sdpa bf16, packed", "mxfp8"))
+        same(numbers, [packed["median_us"], ours["median_us"], ours["packed_over_this"]])
+
+
+def test_compile_times():
+    rows = newest("large_models", "measure", "way")
+    page = (ROOT / "docs/large.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"processor seconds, ([\d.]+) times as much whole and ([\d.]+) times in pieces", page)
+    assert said is not None
+    ways = ("mxfp8 whole", "mxcompile.compile")
+    same(said.groups(), [float(rows["cold compile", way]["to_inductor"]) for way in ways])
+    rows = newest("compile_time", "measure", "model", "nodes")
+    shares = sorted(float(row["share"].rstrip("%")) for row in rows.values() if "share" in row)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"The passes take ([\d.]+) to ([\d.]+) % of a cold compile: ([\d.]+) ms a node", readme)
+    assert said is not None
+    same(said.groups()[:2], [shares[0], shares[-1]])
+    growth = [row["us_per_node"] / 1e3 for row in rows.values() if row.get("nodes", 1e9) <= 21112]
+    assert max(growth) <= 1.1 * float(said[3])
