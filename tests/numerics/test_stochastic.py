@@ -54,6 +54,14 @@ def test_every_value_goes_to_a_neighbour(elem: ElemType):
 
 
 @pytest.mark.parametrize("elem", ELEMS, ids=str)
+def test_a_value_of_the_format_stays_whatever_the_word(elem: ElemType):
+    values = element_values(torch.arange(1 << elem.bits, dtype=torch.uint8).view(elem.dtype), elem)
+    values = values[values.isfinite()]
+    for word in (0, 0xFFFFFFFF):
+        assert torch.equal(rounded(values, elem, torch.full(values.shape, word)), values)
+
+
+@pytest.mark.parametrize("elem", ELEMS, ids=str)
 @pytest.mark.parametrize("share", [0.03, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("place", ["normal", "subnormal"])
 def test_the_expectation_is_the_value(elem: ElemType, share: float, place: str):

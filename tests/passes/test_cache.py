@@ -43,6 +43,14 @@ class Computed(nn.Module):
         return F.linear(x, self.weight * self.gain)
 
 
+class Turned(nn.Linear):
+    """A weight whose rows are columns in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 96)
+        self.weight = nn.Parameter(torch.randn(WIDTH, 96).t())
+
+
 class Packed(nn.Module):
     """Two layers in the halves of one parameter, as attention modules have theirs."""
 
@@ -75,6 +83,7 @@ def test_parts_of_a_parameter_are_weights_too():
     ("build", "dtype", "use", "reason"),
     [
         (Computed, torch.float32, {}, "it is computed"),
+        (Turned, torch.float32, {}, "it does not lie in memory as it is cast"),
         (lambda: nn.Linear(WIDTH, 96), torch.float16, {}, "its dtype is float16"),
     ],
 )

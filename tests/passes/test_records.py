@@ -19,6 +19,7 @@ from mxcompile.errors import VerificationError
 from mxcompile.graph.opsets import is_matmul_like
 from mxcompile.graph.tags import set_tag, tags_of
 from mxcompile.passes import pipeline
+from mxcompile.passes.decide import obstacle
 from mxcompile.passes.record import records
 from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
@@ -196,3 +197,24 @@ def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
     printed = capfd.readouterr().err
     for name in ("find", "classify", "decide", "rewrite", "restore", "share", "save"):
         assert f"after {name}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("x", "alpha", "said"),
+    [
+        (torch.ones(4, 64), 2.0, None),
+        (torch.ones(4, 64, dtype=torch.float64), 1, "unsupported dtype float64"),
+        (torch.ones(4, 64).to_sparse_coo(), 1, "unsupported layout sparse_coo"),
+        (torch.ones(4, 64), "a", "unsupported alpha or beta"),
+    ],
+    ids=["taken", "float64", "sparse", "symbolic factor"],
+)
+def test_operands_that_no_cast_reads_have_a_reason(x: Tensor, alpha: Any, said: str | None):
+    """alpha: a number, or the name of an input."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("bias", "x", "w")]
+    for node, value in zip(inputs, (torch.ones(32), x, torch.ones(64, 32)), strict=True):
+        node.meta["val"] = value
+    factor = graph.placeholder(alpha) if isinstance(alpha, str) else alpha
+    product = graph.call_function(torch.ops.aten.addmm.default, tuple(inputs), {"alpha": factor})
+    assert obstacle(product) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -232,6 +233,16 @@ def test_of_a_conversion_broken_off_nothing_stray_is_published(source, tmp_path,
     convert(source, tmp_path / "out", progress=False)
     convert(source, tmp_path / "expected", progress=False)
     assert digests(tmp_path / "out") == digests(tmp_path / "expected")
+
+
+def test_two_do_not_write_one_place(source, tmp_path, monkeypatch):
+    chosen_once(monkeypatch, source)
+    lock = tmp_path / ".out.lock"
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="another conversion is writing it"):
+            convert(source, tmp_path / "out", progress=False)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [lock.name, "in"]
 
 
 @pytest.mark.slow
