@@ -60,8 +60,9 @@ def worst_gradient(reference: Step, step: Step, smallest: float) -> tuple[float,
     return min((sqnr_db(expected[name], found[name]), name) for name in real)
 
 
-# The gradient of a key's bias is zero but for rounding: softmax does not see it.
-NOISE = {"gpt2": 1e-6, "bert": 1e-5, "vit": 1e-5, "qwen3": 1e-6, "torch_encoder": 1e-6}
+COMPILED = [
+    name for name in CASES if name not in ("llama_tied", "qwen3")
+]  # their casts and products are Llama's
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,7 +96,7 @@ def test_experts_with_fp32_weights_are_layers_too():
     assert worst_gradient(reference, step, 0.0)[0] > 100
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "llama", "fused"))
+@pytest.mark.parametrize("name", mostly_slow(COMPILED, "llama", "fused"))
 def test_a_compiled_step_equals_the_reference(name: str):
     """One layer. The compiled step and the reference differ by FP32 rounding, and by the roundings of casts
     that this flips; an MXFP8 step is 15 to 19 dB from a BF16 one.

@@ -1,4 +1,4 @@
-"""`weights: cached` on 1, 2 and 4 Gloo ranks: FSDP2, which frees and refills weights, and DDP."""
+"""`weights: cached` on one Gloo rank and on two: FSDP2, which frees and refills weights, and DDP."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_same_on_ranks(ranks: int, tmp_path: Path):
     torch.multiprocessing.spawn(worker, (ranks, str(tmp_path)), nprocs=ranks)
     for rank in range(ranks):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import resource
-from unittest import mock
 
 import pytest
 from giants import GIANTS, build
 from paces import mostly_slow
 
 import mxcompile
-from mxcompile.passes import find
 from mxcompile.policy import ATTENTION_PRODUCTS
 
 PRODUCTS = {str(role) for role in ATTENTION_PRODUCTS}
@@ -33,21 +31,6 @@ def test_every_layer_has_its_role_and_reason(name):
     assert len({gemm.name for gemm in outputs}) == len(outputs)
     products = [gemm for gemm in report.gemms if gemm.role in PRODUCTS and gemm.gemm == "fprop"]
     assert len(products) == 2 * len(outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GIANTS)
-def test_module_names_play_no_part(name):
-    _, inputs, _, _ = GIANTS[name]
-    model = build(name, layers=2)
-    named = mxcompile.explain(model, **inputs)
-    with (
-        mock.patch.object(find, "module_of", return_value=("x", "Module")),
-        mock.patch.object(find, "layer_name", return_value="x"),
-    ):
-        nameless = mxcompile.explain(model, **inputs)
-    assert {gemm.name for gemm in nameless.gemms} == {"x"}
-    assert [gemm.role for gemm in nameless.gemms] == [gemm.role for gemm in named.gemms]
 
 
 def test_a_model_of_405_billion_parameters_takes_no_memory():
