@@ -188,8 +188,9 @@ def test_scales_of_blocks_need_a_cuda_that_has_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     _, (reason,) = applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)
     assert "from CUDA 12.9 on (this is 12.8)" in reason
-    monkeypatch.setattr(torch.version, "cuda", "12.10")
-    assert applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)[1] == []
+    for version in ("12.9", "12.10"):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert applied(lambda x, w: product(x, w, words), *inputs, chip=HOPPER)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,26 @@ def test_what_it_does_not_take_has_a_reason(shape, word: str, dtype: torch.dtype
     )
     assert said in reason
     assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "out", "taken"),
+    [
+        ((48,), torch.bfloat16, torch.bfloat16, True),
+        ((1, 48), torch.bfloat16, torch.bfloat16, False),
+        ((48,), torch.float32, torch.bfloat16, False),
+        ((48,), torch.float32, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_a_bias_is_a_vector_of_the_results_half_precision(
+    shape: tuple[int, ...], dtype: torch.dtype, out: torch.dtype, taken: bool
+):
+    inputs = torch.randn(40, 64), torch.randn(64, 48), torch.randn(shape).to(dtype)
+    _, reasons = applied(lambda x, w, b: product(x, w, "e4m3 tensor nearest", b, dtype=out), *inputs)
+    assert reasons == (
+        [] if taken else ["the FP8 GEMM takes a vector of its result's half precision as bias"]
+    )
 
 
 @pytest.mark.parametrize(("scale", "others"), [("nearest", True), ("pow2", False)])

@@ -153,3 +153,14 @@ def test_the_pages_of_names_match_what_they_say():
         match = Match(name=(pattern,))
         assert all(match.names(name) for name in matched)
         assert not any(match.names(name) for name in others)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/audit.md", "docs/first-hour.md"])
+def test_policies_of_other_pages_are_valid(page: str, tmp_path: Path):
+    text = (PAGE.parents[1] / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```yaml.*?\n(.*?version: 1.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found
+    for number, yaml in enumerate(found):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml, encoding="utf-8")
+        assert Policy.load(file).rules
