@@ -22,7 +22,7 @@ PARTS = r"""
         parts = tma_tile.columns_of(acc, HALVINGS)
         for part in tl.static_range(2**HALVINGS):
             idx_m = (row + tl.arange(0, BLOCK_M))[:, None].to(INDEX_DTYPE)
-            idx_n = (pid_n * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH))[None, :]
+            idx_n = (pid_n * BLOCK_N + part * WIDTH + tl.arange(0, WIDTH))[None, :].to(INDEX_DTYPE)
             mask = (idx_m < end_m) & (idx_n < N)
             columns = parts[part]
 """

@@ -33,7 +33,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     begin = 0
     end = {{size("A", 2)}}
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    idx_q = tl.program_id(0) // entry
+    idx_q = (tl.program_id(0) // entry).to(INDEX_DTYPE)
     pid_m, pid_n = tile_of(tl.program_id(0) % entry, M, N, BLOCK_M, BLOCK_N)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)

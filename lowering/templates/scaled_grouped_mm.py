@@ -91,7 +91,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    idx_q = tl.program_id(0) // entry
+    idx_q = (tl.program_id(0) // entry).to(INDEX_DTYPE)
     begin = tl.load(OFFS + idx_q - 1, mask=idx_q > 0, other=0).to(tl.int32)
     end = tl.load(OFFS + idx_q).to(tl.int32)
     end = tl.where(begin < end, end, 0)

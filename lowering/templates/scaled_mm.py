@@ -119,7 +119,7 @@ from mxcompile.lowering.kernels import scale_bytes
 {% endif %}
 {% if SWAP %}
     idx_m = rm[None, :].to(INDEX_DTYPE)
-    idx_n = rn[:, None]
+    idx_n = rn[:, None].to(INDEX_DTYPE)
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}
@@ -127,7 +127,7 @@ from mxcompile.lowering.kernels import scale_bytes
     {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
 {% else %}
     idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :]
+    idx_n = rn[None, :].to(INDEX_DTYPE)
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}

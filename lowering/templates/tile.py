@@ -28,16 +28,16 @@ TILE = r"""
         b, sb, a, sa, rn.to(INDEX), rm.to(INDEX), in_n, in_m, begin, end,
         stride_bn, stride_bk, stride_sbn, stride_sbk, stride_ak, stride_am, stride_sak, stride_sam,
         ELEM_B, ELEM_A, BLOCK_K, WHOLE_K)
-    idx_m = rm[None, :]
-    idx_n = rn[:, None]
+    idx_m = rm[None, :].to(INDEX_DTYPE)
+    idx_n = rn[:, None].to(INDEX_DTYPE)
     mask = in_m[None, :] & in_n[:, None]
 {% else %}
     acc = scaled_tile.tile_product(
         a, sa, b, sb, rm.to(INDEX), rn.to(INDEX), in_m, in_n, begin, end,
         stride_am, stride_ak, stride_sam, stride_sak, stride_bk, stride_bn, stride_sbk, stride_sbn,
         ELEM_A, ELEM_B, BLOCK_K, WHOLE_K)
-    idx_m = rm[:, None]
-    idx_n = rn[None, :]
+    idx_m = rm[:, None].to(INDEX_DTYPE)
+    idx_n = rn[None, :].to(INDEX_DTYPE)
     mask = in_m[:, None] & in_n[None, :]
 {% endif %}
 """

@@ -141,16 +141,50 @@ def test_large_products_take_wide_tiles(monkeypatch):
     assert result.problems == ()
 
 
-@pytest.mark.parametrize("k", [64, 72])
-def test_results_of_more_than_2_31_elements(monkeypatch, k):
-    """In either form: the accelerator's coordinates stay 32 bits wide, offsets of the result have 64."""
+class _WithTransposed(torch.nn.Module):
+    """Products, to which a tensor is added that lies the other way round."""
+
+    def __init__(self, *weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(weight, device="meta", dtype=torch.bfloat16))
+
+    def forward(self, x, residual):
+        return torch.matmul(x, self.weight.mT) + residual.mT
+
+
+def _strides(ttgir, values):
+    """Those of `values` that tensors are multiplied by, each with the type it is done in."""
+    constants = dict(re.findall(r"(%\S+) = arith\.constant .*dense<(\d+)>", ttgir))
+    products = re.findall(r"arith\.muli %\S+, (%\S+) : tensor<\S+x(i\d+)", ttgir)
+    return {(constants[by], kind) for by, kind in products if constants.get(by) in values}
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "form"),
+    [
+        ((20000, 64), (131072, 64), "mx_scaled_mm_tiled"),
+        ((20000, 72), (131072, 72), "mx_scaled_mm"),
+        ((2, 20000, 72), (2, 65536, 72), "mx_scaled_bmm"),
+    ],
+)
+def test_results_of_more_than_2_31_elements(monkeypatch, x, weight, form):
+    """In all forms: the accelerator's coordinates stay 32 bits wide, offsets of the result have 64.
+
+    So have those of a residual that is read along the other side.
+    """
     monkeypatch.setattr(vendor, "fits", lambda *_: False)
-    model = torch.nn.Linear(k, 131072, bias=False, device="meta", dtype=torch.bfloat16)
-    x = torch.empty(20000, k, device="meta", dtype=torch.bfloat16)
-    result = mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
+    m, n = x[-2], weight[-2]
+    inputs = [torch.empty(size, device="meta", dtype=torch.bfloat16) for size in (x, (*x[:-2], n, m))]
+    result = mxcompile.codegen(
+        _WithTransposed(*weight), *inputs, target="sm_100", training=False, policy=POLICY
+    )
+    (gemm,) = result.report.gemms
+    assert gemm.kernel.split()[0] == form
     assert result.problems == ()
     (launch,) = _products(result)
     kernel = result.kernel(launch)
     assert "INDEX_DTYPE : tl.constexpr = tl.int64" in kernel.source
-    assert re.search(r"%\S+ = arith\.muli .* : tensor<\S+xi64", kernel.binary.text["ttgir"])
+    strides = _strides(kernel.binary.text["ttgir"], {str(m), str(n)})
+    assert strides >= {(str(m), "i64"), (str(n), "i64")}
+    assert (str(m), "i32") not in strides  # n may be: small operands have offsets of 32 bits
     assert kernel.binary.spill_bytes == 0
