@@ -2,17 +2,20 @@
 
     memory     bytes / (MEMORY · bandwidth)
     issue      programs · warps · instructions / (ISSUE · issue rate · processors · clock)
-    mma        tiles of a processor · (operations of a tile / (MMA · its rate) + what runs between two)
+    mma        tiles of a processor · (operations of a tile / (MMA · its rate) + what it waits for +
+               what runs between two)
     latency    turns · batches of loads · LATENCY_US
 
 The largest is the bound, and its name says what is in the way. Instructions are those a warp issues, each
 as often as its loops go round; programs take turns where registers, shared or tensor memory hold fewer than
-there are. Between two tiles runs what a program that has its processor for itself does outside of its loop
-over K: instructions, and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one
-multiplies, and the others store a tile while the next is computed if tensor memory has room for two: of that
-only what takes longer than a tile's products is between. A library's kernel is bound by its bytes and its
-operations alone. Not in it: launches, caches (bytes are those of whole tensors, once), a last turn that is
-not full, clocks that sink under power.
+there are. Copies into shared memory that are waited for n steps after they began count 1/n; those of the
+tensor memory accelerator count nothing. A program that has its processor for itself does not multiply while
+it waits, in a step along K, for what that step began to load; and between two tiles it does what is outside
+of its loop over K: instructions, and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads,
+one multiplies, and the others store a tile while the next is computed if tensor memory has room for two: of
+that only what takes longer than a tile's products is between. A library's kernel is bound by its bytes and
+its operations alone. Not in it: launches, caches (bytes are those of whole tensors, once), a last turn that
+is not full, clocks that sink under power.
 
 Peaks stand in `lowering.targets`; what of them kernels sustain is assumed here, from published figures:
 memory 7 of a B200's 8 TB/s, issue 2.4 of 4 slots, products 0.8 of the data sheet's rate.
@@ -51,9 +54,9 @@ class Bound:
 
     memory_us, issue_us, mma_us, latency_us: the four times. programs: blocks launched. resident: of them a
     processor holds at once. instructions: a warp issues. per_element: instructions of a thread by elements it
-    casts, of a cast alone. between: time between two tiles over a tile's own. barriers: of one step along K.
-    understood: whether it is known how often every loop goes round, and what is launched; if not, such a
-    loop counts once.
+    casts, of a cast alone. between: time between two tiles over a tile's own. barriers, waits: of one step
+    along K, waits for what the same step began to load. understood: whether it is known how often every loop
+    goes round, and what is launched; if not, such a loop counts once.
     """
 
     memory_us: float
@@ -66,6 +69,7 @@ class Bound:
     per_element: float | None = None
     between: float | None = None
     barriers: int | None = None
+    waits: int | None = None
     understood: bool = True
 
     @property
@@ -109,6 +113,7 @@ def of_generated(
         per_element=launched.per_element,
         between=launched.between_cycles / launched.tile_cycles if launched.steady else None,
         barriers=code.barriers(launched.steady) if launched.steady else None,
+        waits=code.waits(launched.steady) if launched.steady else None,
         understood=launched.understood,
     )
 
@@ -235,7 +240,9 @@ class _Launched:
         if self.steady is None:
             return self.flops / (self._tflops * 1e6) if self.binary.mma else 0.0
         tiles = math.ceil(self.tiles / min(self.programs, self.target.processors))
-        return tiles * (self.tile_cycles + self.between_cycles) / _cycles_of_us(self.target)
+        busy_us = (self.tile_cycles + self.between_cycles) / _cycles_of_us(self.target)
+        waited_us = self.steps * self.code.waits(self.steady) * LATENCY_US if self.resident == 1 else 0.0
+        return tiles * (busy_us + waited_us)
 
     @property
     def _tflops(self) -> float:

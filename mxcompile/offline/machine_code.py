@@ -28,7 +28,8 @@ _LABEL = re.compile(r"(\.?[\w$]+):")
 _TARGET = re.compile(r"`?\(?(\.L\w+)\)?")
 _REGISTERS = re.compile(r"\bR(\d+)\b|\bv(\d+)\b|\bv\[(\d+):(\d+)\]")
 _WIDTH = re.compile(r"\.(64|128|256)\b")
-_LOADS = ("LDG", "global_load", "buffer_load", "flat_load")
+_LOADS = ("LDG.", "global_load", "buffer_load", "flat_load")
+_COPIED, _WAIT_FOR_COPIES = "LDGDEPBAR", re.compile(r"SB\d, (0x[0-9a-f]+)$")
 _PRODUCTS = ("UTC", "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "v_mfma", "v_smfmac")
 _NO_PRODUCTS = ("UTCBAR", "UTCATOMSWS", "UTCCP")
 _BARRIERS = ("BAR", "s_barrier")
@@ -55,8 +56,14 @@ class Instruction:
 
     @property
     def loads(self) -> bool:
-        """Whether it reads device memory into registers."""
+        """Whether it reads device memory into registers. Copies into shared memory do not."""
         return self.opcode.startswith(_LOADS)
+
+    @property
+    def left(self) -> int | None:
+        """How many groups of copies may go on behind it, if it waits for copies into shared memory."""
+        found = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
+        return int(found[1], 16) if found else None
 
     @property
     def issues(self) -> bool:
@@ -108,16 +115,38 @@ class MachineCode:
         return sum(instruction.multiplies for _, instruction in self._within(within))
 
     def round_trips(self, trips: Mapping[Loop, float]) -> float:
-        """How often a warp waits for device memory: batches of loads, each ended by the first use of one."""
+        """How often a warp waits for device memory: batches of loads, each ended by the first use of one.
+
+        And groups of copies into shared memory, each ended by its wait; a wait that leaves those of n rounds
+        of its loop to go on is for a copy that began n + 1 rounds before, and counts as a part of one.
+        """
+        loads = sum(self._times(at, trips) for at in self._uses())
+        return loads + sum(self._times(at, trips) / rounds for at, rounds in self._copies())
+
+    def waits(self, loop: Loop) -> int:
+        """Waits in the body of `loop` for what the same round has begun to load or copy."""
+        copies = sum(rounds == 1 for at, rounds in self._copies() if loop.holds(at))
+        return sum(1 for _ in self._uses(loop)) + copies
+
+    def _uses(self, loop: Loop | None = None) -> Iterator[int]:
+        """Positions that wait for a batch of loads."""
         waiting: set[int] = set()
-        total = 0.0
-        for position, instruction in enumerate(self.instructions):
+        for position, instruction in self._within(loop):
             if waiting & set(_registers(instruction.operands)):
-                total += self._times(position, trips)
+                yield position
                 waiting.clear()
             if instruction.loads:
                 waiting.update(_destination(instruction))
-        return total
+
+    def _copies(self) -> Iterator[tuple[int, int]]:
+        """Positions that wait for copies, and how many rounds of their loop those have had."""
+        for position, instruction in enumerate(self.instructions):
+            if instruction.left is None:
+                continue
+            loop = next(reversed(self.inner(position)), None)
+            groups = sum(each.opcode == _COPIED for _, each in self._within(loop))
+            if groups:
+                yield position, instruction.left // groups + 1
 
     def _within(self, loop: Loop | None) -> Iterator[tuple[int, Instruction]]:
         first, last = (loop.first, loop.last) if loop else (0, len(self.instructions))

@@ -78,6 +78,63 @@ def test_waits_for_memory():
     assert code.round_trips({OUTER: 5, INNER: 8}) == 1 + 5
 
 
+COPIES = """
+.text.kernel:
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0010*/                   LDGDEPBAR ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R9+0x1000], desc[UR4][R2.64] ;
+        /*0030*/                   LDGDEPBAR ;
+.L_x_0:
+        /*0040*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/                   QMMA.SF.16832.F32.E4M3.E4M3.E8 R32, R16, R12, R32, R15, R14, URZ ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R9+0x2000], desc[UR4][R2.64], !P1 ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R9+0x3000], desc[UR4][R2.64], !P1 ;
+        /*0090*/                   LDGDEPBAR ;
+        /*00a0*/               @P0 BRA `(.L_x_0) ;
+        /*00b0*/                   DEPBAR.LE SB0, 0x0 ;
+        /*00c0*/                   EXIT ;
+"""
+SCALES = """
+        /*0050*/                   LDG.E.U8 R15, desc[UR4][R2.64] ;
+        /*0050*/                   PRMT R14, R15, 0x8880, RZ ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "each_step", "waits"),
+    [
+        (COPIES, 1 / 2, 0),
+        (COPIES.replace("SB0, 0x1", "SB0, 0x0"), 1, 1),
+        (COPIES.replace("        /*0050*/", SCALES, 1), 1 + 1 / 2, 1),
+    ],
+    ids=["two steps ahead", "of the same step", "scales loaded where they are used"],
+)
+def test_copies_into_shared_memory(text, each_step, waits):
+    """They fill no registers: the address that two have in common waits for none of them.
+
+    A program alone on its processor multiplies nothing while it waits for what its step has begun to load.
+    """
+    code = parse(text)
+    (loop,) = code.product_loops
+    assert code.round_trips({loop: 8}) == 8 * each_step + 1
+    assert code.waits(loop) == waits
+    alone, two = (
+        _bound(
+            binary=Binary(
+                settings={"num_warps": 8}, shared_bytes=shared, mma=("block_scale",), text={"sass": text}
+            )
+        )
+        for shared in (200_000, 100_000)
+    )
+    assert (alone.resident, two.resident) == (1, 2)
+    assert alone.waits == waits
+    tile = two.mma_us / 2
+    between = alone.between * tile
+    assert alone.mma_us == pytest.approx(2 * (tile + between + 4 * waits * 0.7))
+
+
 def test_loops_of_amd_code():
     """The scalar unit issues beside the vector units."""
     code = parse(AMD)
