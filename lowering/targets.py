@@ -171,7 +171,13 @@ TARGETS = {
         _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 1.85, 4500), **_TCGEN05),
         _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 1.72, 4500), **_TCGEN05),
         _nvidia(
-            120, "RTX 50", 170, 99, mma="mma.sync block_scale", peak=_peak("RTX 5090", 209.5, 1792, 2.41, 419)
+            120,
+            "RTX 50",
+            170,
+            99,
+            mma="mma.sync block_scale",
+            scale_layout=ScaleLayout.TILED_128X4,
+            peak=_peak("RTX 5090", 209.5, 1792, 2.41, 419),
         ),
         _amd(
             "gfx942",

@@ -4,9 +4,10 @@
     scaled_mm(…, transposed scale, …)                  →      scaled_mm(…, scale, …)
 
 A tiled scale says the same of rows and blocks along K whichever way its elements are read, so it has no
-transpose. Runs on the joint graph: a copy that forward makes and backward reads is seen from both ends. A
-cast stays as it is if one of its readers is not a product of matrices that the target runs itself, if its
-scales are shared by squares, or if it is empty. Numerics do not change.
+transpose, and 4 blocks of a row are one word. Runs on the joint graph: a copy that forward makes and
+backward reads is seen from both ends. A cast stays as it is if one of its readers is not a product of
+matrices that the target runs itself, if its scales are shared by squares, or if it is empty. Numerics do not
+change.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@
 
 Whole tiles are loaded as the bytes lie, a tile in 512 neighbours, and put in order in registers' terms only:
 the compiler turns load, reshape, transposition and reshape into a copy from shared to tensor memory
-(`tcgen05.cp`), which is the order the MMA reads. Parts of a tile are gathered.
+(`tcgen05.cp`), which is the order the MMA reads. Parts of a tile are gathered. An MMA that reads scales from
+registers has a word loaded for each row, the 4 blocks of a tile: of less than a word there is no asynchronous
+copy, and a step along K would wait for what it loads.
 """
 
 from __future__ import annotations
@@ -50,13 +52,42 @@ def from_tiles(tiled, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def load_tiled(ptr, first_row, step, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+def load_words(ptr, first_row, step, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+    """The same as `load_tiled`, of 4 blocks at most, by a word a row. ptr: a multiple of 4 bytes."""
+    across, first = tl.cdiv(K, 128), step * BLOCKS
+    row = tl.arange(0, ROWS)
+    ptr += ((first_row // 128).to(tl.int64) * across + first // 4) * 512
+    place = tiles.swizzled_offset(first_row % 128 + row, 0, across * 4) // 4
+    words = ptr.to(tl.pointer_type(tl.int32)) + place
+    if EVEN:
+        four = tl.load(words)
+    else:
+        inside = (first_row + row < tl.cdiv(rows, 128) * 128) & (first // 4 < across)
+        four = tl.load(words, mask=inside, other=0)
+    return (four[:, None] >> (first % 4 + tl.arange(0, BLOCKS))[None, :] * 8).to(tl.uint8)
+
+
+@triton.jit
+def load_tiled(
+    ptr,
+    first_row,
+    step,
+    rows,
+    K,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     """Bytes [ROWS, BLOCKS] of a tiled scale of [rows, K / 32], from `first_row` and block step · BLOCKS on.
 
-    first_row: a multiple of ROWS. What is outside the tiles is 0. EVEN: nothing is.
+    first_row: a multiple of ROWS. What is outside the tiles is 0. EVEN: nothing is. WORDS: whether the MMA
+    reads them from registers.
     """
     across = tl.cdiv(K, 128)
-    if ROWS % 128 == 0 and BLOCKS % 4 == 0:
+    if WORDS and BLOCKS <= 4:
+        scale = load_words(ptr, first_row, step, rows, K, ROWS, BLOCKS, EVEN)
+    elif ROWS % 128 == 0 and BLOCKS % 4 == 0:
         DOWN: tl.constexpr = ROWS // 128
         ACROSS: tl.constexpr = BLOCKS // 4
         down, place = first_row // 128, tl.arange(0, ACROSS * 512)

@@ -74,7 +74,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
 {% endif %}
 {% if TILED %}
         sb = scale_bytes.load_tiled(
-            SB, pid_n * BLOCK_N, start // BLOCK_K, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K)
+            SB, pid_n * BLOCK_N, start // BLOCK_K, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K, WORDS)
 {% else %}
         block = start // 32 + rs
         sb_ptrs = SB + rn[:, None] * {{stride("SB", 1)}} + block[None, :].to(INDEX) * {{stride("SB", 0)}}
@@ -219,6 +219,7 @@ def _choices(
             "INDEX": "tl.int32" if _fits_int32(operands, layout) else "tl.int64",
             "BIASED": len(operands) > 3,
             "TILED": len(scale_b.get_size()) == 1,
+            "WORDS": not target.tmem_columns,
             "DTYPE": triton_type(x.get_dtype()),
             "ELEM_X": repr(elem_type(elem_dtype).name),
             "ELEM_B": repr(elem_type(b.get_dtype()).name),

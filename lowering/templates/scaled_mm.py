@@ -90,7 +90,7 @@ from mxcompile.lowering.kernels import scale_bytes
 {% endif %}
 {% if TILED_A %}
         sa = scale_bytes.load_tiled(
-            SA, pid_m * BLOCK_M, start, M, K, BLOCK_M, BLOCK_K // 32, EVEN_M and EVEN_K)
+            SA, pid_m * BLOCK_M, start, M, K, BLOCK_M, BLOCK_K // 32, EVEN_M and EVEN_K, WORDS)
 {% elif EVEN_M and EVEN_K %}
         sa = tl.load(sa_ptrs)
 {% else %}
@@ -98,7 +98,7 @@ from mxcompile.lowering.kernels import scale_bytes
 {% endif %}
 {% if TILED_B %}
         sb = scale_bytes.load_tiled(
-            SB, pid_n * BLOCK_N, start, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K)
+            SB, pid_n * BLOCK_N, start, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K, WORDS)
 {% elif EVEN_N and EVEN_K %}
         sb = tl.load(sb_ptrs)
 {% else %}
@@ -187,7 +187,7 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
     }
     target = of_device(layout.device)
     tiled = configs.tiled_products(target, m, n, k) if scaled_mm_tiled.fits(operands) else []
-    library = vendor.fits(operands, layout.dtype)
+    library = vendor.fits(operands, layout.dtype, target)
     tried = defaults.ALL
     if not configs.autotuning():
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
@@ -199,7 +199,8 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
     if defaults.POINTERS in tried:
         for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
-            yield TEMPLATE, {**shared, **_arguments(operands, layout, tile, swap=swap)}
+            arguments = _arguments(operands, layout, tile, swap=swap)
+            yield TEMPLATE, {**shared, **arguments, "WORDS": not target.tmem_columns}
     if defaults.VENDOR in tried and library:
         yield vendor.CHOICE, {}
 

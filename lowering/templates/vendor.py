@@ -4,16 +4,17 @@
     groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
                       them, are made 0 behind it
 
-Offered where its static conditions hold (`fits`): both scales tiled, sizes and strides that are multiples of
-16, results in BF16, not both operands E5M2. Chips whose scales are tiled take all four layouts, so dgrad and
-wgrad have this choice as fprop has.
+Offered where its static conditions hold (`fits`): a chip with tensor memory, both scales tiled, sizes and
+strides that are multiples of 16, results in BF16, not both operands E5M2. Such chips take all four layouts,
+so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS 13.6.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
 found by K ÷ 32), the scales those of `group_scales`, PyTorch built with the library that has it. Not groups
 of columns or of K: of K it wants whole blocks in every group, which only the data says.
 
 Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
-``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``.
+``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``; of
+sm_120 pytorch/pytorch #198126.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch._inductor.virtualized import V
 
 from mxcompile.formats import BLOCK
 from mxcompile.lowering.kernels.zero_rows import zero_rows
+from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs
 
 _MULTIPLE = 16
@@ -63,13 +65,14 @@ CHOICE = ExternKernelChoice(mx_vendor_scaled_mm)
 GROUPED = ExternKernelChoice(mx_vendor_scaled_grouped_mm, has_out_variant=False)
 
 
-def fits(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
+def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target) -> bool:
     """Whether the vendor's product can run. operands: a [M, K], its scale, b [K, N], its scale, the bias."""
     a, scale_a, b, scale_b, *bias = operands
     known = V.graph.sizevars.statically_known_multiple_of
     return (
         use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
+        and target.tmem_columns > 0
         and all(len(scale.get_size()) == 1 for scale in (scale_a, scale_b))
         and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
         and all(known(size, _MULTIPLE) for size in b.get_size())

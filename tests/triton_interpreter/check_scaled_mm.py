@@ -36,6 +36,15 @@ def test_majorness(target):
     check([(*side, None) for side in sides], F32, target)
 
 
+def test_tiled_scales_as_words():
+    """Whole tiles, whose loads have no masks, two steps of K to a word."""
+    sides = [
+        (operand(128, 256, k_major=a, tiled=True), operand(256, 256, k_major=b, tiled=True))
+        for a, b in MAJORNESS
+    ]
+    check([(*side, None) for side in sides], F32, "sm_120")
+
+
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_shapes(tiled, target, monkeypatch):

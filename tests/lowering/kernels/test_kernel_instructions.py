@@ -21,6 +21,7 @@ from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import configs as choices
 from mxcompile.lowering.templates import vendor
+from mxcompile.offline.machine_code import parse
 
 GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
 NATIVE = [name for name in GPUS if TARGETS[name].native]
@@ -133,9 +134,12 @@ def test_scaled_mm(tokens, form, target):
     a = side(tokens, 4096, scales, k_major=a_k_major)
     b = side(4096, 4096, scales, k_major=b_k_major)
     # elsewhere MN-major operands are gathered in narrower pieces
-    wide = scales is ScaleLayout.TILED_128X4 or form == "fprop"
-    _, text = on_the_mx_instruction(product(a, b), target, wide=wide)
+    wide = target in TENSOR_MEMORY or form == "fprop"
+    binary, text = on_the_mx_instruction(product(a, b), target, wide=wide)
     assert re.search(f"{WIDE_STORE}|{ACCELERATOR}", text)
+    if target == "sm_120" and tokens == MANY:  # scales are copied steps ahead, as codes are
+        code = parse(binary.text["sass"])
+        assert code.waits(code.product_loops[-1]) == 0
 
 
 @pytest.mark.parametrize("target", NATIVE)
