@@ -89,6 +89,7 @@ USED: dict[str, tuple[str, ...]] = {
         "register_lowering",
         "to_dtype",
     ),
+    "torch._inductor.ops_handler": ("OpsHandler",),
     "torch._inductor.runtime": ("triton_helpers",),
     "torch._inductor.runtime.cache_dir_utils": ("cache_dir",),
     "torch._inductor.scheduler": (

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
@@ -73,8 +74,11 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """A / b, rounded to nearest."""
-    return inductor.div_rn(a, b)
+    """A / b, rounded to nearest; older PyTorch, without the operator, does so from FP64, the same."""
+    if hasattr(OpsHandler, "div_rn"):
+        return inductor.div_rn(a, b)
+    wide = (inductor.to_dtype(each, torch.float64, src_dtype=torch.float32) for each in (a, b))
+    return inductor.to_dtype(inductor.truediv(*wide), torch.float32, src_dtype=torch.float64)
 
 
 class _Scaled:
