@@ -7,6 +7,8 @@ Functional, with a contiguous result, as the operators of `mx`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,16 +38,7 @@ def _attention(
     return (weights @ v).transpose(1, 2).contiguous().to(q.dtype)
 
 
-def _spec_attention(
-    q: Tensor,
-    keys: Tensor,
-    key_scales: Tensor,
-    values: Tensor,
-    value_scales: Tensor,
-    mask: Tensor | None,
-    factor: float,
-    elem_dtype: torch.dtype,
-) -> list[Spec]:
+def _spec_attention(q: Tensor, *_: Any) -> list[Spec]:
     batch, heads, queries, dim = q.shape
     return [((batch, queries, heads, dim), q.dtype)]
 

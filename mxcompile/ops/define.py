@@ -23,10 +23,9 @@ def define(
 ) -> Any:
     """The operator of `schema`, run by `reference`, with results as `spec` says. tags: further ones."""
 
-    def fake(x: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def fake(x: Tensor, *arguments: Any) -> Any:
         results = tuple(
-            torch.empty(shape, dtype=dtype, device=x.device)
-            for shape, dtype in spec(x, *arguments, **keywords)
+            torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in spec(x, *arguments)
         )
         return results[0] if len(results) == 1 else results
 

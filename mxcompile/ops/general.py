@@ -19,6 +19,8 @@ known before its tensor is given it (see `state`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ from mxcompile.formats.encoding import (
 from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import grouped_product, spec_quantize, spec_scaled_grouped_mm, spec_scaled_mm
+from mxcompile.ops.mx import grouped_product, product, spec_quantize, spec_scaled_grouped_mm, spec_scaled_mm
 
 _Seed = Tensor | None
 
@@ -51,24 +53,12 @@ def _spec_draw_seed(like: Tensor) -> list[Spec]:
 
 
 def _encode(
-    x: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    scale: Tensor | None = None,
+    x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale)
 
 
-def _spec_encode(
-    x: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    scale: Tensor | None = None,
-) -> list[Spec]:
+def _spec_encode(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
     form = Format.of(fmt)
     return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
@@ -99,9 +89,7 @@ def _encode_with(
     return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream)
 
 
-def _spec_encode_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
-) -> list[Spec]:
+def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
     return _spec_encode(x, block_dim, fmt)[:1]
 
 
@@ -120,14 +108,7 @@ def _round_with(
 
 
 def _spec_round_with(
-    x: Tensor,
-    scale: Tensor,
-    block_dim: int,
-    fmt: str,
-    scaled: bool,
-    dtype: torch.dtype,
-    seed: _Seed = None,
-    stream: int = 0,
+    x: Tensor, scale: Tensor, block_dim: int, fmt: str, scaled: bool, dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     return [(x.shape, dtype)]
 
@@ -175,21 +156,7 @@ def _encoded_mm(
 ) -> Tensor:
     a = _decode(a, scale_a, -1, format_a, torch.float32)
     b = _decode(b, scale_b, -2, format_b, torch.float32)
-    out = a @ b
-    return (out if bias is None else out + bias).to(out_dtype)
-
-
-def _spec_encoded_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    format_a: str,
-    format_b: str,
-) -> list[Spec]:
-    return spec_scaled_mm(a, scale_a, b, scale_b, bias, out_dtype)
+    return product(a, b, bias, out_dtype)
 
 
 def _encoded_grouped_mm(
@@ -205,19 +172,6 @@ def _encoded_grouped_mm(
     a = _decode(a, scale_a, -1, format_a, torch.float32)
     b = _decode(b, scale_b, -2, format_b, torch.float32)
     return grouped_product(a, b, offs).to(out_dtype)
-
-
-def _spec_encoded_grouped_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    format_a: str,
-    format_b: str,
-) -> list[Spec]:
-    return spec_scaled_grouped_mm(a, scale_a, b, scale_b, offs, out_dtype)
 
 
 draw_seed = define(
@@ -256,11 +210,11 @@ encoded_mm = define(
     "encoded_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b) -> Tensor",
     _encoded_mm,
-    _spec_encoded_mm,
+    spec_scaled_mm,
 )
 encoded_grouped_mm = define(
     "encoded_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
     " ScalarType out_dtype, str format_a, str format_b) -> Tensor",
     _encoded_grouped_mm,
-    _spec_encoded_grouped_mm,
+    spec_scaled_grouped_mm,
 )

@@ -178,38 +178,28 @@ def _spec_dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: t
 
 
 def _quantize_dequantize(
-    x: Tensor,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool,
-    dtype: torch.dtype,
+    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool, dtype: torch.dtype
 ) -> Tensor:
     qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
     return dequantize_tensors(qdata, scale, block_dim, dtype)
 
 
 def _spec_quantize_dequantize(
-    x: Tensor,
-    block_dim: int,
-    elem_dtype: torch.dtype,
-    rounding: str,
-    square: bool,
-    dtype: torch.dtype,
+    x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool, dtype: torch.dtype
 ) -> list[Spec]:
     return [(x.shape, dtype)]
 
 
 def _scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     a = _dequantize(a, scale_a, -1, torch.float32)
     b = _dequantize(b, scale_b, -2, torch.float32)
+    return product(a, b, bias, out_dtype)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The product of FP32 operands (+ bias), rounded once."""
     out = a @ b
     return (out if bias is None else out + bias).to(out_dtype)
 
@@ -221,6 +211,7 @@ def spec_scaled_mm(
     scale_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    *_: Any,
 ) -> list[Spec]:
     """The product of matrices or batches of them."""
     return [((*a.shape[:-1], b.shape[-1]), out_dtype)]
@@ -229,8 +220,9 @@ def spec_scaled_mm(
 def _weight_only_mm(
     x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    out = x.to(torch.float32) @ dequantize_tensors(qdata, scale, -1, torch.float32).t()
-    return (out if bias is None else out + bias).to(out_dtype)
+    return product(
+        x.to(torch.float32), dequantize_tensors(qdata, scale, -1, torch.float32).t(), bias, out_dtype
+    )
 
 
 def _spec_weight_only_mm(
@@ -262,8 +254,7 @@ def _spec_quantize_mm(
     elem_dtype: torch.dtype,
     rounding: str,
     out_dtype: torch.dtype,
-    qdata: Tensor | None = None,
-    scale: Tensor | None = None,
+    *_: Any,
 ) -> list[Spec]:
     return [((x.shape[0], b.shape[1]), out_dtype)]
 
@@ -300,7 +291,7 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def spec_scaled_grouped_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     """The products of groups."""
     return [(_grouped_shape(a, b, offs), out_dtype)]
@@ -316,10 +307,6 @@ def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor) -> tuple[Any, ...]:
             return (a.shape[1], b.shape[-1])
         case _:
             return (*a.shape[:-1], b.shape[-1])
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    return grouped_product(a, b, offs)
 
 
 def _spec_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> list[Spec]:
@@ -397,5 +384,7 @@ quantize_mm = define(
     _quantize_mm,
     _spec_quantize_mm,
 )
-grouped_mm = define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _grouped_mm, _spec_grouped_mm)
+grouped_mm = define(
+    "grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", grouped_product, _spec_grouped_mm
+)
 flatten = define("flatten(Tensor x) -> Tensor", _flatten, _spec_flatten)
