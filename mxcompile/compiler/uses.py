@@ -8,9 +8,9 @@ called is an error.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import fx, nn
@@ -20,15 +20,12 @@ from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
-from mxcompile.errors import ModelError
 from mxcompile.graph.names import GraphInput
 from mxcompile.lowering.targets import Target
 from mxcompile.plan.bare import fake_copy
 from mxcompile.plan.fakes import call
-from mxcompile.plan.repeats import Repeats, fold
+from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
-
-log = logging.getLogger(__name__)
 
 
 class OfParameter(Protocol):
@@ -57,15 +54,9 @@ def uses(
     args, kwargs: what the model is called with; their values are not looked at. training: whether the graphs
     have a backward. Raises `ModelError` where the model cannot be traced.
     """
-    try:
-        return _Tracer(model, policy, fold, read, training).run(args, kwargs)
-    except ModelError as error:
-        log.info("tracing every layer, since some do not stand for all: %s", error)
-        return _Tracer(model, policy, _keep_all, read, training).run(args, kwargs)
-
-
-def _keep_all(_: nn.Module, __: Policy) -> Repeats:
-    return Repeats()
+    return some_or_all(
+        model, lambda leave_out: _Tracer(model, policy, leave_out, read, training).run(args, kwargs)
+    )
 
 
 class _Compilation(Compilation, Generic[Use]):
@@ -86,7 +77,7 @@ class _Tracer(Generic[Use]):
         self,
         model: nn.Module,
         policy: Policy,
-        leave_out: Callable[[nn.Module, Policy], Repeats],
+        leave_out: LeaveOut,
         read: Read[Use],
         training: bool,
     ) -> None:
@@ -105,7 +96,7 @@ class _Tracer(Generic[Use]):
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: note what is decided, and go on with fake results."""
-        found = capture(gm, example_inputs, self._model)
+        found = replace(capture(gm, example_inputs, self._model), blocks=self._repeats.blocks)
         target = Target(name="cpu", device="cpu")
         compilation: _Compilation[Use] = _Compilation(self._options, found, gm, target, self._repeats.count)
         compilation.read = self._read

@@ -11,37 +11,31 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import remove_from_cache
 
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.trace import trace
-from mxcompile.errors import ModelError
 from mxcompile.explain.advice import advised
 from mxcompile.explain.memory import with_memory
 from mxcompile.explain.parts import eager_records, moved
 from mxcompile.explain.roofline import estimate
-from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import user_path
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
 from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy
 from mxcompile.plan.fakes import call
 from mxcompile.plan.inputs import ModelInput, keywords
-from mxcompile.plan.repeats import Repeats, fold
+from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part, Report
 from mxcompile.rules import check_mistakes
-
-log = logging.getLogger(__name__)
 
 
 def explain(
@@ -70,7 +64,9 @@ def explain(
     options = Options.parse(None, {"policy": policy, "target": target, "strict": strict})
     if options.target == AUTO:
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
-    parts = _parts(model, options, training, args, named)
+    parts = some_or_all(
+        model, lambda leave_out: _Explainer(model, options, training, leave_out).run(args, named)
+    )
     report = Report.of(parts, target=options.target, policy=options.policy.label)
     check_mistakes(options, report.gemms)
     return advised(estimate(with_memory(report, model, training=training)))
@@ -80,23 +76,6 @@ def _device(model: nn.Module) -> torch.device:
     """Where `model` is, if on an accelerator; the meta device counts as the CPU."""
     devices = (parameter.device for parameter in model.parameters())
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
-
-
-def _parts(
-    model: nn.Module, options: Options, training: bool, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Part]:
-    """The parts of the report; all layers are traced if the model does not run without some."""
-    try:
-        return _Explainer(model, options, training, fold).run(args, kwargs)
-    except ModelError as error:
-        log.info("tracing every layer, since some do not stand for all: %s", error)
-        for kind in {type(module) for module in model.modules()}:
-            remove_from_cache(kind.forward)  # where Dynamo may have noted to skip code that failed
-        return _Explainer(model, options, training, _keep_all).run(args, kwargs)
-
-
-def _keep_all(model: nn.Module, _: Policy) -> Repeats:
-    return Repeats(blocks=Blocks.of(model))
 
 
 def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
@@ -114,7 +93,7 @@ class _Explainer:
         model: nn.Module,
         options: Options,
         training: bool,
-        leave_out: Callable[[nn.Module, Policy], Repeats],
+        leave_out: LeaveOut,
     ) -> None:
         self._options = dataclasses.replace(options, strict=False)
         self._training = training

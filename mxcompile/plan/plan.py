@@ -25,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.names import Stored
 from mxcompile.graph.tags import GemmTag, Kind, tags_of
 from mxcompile.passes.classify import Classify
@@ -37,7 +36,7 @@ from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
 from mxcompile.plan.fakes import quiet
 from mxcompile.plan.record import record
-from mxcompile.plan.repeats import Repeats, fold
+from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
 from mxcompile.policy import Layer, Policy
 from mxcompile.report import GemmRecord
 
@@ -123,7 +122,7 @@ class _Way:
     that asks is told that it is being compiled; around graph breaks it is not.
     """
 
-    leave_out: Callable[[nn.Module], Repeats]
+    leave_out: LeaveOut
     mode: Callable[[], FakeTensorMode]
     compiling: bool = True
 
@@ -132,19 +131,11 @@ def _shapes_alone() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
-def _foldable(model: nn.Module) -> Repeats:
-    return fold(model, Policy())
-
-
-def _unfolded(model: nn.Module) -> Repeats:
-    return Repeats(blocks=Blocks.of(model))
-
-
 _WAYS = (
-    _Way(leave_out=_foldable, mode=_shapes_alone),
-    _Way(leave_out=_foldable, mode=Assuming),
-    _Way(leave_out=_unfolded, mode=Assuming),
-    _Way(leave_out=_unfolded, mode=Assuming, compiling=False),
+    _Way(leave_out=fold, mode=_shapes_alone),
+    _Way(leave_out=fold, mode=Assuming),
+    _Way(leave_out=keep_all, mode=Assuming),
+    _Way(leave_out=keep_all, mode=Assuming, compiling=False),
 )
 """Tried in this order: values are assumed where shapes alone do not make a plan."""
 
@@ -158,7 +149,7 @@ def _planned(
     with quiet(compiling=way.compiling), _random_kept():
         mode = way.mode()
         copied = fake_copy(model, mode)
-        repeats = way.leave_out(copied)
+        repeats = way.leave_out(copied, Policy())
         fakes = fake_values(given, mode)
         if is_wrapped(model):
             fakes = _in_dtype(fakes, copied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -61,8 +60,7 @@ def by_name(report):
 
 
 def unfolded(monkeypatch, *args, **kwargs):
-    module = importlib.import_module("mxcompile.explain.explainer")
-    monkeypatch.setattr(module, "fold", module._keep_all)
+    monkeypatch.setattr(repeats, "fold", repeats.keep_all)
     return mxcompile.explain(*args, **kwargs)
 
 

@@ -96,6 +96,15 @@ def dense_copy(model: nn.Module) -> nn.Module:
     return dense.requires_grad_(False)
 
 
+def test_a_rule_of_blocks_counts_those_that_are_not_traced_too():
+    model = Model(blocks=8)
+    rule = {"match": {"blocks": {"first": 4}}, "use": "bf16"}
+    mxcompile.quantize_weights_(
+        model, {"version": 1, "preset": "inference", "rules": [rule]}, args=(TOKENS,), progress=False
+    )
+    assert {name.split(".")[1] for name in stored_names(model)} == {"4", "5", "6", "7"}
+
+
 def test_it_computes_with_the_values_of_its_weights():
     model, _ = quantized()
     dense = dense_copy(model)
