@@ -20,7 +20,7 @@ from torch import fx
 from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.convolutions import is_pointwise
 from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
-from mxcompile.graph.opaque import Sizes, opaque_sizes
+from mxcompile.graph.opaque import opaque_sizes
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -32,8 +32,8 @@ from mxcompile.graph.opsets import (
     is_opaque,
     packet,
 )
-from mxcompile.graph.shapes import attention_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of
+from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
+from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
 from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored, stored_as
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
@@ -204,12 +204,7 @@ def _sizes_of_other(node: fx.Node) -> list[Sizes]:
     scores, values = attention_sizes(node)
     if packet(node) in ATTENTION_FORWARD:
         return [scores, values]
-    return [*_gradients(scores), *_gradients(values)]
-
-
-def _gradients(sizes: Sizes) -> list[Sizes]:
-    batch, m, n, k = sizes
-    return [(batch, m, k, n), (batch, n, k, m)]
+    return [*gradient_sizes(scores), *gradient_sizes(values)]
 
 
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:

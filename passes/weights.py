@@ -8,6 +8,7 @@ passes and changes nothing.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import TRANSPARENT, aten, packet
+from mxcompile.graph.opsets import TRANSPARENT, aten, packet, permutation
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor
 from mxcompile.passes.flow import graph_input
@@ -133,19 +134,12 @@ def _through(node: fx.Node, dims: list[int | None] | None) -> list[int | None] |
 def _before(node: fx.Node, shape: list[Any], source: list[Any]) -> list[int | None] | None:
     """For each dimension of the view `node` that of what it views; None if it is not one of those known."""
     rank = len(source)
-    match packet(node):
-        case aten.t:
-            return [*range(rank)][::-1]
-        case aten.permute:
-            return [int(dim) % rank for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
-        case aten.transpose:
-            order: list[int | None] = [*range(rank)]
-            first, second = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
-            order[first], order[second] = second, first
-            return order
-        case aten.select:
-            gone = int(node.args[1]) % rank  # type: ignore[arg-type]
-            return [dim for dim in range(rank) if dim != gone]
+    order = permutation(node)
+    if order is not None:
+        return [*order]
+    if packet(node) is aten.select:
+        gone = int(node.args[1]) % rank  # type: ignore[arg-type]
+        return [dim for dim in range(rank) if dim != gone]
     if len(shape) == rank and shape == source:
         return [*range(rank)]
     if packet(node) in (aten.slice, aten.expand) and len(shape) == rank:
@@ -157,15 +151,8 @@ def _before(node: fx.Node, shape: list[Any], source: list[Any]) -> list[int | No
 
 def _same_place(shape: list[Any], dim: int, source: list[Any]) -> int | None:
     """The dimension of `source` as long as `dim` of `shape`, with as many elements behind it."""
-    behind = _product(shape[dim + 1 :])
+    behind = math.prod(shape[dim + 1 :])
     for other, length in enumerate(source):
-        if length == shape[dim] and _product(source[other + 1 :]) == behind:
+        if length == shape[dim] and math.prod(source[other + 1 :]) == behind:
             return other
     return None
-
-
-def _product(sizes: Sequence[Any]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

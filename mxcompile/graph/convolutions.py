@@ -8,14 +8,13 @@ the channels of every pixel.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, fx
 
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, gradient_index, packet
-from mxcompile.graph.tags import tensor
-
-Sizes = tuple[Any, Any, Any, Any]
+from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
 
 
 def _parts(node: fx.Node) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
@@ -34,12 +33,12 @@ def convolution_sizes(node: fx.Node) -> Sizes:
     """Sizes of the product that a convolution, or one of its two gradients, is."""
     x, w, y, (_, _, _, transposed, _, groups) = _parts(node)
     if x is None or w is None or y is None:
-        return 1, 0, 0, 0
-    taps = _product(w.shape[2:])
+        return UNKNOWN
+    taps = math.prod(w.shape[2:])
     if transposed:  # every input pixel makes a patch of the output
-        m, n, k = x.shape[0] * _product(x.shape[2:]), w.shape[1] * taps, w.shape[0] // groups
+        m, n, k = x.shape[0] * math.prod(x.shape[2:]), w.shape[1] * taps, w.shape[0] // groups
     else:
-        m, n, k = y.shape[0] * _product(y.shape[2:]), w.shape[0] // groups, w.shape[1] * taps
+        m, n, k = y.shape[0] * math.prod(y.shape[2:]), w.shape[0] // groups, w.shape[1] * taps
     if packet(node) not in CONVOLUTION_BACKWARD:
         return groups, m, n, k
     return (groups, m, k, n) if gradient_index(node) == 0 else (groups, n, k, m)
@@ -68,10 +67,3 @@ def convolution_words(node: fx.Node) -> str:
 
 def _is(wanted: int, size: Any) -> bool:
     return isinstance(size, int) and size == wanted
-
-
-def _product(sizes: Any) -> Any:
-    total: Any = 1
-    for size in sizes:
-        total = total * size
-    return total

@@ -10,6 +10,7 @@ What none of this covers has FLOPs that are unknown; sizes of 0 stand for that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from mxcompile.graph.opsets import OPAQUE, aten, packet
-from mxcompile.graph.tags import tensor
-
-Sizes = tuple[Any, Any, Any, Any]
-
-UNKNOWN: Sizes = (1, 0, 0, 0)
-"""Sizes of products of which nothing is known."""
+from mxcompile.graph.shapes import gradient_sizes
+from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
 
 
 def opaque_sizes(node: fx.Node) -> list[Sizes]:
@@ -55,10 +52,7 @@ def _by_shapes(node: fx.Node) -> Sizes:
         rows, x = rows[1:], x[1:]
     if len(w) != 2 or rows != x[:-1] or [n, x[-1]] not in (w, w[::-1]):
         return UNKNOWN
-    m: Any = 1
-    for length in rows:
-        m = m * length
-    return batch, m, n, x[-1]
+    return batch, math.prod(rows), n, x[-1]
 
 
 def _value(argument: Any) -> Any:
@@ -100,12 +94,10 @@ def weights_sizes(target: Any, args: Sequence[Any]) -> list[Sizes]:
     named = zip(schema.arguments, args, strict=False)
     given = [value for argument, value in named if "weight" in argument.name or argument.name == "params"]
     matrices = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.ndim == 2]
-    rows: Any = 1
-    for length in x.shape[:-1]:
-        rows = rows * length
+    rows = math.prod(x.shape[:-1])
     sizes: list[Sizes] = [(1, rows, matrix.shape[0], matrix.shape[1]) for matrix in matrices]
     if "backward" in schema.name:
-        return [product for b, m, n, k in sizes for product in ((b, m, k, n), (b, n, k, m))]
+        return [product for each in sizes for product in gradient_sizes(each)]
     if x.ndim == 3 and ("encoder_layer" in schema.name or "attention" in schema.name):
         batch, length, width = x.shape
         sizes += [(batch, length, length, width), (batch, length, width, length)]

@@ -228,6 +228,26 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
     return found
 
 
+def permutation(node: fx.Node) -> list[int] | None:
+    """For each dimension of `node` that of what it views, if it permutes dimensions; None for all others."""
+    value = tensor(node)
+    if value is None:
+        return None
+    rank = value.ndim
+    order = [*range(rank)]
+    match packet(node):
+        case aten.permute:
+            dims: Any = node.args[1]
+            return [dim % rank for dim in dims]
+        case aten.transpose:
+            one, other = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+            order[one], order[other] = order[other], order[one]
+            return order
+        case aten.t:
+            return order[::-1]
+    return None
+
+
 def packet(node: fx.Node) -> Any:
     """The operator of a call, without its overload: what the sets hold. None for other nodes."""
     if node.op != "call_function":

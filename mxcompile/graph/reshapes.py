@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet
+from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet, permutation
 from mxcompile.graph.tags import tensor
 
 Chain = tuple[fx.Node, ...]
@@ -34,7 +33,7 @@ def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
     result: fx.Node | None = start
     for step in steps:
         if result is not None:
-            dims = _order(step)
+            dims = permutation(step)
             result = _permuted(result, dims, build) if dims else _shaped(result, step, build)
     return result
 
@@ -44,7 +43,7 @@ def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
     result: fx.Node | None = end
     for step in reversed(steps):
         if result is not None:
-            dims = _order(step)
+            dims = permutation(step)
             if dims:
                 result = _permuted(result, inverse(dims), build)
             else:
@@ -60,24 +59,6 @@ def inverse(order: Sequence[int]) -> list[int]:
 def memory_order(strides: Sequence[int]) -> list[int]:
     """The dimensions of a tensor with `strides`, the innermost in memory last."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-def _order(step: fx.Node) -> list[int]:
-    """The permutation that `step` is; empty if it is none."""
-    value = tensor(step)
-    assert value is not None
-    order: Any = list(range(value.ndim))
-    match packet(step):
-        case aten.permute:
-            dims: Any = step.args[1]
-            return [dim % value.ndim for dim in dims]
-        case aten.transpose:
-            one, other = (int(dim) % value.ndim for dim in step.args[1:3])  # type: ignore[arg-type]
-            order[one], order[other] = order[other], order[one]
-            return list(order)
-        case aten.t:
-            return list(reversed(order))
-    return []
 
 
 def _permuted(node: fx.Node, order: Sequence[int], build: Builder) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
@@ -17,10 +18,7 @@ from mxcompile.graph.opsets import (
     is_grouped,
     packet,
 )
-from mxcompile.graph.tags import tensor
-
-Sizes = tuple[Any, Any, Any, Any]
-"""batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
+from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
 
 _BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm, aten._sparse_addmm})
 
@@ -52,7 +50,7 @@ def matmul_sizes(node: fx.Node) -> Sizes:
         return convolution_sizes(node)
     left, right = (tensor(operand) for operand in operands(node))
     if left is None or right is None:
-        return 1, 0, 0, 0
+        return UNKNOWN
     a, b = list(left.shape), list(right.shape)
     if is_grouped(node):
         if str(packet(node)) == GROUPED_FALLBACK_BACKWARD:  # one operand is read transposed
@@ -65,10 +63,13 @@ def matmul_sizes(node: fx.Node) -> Sizes:
         a.insert(0, 1)
     if len(b) == 1:
         b.append(1)
-    batch: Any = 1
-    for size in a[:-2]:
-        batch = batch * size
-    return batch, a[-2], b[-1], a[-1]
+    return math.prod(a[:-2]), a[-2], b[-1], a[-1]
+
+
+def gradient_sizes(sizes: Sizes) -> list[Sizes]:
+    """Sizes of the two products that the gradients of one of `sizes` are."""
+    batch, m, n, k = sizes
+    return [(batch, m, k, n), (batch, n, k, m)]
 
 
 def _grouped_sizes(a: list[Any], b: list[Any], node: fx.Node) -> Sizes:
@@ -85,10 +86,8 @@ def attention_sizes(node: fx.Node) -> tuple[Sizes, Sizes]:
     first = 0 if packet(node) in ATTENTION_FORWARD else _first_of_qkv(node)
     q, k, v = (tensor(argument) for argument in node.args[first : first + 3])
     if q is None or k is None or v is None or q.ndim < 3:
-        return (1, 0, 0, 0), (1, 0, 0, 0)
-    batch: Any = 1
-    for size in q.shape[:-2]:
-        batch = batch * size
+        return UNKNOWN, UNKNOWN
+    batch = math.prod(q.shape[:-2])
     queries, keys = q.shape[-2], k.shape[-2]
     return (batch, queries, keys, q.shape[-1]), (batch, queries, v.shape[-1], keys)
 

@@ -141,6 +141,13 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+Sizes = tuple[Any, Any, Any, Any]
+"""batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
+
+UNKNOWN: Sizes = (1, 0, 0, 0)
+"""Of a product of which nothing is known."""
+
+
 def hint(size: Any) -> int:
     """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard."""
     if isinstance(size, int):

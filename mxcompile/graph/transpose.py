@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import aten, permutation
 from mxcompile.graph.tags import tensor
 
 
@@ -20,20 +20,9 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _swaps_last_two(node: fx.Node) -> bool:
-    value = tensor(node)
-    if value is None or value.ndim < 2:
-        return False
-    last = value.ndim - 1
-    match packet(node):
-        case aten.t:
-            return True
-        case aten.permute:
-            order = [dim % value.ndim for dim in node.args[1]]  # type: ignore[union-attr, operator]
-            return order == [*range(last - 1), last, last - 1]
-        case aten.transpose:
-            dims = {dim % value.ndim for dim in node.args[1:3]}  # type: ignore[operator]
-            return dims == {last, last - 1}
-    return False
+    order = permutation(node) or []
+    last = len(order) - 1
+    return last > 0 and order == [*range(last - 1), last, last - 1]
 
 
 def transpose(node: fx.Node, builder: Builder) -> fx.Node:

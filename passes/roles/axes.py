@@ -8,15 +8,14 @@ products of sizes that agree before and after it. What cannot be followed has no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import aten, packet, permutation
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import hint, tags_of, tensor
+from mxcompile.graph.tags import hint, numel, tags_of, tensor
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
@@ -100,7 +99,7 @@ def _size(node: fx.Node) -> tuple[bool, int]:
     """Orders arguments: a mask, a row statistic or a number are less than what they are applied to."""
     value = tensor(node)
     assert value is not None
-    return value.is_floating_point(), math.prod(map(hint, value.shape))
+    return value.is_floating_point(), numel(value.shape)
 
 
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:
@@ -116,22 +115,14 @@ def _before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[i
     what = packet(node)
     if what in _RESHAPES:
         return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
+    order = permutation(node)
+    if order is not None:
+        return frozenset(order[dim] for dim in dims if dim < len(order))
     follow = _FOLLOW.get(what)
     if follow is not None:
         return follow(node.args, old.ndim, dims)
     shift = new.ndim - old.ndim  # elementwise: aligned at the end
     return frozenset(dim - shift for dim in dims if 0 <= dim - shift < old.ndim)
-
-
-def _permute(args: Sequence[Any], _: int, dims: frozenset[int]) -> frozenset[int]:
-    order = args[1]
-    return frozenset(order[dim] % len(order) for dim in dims if dim < len(order))
-
-
-def _transpose(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
-    first, second = (args[1] % ndim, args[2] % ndim) if len(args) > 2 else (0, 1)
-    swapped = {first: second, second: first}
-    return frozenset(swapped.get(dim, dim) for dim in dims)
 
 
 def _unsqueeze(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
@@ -145,9 +136,6 @@ def _select(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[i
 
 
 _FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]]] = {
-    aten.permute: _permute,
-    aten.transpose: _transpose,
-    aten.t: _transpose,
     aten.unsqueeze: _unsqueeze,
     aten.select: _select,
 }

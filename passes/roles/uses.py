@@ -21,7 +21,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import Kind, hint, tags_of, tensor
+from mxcompile.graph.tags import Kind, numel, tags_of, tensor
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import ACTIVATED, GATED, MIXERS, Feeds, Source, is_depthwise
 from mxcompile.passes.roles.streams import Streams
@@ -145,7 +145,7 @@ class _Sweeper:
                 found |= SHIFTS
             if packet(user) is aten.mul:
                 apart = self._feeds.made[other].keys().isdisjoint(self._feeds.made[node])
-                if beyond and apart and _numel(other) > _numel(node):  # a norm's factor is not apart
+                if beyond and apart and _size(other) > _size(node):  # a norm's factor is not apart
                     found |= SCALES
                 if other in self._feeds.chosen:
                     found |= WEIGHED
@@ -182,9 +182,6 @@ def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
     return [feeds.number.get(source) for source in made]
 
 
-def _numel(node: fx.Node) -> int:
+def _size(node: fx.Node) -> int:
     value = tensor(node)
-    total = 1
-    for size in value.shape if value is not None else ():
-        total *= hint(size)
-    return total
+    return 1 if value is None else numel(value.shape)
