@@ -33,7 +33,8 @@ from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
 from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor
-from mxcompile.passes.upstream import upstream, viewed
+from mxcompile.passes.flow import viewed
+from mxcompile.passes.upstream import upstream
 
 _KEPT_APART = "saved_tensor_with_no_vc_check"
 """Where AOTAutograd notes values that it keeps in a place of their own."""

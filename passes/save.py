@@ -22,6 +22,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tag_of
 from mxcompile.graph.transpose import untransposed
+from mxcompile.passes.flow import readers
 from mxcompile.policy import Gemm, Saved
 
 
@@ -45,19 +46,5 @@ class Save:
                 cast = argument(cast)
                 if cast.target not in (ops.dequantize, ops.decode):
                     continue
-            if not _read_by_forward(cast):
+            if all(tag.gemm is not Gemm.FPROP for tag in readers(cast)):  # it may contract the same dimension
                 cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-def _read_by_forward(cast: fx.Node) -> bool:
-    """Whether a forward GEMM reads this cast too, as it may when both contract the same dimension."""
-    readers = [cast]
-    while readers:
-        node = readers.pop()
-        for user in node.users:
-            tag = tag_of(user)
-            if tag is not None and tag.gemm is Gemm.FPROP:
-                return True
-            if tag is None:
-                readers.append(user)
-    return False

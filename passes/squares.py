@@ -9,7 +9,7 @@ Such a weight can be cast before ranks gather it. Reads a graph after the passes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -62,16 +62,13 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     casts = set()
     for user in weight.users:
         if user.target not in (ops.quantize, ops.quantize_cached):
-            what = f"{packet(user) or user.op} reads it too"
-            return TileUse(path=use.path, role=use.role, reason=what)
+            return replace(use, reason=f"{packet(user) or user.op} reads it too")
         if [*user.args[4:5]] != [True]:
             what = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
-            return TileUse(path=use.path, role=use.role, reason=what)
+            return replace(use, reason=what)
         casts.add(user.args[2:4])
     if len(casts) != 1:
-        return TileUse(path=use.path, role=use.role, reason="its GEMMs cast it in different ways")
+        return replace(use, reason="its GEMMs cast it in different ways")
     ((elem_dtype, rounding),) = casts
     assert isinstance(elem_dtype, torch.dtype)
-    return TileUse(
-        path=use.path, role=use.role, reason=use.reason, elem_dtype=elem_dtype, rounding=str(rounding)
-    )
+    return replace(use, elem_dtype=elem_dtype, rounding=str(rounding))

@@ -19,9 +19,9 @@ from enum import IntEnum
 from torch import fx
 
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURCES, VIEWS, packet
+from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURCES, packet
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
-from mxcompile.passes.flow import Depends, dependencies
+from mxcompile.passes.flow import Depends, dependencies, viewed
 from mxcompile.policy import Gemm, Role, Saved
 
 _FRAGILE = frozenset({Role.ROUTER, Role.CONDITIONING, Role.EMBEDDING, Role.HEAD, Role.OTHER})
@@ -56,13 +56,6 @@ def upstream(
                 for each in by_value[value]:
                     reached.setdefault(each, tag)
     return reached
-
-
-def viewed(node: fx.Node) -> fx.Node:
-    """The value that `node` is a view of."""
-    while packet(node) in VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Made]:

@@ -17,7 +17,7 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
 from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Source
 from mxcompile.passes.roles.site import Site, named
-from mxcompile.passes.roles.statement import Found, Missing, Statement
+from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
 
@@ -29,12 +29,6 @@ def _reads_activated(site: Site) -> Found | Missing:
     if site.activated_layers:
         return Found(f"it reads {named(site.activated_layers)} through an activation or a gate")
     return Missing("there is no activation or gate between it and the layers before it")
-
-
-def _joins_stream(site: Site) -> Found | Missing:
-    if site.used(BRANCH):
-        return Found("its result joins the residual stream")
-    return Missing("its result joins no residual stream")
 
 
 def _returns_to_width(site: Site) -> Found | Missing:
@@ -96,8 +90,8 @@ def _partners(site: Site) -> list[fx.Node]:
 
 
 LONE_FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _returns_to_width))
-FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _joins_stream))
+FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, joins_stream))
 FFN_IN = Statement(role=Role.FFN_IN, clauses=(_feeds_last,))
-EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _joins_stream, _is_routed))
+EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, joins_stream, _is_routed))
 SOFT_EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_is_combined, _reads_activated))
 EXPERT_IN = Statement(role=Role.EXPERT_IN, clauses=(_feeds_last, _is_routed))

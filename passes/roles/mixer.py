@@ -12,8 +12,8 @@ from __future__ import annotations
 from mxcompile.passes.roles.attention import gates
 from mxcompile.passes.roles.feeds import ACTIVATED, FILTERED, GATED, Source
 from mxcompile.passes.roles.site import Site, named
-from mxcompile.passes.roles.statement import Found, Missing, Statement
-from mxcompile.passes.roles.uses import BRANCH, MIXED
+from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
+from mxcompile.passes.roles.uses import MIXED
 from mxcompile.policy import Role
 
 
@@ -46,11 +46,5 @@ def _behind_mixer(site: Site) -> Found | Missing:
     return Missing("nothing mixed its input over tokens")
 
 
-def _ends_branch(site: Site) -> Found | Missing:
-    if site.used(BRANCH):
-        return Found("its result joins the residual stream")
-    return Missing("its result joins no residual stream")
-
-
 MIXER_IN = Statement(role=Role.MIXER_IN, clauses=(_is_mixed,))
-MIXER_OUT = Statement(role=Role.MIXER_OUT, clauses=(_behind_mixer, _ends_branch))
+MIXER_OUT = Statement(role=Role.MIXER_OUT, clauses=(_behind_mixer, joins_stream))

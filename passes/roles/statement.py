@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mxcompile.passes.roles.site import Site
+from mxcompile.passes.roles.uses import BRANCH
 from mxcompile.policy import Role
 
 
@@ -58,3 +59,10 @@ class Statement:
                     known = f"{'; '.join(said)}; but " if said else ""
                     return Answer(holds=False, clauses=count, says=f"{known}{says}")
         return Answer(holds=True, clauses=len(self.clauses), says="; ".join(said))
+
+
+def joins_stream(site: Site) -> Found | Missing:
+    """The clause of layers that end a branch."""
+    if site.used(BRANCH):
+        return Found("its result joins the residual stream")
+    return Missing("its result joins no residual stream")
