@@ -9,8 +9,8 @@ embedding, norms, filters), not through another layer.
 
 from __future__ import annotations
 
-from mxcompile.passes.roles.feeds import GATED, Source
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import GATED, Source
 from mxcompile.passes.roles.statement import Found, Missing, Statement
 from mxcompile.passes.roles.uses import BRANCH, QKV
 from mxcompile.policy import Role

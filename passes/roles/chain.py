@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mxcompile.passes.roles.feeds import BESIDE
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import BESIDE
 from mxcompile.passes.roles.statement import Answer
 from mxcompile.policy import Role
 

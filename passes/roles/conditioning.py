@@ -6,8 +6,8 @@ whole, pooled, and broadcast over it again.
 
 from __future__ import annotations
 
-from mxcompile.passes.roles.feeds import WHOLE, Source
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import WHOLE, Source
 from mxcompile.passes.roles.statement import Found, Missing, Statement
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, SCALES, SHIFTS, STARTS
 from mxcompile.policy import Role

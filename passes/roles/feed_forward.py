@@ -15,8 +15,8 @@ from torch import fx
 
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import tag_of
-from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Source
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import BENT, GATED, Source
 from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
 from mxcompile.passes.roles.uses import BRANCH, QKV, RESULT, WEIGHED
 from mxcompile.policy import Role
@@ -85,7 +85,7 @@ def _is_routed(site: Site) -> Found | Missing:
 def _partners(site: Site) -> list[fx.Node]:
     """The other layers of the network."""
     before = [layer for layer in site.beyond if site.model.feeds.kind[layer] is Source.LAYER]
-    before = [layer for layer in before if site.beyond[layer] & (ACTIVATED | GATED)]
+    before = [layer for layer in before if site.beyond[layer] & BENT]
     return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -24,6 +23,16 @@ from mxcompile.passes.flow import Depends
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.products import Products, is_softmax, softmax_dim
 from mxcompile.passes.roles.recurrence import Recurrences
+from mxcompile.passes.roles.sources import (
+    ACTIVATED,
+    BESIDE,
+    FILTERED,
+    GATED,
+    SOFTMAXED,
+    WHOLE,
+    Made,
+    Source,
+)
 from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import (
     ACTIVATION,
@@ -36,30 +45,6 @@ from mxcompile.passes.roles.traits import (
     SELECTION,
     SOFT,
 )
-
-
-class Source(Enum):
-    """What kind of thing values are made from."""
-
-    LAYER = auto()
-    ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it
-    PRODUCT = auto()  # of two activations, no attention
-    SCAN = auto()  # a cumulative sum or a recurrence over tokens
-    CONVOLUTION = auto()
-    OPAQUE = auto()
-    STREAM = auto()
-    TABLE = auto()
-    INPUT = auto()
-    CUT = auto()  # an input that the model computes elsewhere
-
-
-ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE = 1, 2, 4, 8, 16, 32
-"""Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
-or one selected element of the source is left; a convolution that keeps channels apart; features of
-another origin were put beside it."""
-
-Made = dict[fx.Node, int]
-"""Sources of a value, and the marks of the way from each."""
 
 MIXERS = frozenset({Source.PRODUCT, Source.SCAN})
 

@@ -7,8 +7,8 @@ head.
 
 from __future__ import annotations
 
-from mxcompile.passes.roles.feeds import Source
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import Source
 from mxcompile.passes.roles.statement import Found, Missing, Statement
 from mxcompile.passes.roles.uses import BRANCH, MIXED, QKV, RESULT, SHIFTS, STARTS
 from mxcompile.policy import Role

@@ -10,8 +10,8 @@ tokens, a Fourier transform, or a filter between gates where no activation makes
 from __future__ import annotations
 
 from mxcompile.passes.roles.attention import gates
-from mxcompile.passes.roles.feeds import ACTIVATED, FILTERED, GATED, Source
 from mxcompile.passes.roles.site import Site, named
+from mxcompile.passes.roles.sources import ACTIVATED, BENT, FILTERED, GATED, Source
 from mxcompile.passes.roles.statement import Found, Missing, Statement, joins_stream
 from mxcompile.passes.roles.uses import MIXED
 from mxcompile.policy import Role
@@ -27,7 +27,7 @@ def _is_mixed(site: Site) -> Found | Missing:
         return Found(f"a gated filter over tokens, without an activation, leads to {named(filtered)}")
     outs = [f.layer for f in site.followers if site.role_of(f) is Role.MIXER_OUT]
     gated = [layer for layer in outs if gates(site, layer, Source.PRODUCT) or gates(site, layer, Source.SCAN)]
-    if gated and any(f.marks & (ACTIVATED | GATED) for f in site.followers):
+    if gated and any(f.marks & BENT for f in site.followers):
         return Found(f"its result gates a mixer's, on the way to {named(gated)}")
     return Missing("nothing mixes its result over tokens before the next layer")
 

@@ -27,9 +27,10 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.passes.flow import origin
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
+from mxcompile.passes.roles.sources import Made, Source
 
 if TYPE_CHECKING:
-    from mxcompile.passes.roles.feeds import Feeds, Made
+    from mxcompile.passes.roles.feeds import Feeds
 
 _HOPS = 6
 
@@ -79,10 +80,10 @@ class Products:
     def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, feeds: Feeds) -> bool:
         """Whether `node`, a product of `values` and what a softmax made of `weights`, is softmax(q·kᵀ)·v."""
         kinds = feeds.kind
-        scores = [source for source in weights if tags_of(source) and kinds[source].name == "PRODUCT"]
+        scores = [source for source in weights if tags_of(source) and kinds[source] is Source.PRODUCT]
         queries = [source for source in weights if source in self.over_rows]
-        layers = [source for source in weights if kinds[source].name == "LAYER"]
-        onto_product = any(kinds[source].name == "PRODUCT" for source in feeds.made[values])
+        layers = [source for source in weights if kinds[source] is Source.LAYER]
+        onto_product = any(kinds[source] is Source.PRODUCT for source in feeds.made[values])
         if not scores and (onto_product or not (queries or layers)):
             return False
         if not scores and not queries:
@@ -123,7 +124,7 @@ class Products:
             if tag is None or "w" not in tag.tensors or source in self.over_rows:
                 continue
             data = feeds.made.get(data_operand(source), {})
-            if data and set(data) <= known and all(feeds.kind[source].name != "STREAM" for source in data):
+            if data and set(data) <= known and not feeds.sources(data, Source.STREAM):
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:

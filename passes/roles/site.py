@@ -13,7 +13,8 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.passes.flow import stored
 from mxcompile.passes.roles.axes import data_operand
-from mxcompile.passes.roles.feeds import ACTIVATED, GATED, Feeds, Made, Source
+from mxcompile.passes.roles.feeds import Feeds
+from mxcompile.passes.roles.sources import BENT, Made, Source
 from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 
@@ -30,7 +31,7 @@ class Follower:
     @property
     def activated(self) -> bool:
         """Whether an activation or a gate lies in between."""
-        return bool(self.marks & (ACTIVATED | GATED))
+        return bool(self.marks & BENT)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,7 +139,7 @@ class Site:
     def activated_layers(self) -> list[fx.Node]:
         """Layers its input is made of through an activation or a gate."""
         layers = self.sources(Source.LAYER)
-        return [layer for layer in layers if self.beyond[layer] & (ACTIVATED | GATED)]
+        return [layer for layer in layers if self.beyond[layer] & BENT]
 
     @property
     def cut(self) -> bool:
@@ -172,8 +173,7 @@ class Site:
 def _beyond(made: Made, feeds: Feeds) -> Made:
     for _ in range(_CHAIN):
         linear = bool(made) and all(
-            feeds.kind[source] is Source.LAYER and not marks & (ACTIVATED | GATED)
-            for source, marks in made.items()
+            feeds.kind[source] is Source.LAYER and not marks & BENT for source, marks in made.items()
         )
         if not linear:
             break

@@ -23,7 +23,8 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, numel, tags_of, tensor
 from mxcompile.passes.roles.axes import data_operand
-from mxcompile.passes.roles.feeds import ACTIVATED, GATED, MIXERS, Feeds, Source, is_depthwise
+from mxcompile.passes.roles.feeds import MIXERS, Feeds, is_depthwise
+from mxcompile.passes.roles.sources import BENT, Source
 from mxcompile.passes.roles.streams import Streams
 from mxcompile.passes.roles.traits import CONVOLUTION, FACTOR, LINEAR, MATMUL, SELECTION, SUM
 
@@ -34,7 +35,6 @@ ONWARD = QKV | MIXED | LAYER | BRANCH | STARTS | CONVOLVED
 """What makes a value one that later values of the model are made of."""
 
 _ALONG_LINEAR = BRANCH | STARTS
-_BENT = ACTIVATED | GATED
 _PAST_SUMS = QKV | MIXED | SCORES | BRANCH
 _OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
 
@@ -162,7 +162,7 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
     for node in streams.joins:
         number = feeds.number[node]
         for source, marks in feeds.before[node].items():
-            if feeds.kind[source] is Source.LAYER and not marks & _BENT and _reads(source, feeds) == [number]:
+            if feeds.kind[source] is Source.LAYER and not marks & BENT and _reads(source, feeds) == [number]:
                 steps.add((source, number))
             elif feeds.kind[source] not in (Source.STREAM, Source.CONVOLUTION):
                 behind.discard(number)
@@ -177,7 +177,7 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
 def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
     """The number of the stream that `layer` reads, if it reads it straight and nothing else."""
     made = feeds.made.get(data_operand(layer), {})
-    if len(made) != 1 or any(marks & _BENT for marks in made.values()):
+    if len(made) != 1 or any(marks & BENT for marks in made.values()):
         return []
     return [feeds.number.get(source) for source in made]
 

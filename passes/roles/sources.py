@@ -1,0 +1,34 @@
+"""The sources that values of the forward are made from, and the marks of the way from each."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from torch import fx
+
+
+class Source(Enum):
+    """What kind of thing values are made from."""
+
+    LAYER = auto()
+    ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it
+    PRODUCT = auto()  # of two activations, no attention
+    SCAN = auto()  # a cumulative sum or a recurrence over tokens
+    CONVOLUTION = auto()
+    OPAQUE = auto()
+    STREAM = auto()
+    TABLE = auto()
+    INPUT = auto()
+    CUT = auto()  # an input that the model computes elsewhere
+
+
+ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE = 1, 2, 4, 8, 16, 32
+"""Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
+or one selected element of the source is left; a convolution that keeps channels apart; features of
+another origin were put beside it."""
+
+Made = dict[fx.Node, int]
+"""Sources of a value, and the marks of the way from each."""
+
+BENT = ACTIVATED | GATED
+"""Marks of a way that no linear operator is."""
