@@ -14,11 +14,10 @@ from tqdm import tqdm
 from mxcompile.audit.collect import numerics
 from mxcompile.audit.interpreter import Run
 from mxcompile.audit.session import LossFunction, Session
-from mxcompile.errors import OptionError, not_allowed
+from mxcompile.errors import OptionError
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
-from mxcompile.report import Numerics, Report, schema
-from mxcompile.report.files import load, publish
+from mxcompile.report import Numerics, Report, files, schema
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -65,15 +64,11 @@ class Audit:
     @classmethod
     def load(cls, path: str | Path) -> Audit:
         """The audit kept in the JSON file `path`. Raises `OptionError` that names the file and the fault."""
-        return load(path, "audit", cls.from_json)
+        return files.load(path, "audit", cls.from_json)
 
     def save(self, path: str | Path) -> None:
         """Write the audit to `path`: ``.txt``, ``.md``, ``.json`` or ``.html``. Raises `OptionError`."""
-        text = form_of(path)(self)
-        try:
-            publish(Path(path), text)
-        except OSError as error:
-            raise OptionError(f"audit {str(path)!r} cannot be written: {error.strerror or error}") from None
+        files.save(path, form_of(path)(self), "audit")
 
     def plot(self, folder: str | Path) -> list[Path]:
         """Draw gemms.png, tensors.png and scales.png into `folder`; returns what was written.
@@ -114,10 +109,7 @@ FORMS: dict[str, Callable[[Audit], str]] = {
 
 def form_of(path: str | Path) -> Callable[[Audit], str]:
     """The writer for `path`. Raises `OptionError` for a suffix without one."""
-    suffix = Path(path).suffix
-    if suffix not in FORMS:
-        raise OptionError(f"audit {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
-    return FORMS[suffix]
+    return files.form_of(path, FORMS, "audit")
 
 
 def audit(

@@ -23,6 +23,7 @@ from mxcompile.audit.sites import Sites
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.graph.names import user_path
+from mxcompile.plan.fakes import apart_from_others
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 
@@ -103,7 +104,7 @@ class Session:
         """The graphs do what `run` says in here; the model is as it was, after."""
         kept = Kept(self.model)
         try:
-            with uncompiled(self.model), _apart_from_others(), self._graphs.during(run, kept):
+            with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
                 yield
         finally:
             kept.restore()
@@ -132,15 +133,6 @@ class Session:
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         return {name: each for name, each in zip(named, found, strict=False) if each is not None}
-
-
-@contextmanager
-def _apart_from_others() -> Iterator[None]:
-    """Keep what this process has compiled out of the capture: limits, and sizes seen before."""
-    with torch._dynamo.config.patch(
-        recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False
-    ):
-        yield
 
 
 # -- outputs ---------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from mxcompile.report import Part, schema
+from mxcompile.report.files import publish
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,8 @@ def _path(name: str) -> Path:
 
 def save(name: str, part: Part) -> None:
     """Keep `part` under `name`. A directory that cannot be written is logged, not an error."""
-    path = _path(name)
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
-        temporary.replace(path)
+        publish(_path(name), json.dumps(dataclasses.asdict(part)))
     except OSError as error:
         log.warning("cannot keep the report beside Inductor's cache: %s", error)
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from mxcompile.errors import OptionError
 from mxcompile.explain.roofline import estimate
 from mxcompile.formats import labels
+from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.tables import drawn
 from mxcompile.report.words import duration, tokens_of
 
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """What is looked at if nothing else is asked for."""
-
-_PRODUCTS = ("attn_scores", "attn_values")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,5 +118,5 @@ def at_tokens(report: Report, tokens: int) -> Report:
 
 
 def _scaled(gemm: GemmRecord, factor: float) -> GemmRecord:
-    which = "batch" if gemm.role in _PRODUCTS else "k" if gemm.gemm == "wgrad" else "m"
+    which = "batch" if gemm.role in ATTENTION_PRODUCTS else "k" if gemm.gemm == "wgrad" else "m"
     return dataclasses.replace(gemm, **{which: max(1, round(getattr(gemm, which) * factor))})

@@ -76,7 +76,7 @@ def call(
 
     compiled = torch.compile(model, backend=traced)
     gradients = nullcontext() if training else torch.no_grad()
-    with _apart_from_others(), _without_function_modes(), values_read(), mode, gradients:
+    with apart_from_others(), _without_function_modes(), values_read(), mode, gradients:
         try:
             compiled(*arguments[0], **arguments[1])
         except MXCompileError:
@@ -120,7 +120,7 @@ def _without_function_modes() -> Iterator[None]:
 
 
 @contextmanager
-def _apart_from_others() -> Iterator[None]:
+def apart_from_others() -> Iterator[None]:
     """Keep what this process has compiled out of the trace: limits, sizes seen before."""
     with torch._dynamo.config.patch(
         recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16, automatic_dynamic_shapes=False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mxcompile.formats import is_quantized, labels
+from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report.fold import spelled
 from mxcompile.report.record import GemmRecord, Summary
 from mxcompile.report.report import Report
@@ -19,7 +20,6 @@ from mxcompile.report.words import byte_count, count, duration, formats, size
 
 KINDS = ("fell back", "gained", "changed", "new", "removed")
 
-_PRODUCTS = ("attn_scores", "attn_values")
 _Key = tuple[str, str, str, int]
 
 
@@ -104,7 +104,7 @@ def compare(old: Report, new: Report) -> Difference:
 def _keyed(gemms: Iterable[GemmRecord]) -> Iterator[tuple[_Key, GemmRecord]]:
     seen: dict[tuple[str, str, str], int] = {}
     for gemm in gemms:
-        product = gemm.role if gemm.role in _PRODUCTS else ""
+        product = gemm.role if gemm.role in ATTENTION_PRODUCTS else ""
         which = gemm.name, product, gemm.gemm
         seen[which] = seen.get(which, -1) + 1
         yield (*which, seen[which]), gemm

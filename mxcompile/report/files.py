@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from mxcompile.errors import OptionError
+from mxcompile.errors import OptionError, not_allowed
 
 _T = TypeVar("_T")
 _counter = itertools.count()
@@ -33,6 +33,22 @@ def publish(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def save(path: str | Path, text: str, what: str) -> None:
+    """`publish`, but what cannot be written is an `OptionError` that names `what` it is and the file."""
+    try:
+        publish(Path(path), text)
+    except OSError as error:
+        raise OptionError(f"{what} {str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
+def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
+    """That of `forms`, by suffix, for `path`. Raises `OptionError` for a suffix without one."""
+    suffix = Path(path).suffix
+    if suffix not in forms:
+        raise OptionError(f"{what} {str(path)!r}: {not_allowed('suffix', suffix, forms)}")
+    return forms[suffix]
 
 
 def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
@@ -21,6 +22,7 @@ from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part, Summary, flo
 _OUTSIDE = "not compiled yet, or run outside of compiled code:"
 _NAMED = 4
 _Key = tuple[str, str, str, str, str, bool]
+_Number = TypeVar("_Number", int, float)
 
 
 def _key(gemm: GemmRecord) -> _Key:
@@ -192,18 +194,13 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
             *dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE)),
             *outside(gemms),
         ),
-        estimate_us=_estimate(gemm.estimate_us for gemm in gemms),
-        estimate_bf16_us=_estimate(gemm.estimate_bf16_us for gemm in gemms),
+        estimate_us=total(gemm.estimate_us for gemm in gemms),
+        estimate_bf16_us=total(gemm.estimate_bf16_us for gemm in gemms),
     )
 
 
-def total(values: Iterable[int | None]) -> int | None:
+def total(values: Iterable[_Number | None]) -> _Number | None:
     """The sum of what is known; None if nothing is."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _estimate(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 

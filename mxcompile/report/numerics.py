@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mxcompile.errors import OptionError
+from mxcompile.report import schema
+from mxcompile.report.schema import Measure
 
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _Measured = TypeVar("_Measured", "TensorNumerics", "GemmNumerics", "ParameterNumerics")
 
 
@@ -58,11 +58,11 @@ class TensorNumerics:
     shared_with: tuple[str, ...] = ()
     calls: int = 1
     numel: int
-    amax: float
-    sqnr_db: float
-    cosine: float
-    mse: float
-    rel_error: float
+    amax: Measure
+    sqnr_db: Measure
+    cosine: Measure
+    mse: Measure
+    rel_error: Measure
     underflow: float
     saturation: float
     not_finite: int = 0
@@ -92,10 +92,10 @@ class GemmNumerics:
     k: int
     batch: int = 1
     calls: int = 1
-    sqnr_db: float
-    cosine: float
-    mse: float
-    rel_error: float
+    sqnr_db: Measure
+    cosine: Measure
+    mse: Measure
+    rel_error: Measure
     not_finite: int = 0
 
     @property
@@ -121,10 +121,10 @@ class ParameterNumerics:
     role: str = ""
     flops: int = 0
     numel: int
-    sqnr_db: float
-    cosine: float
-    mse: float
-    rel_error: float
+    sqnr_db: Measure
+    cosine: Measure
+    mse: Measure
+    rel_error: Measure
     not_finite: int = 0
 
     @property
@@ -151,11 +151,11 @@ class Numerics:
     precision: str = "MXFP8"
     policy: str = ""
     gradients: bool = False
-    loss: float | None = None
-    loss_reference: float | None = None
-    loss_gap: float | None = None
-    logits_sqnr_db: float | None = None
-    logits_cosine: float | None = None
+    loss: Measure | None = None
+    loss_reference: Measure | None = None
+    loss_gap: Measure | None = None
+    logits_sqnr_db: Measure | None = None
+    logits_cosine: Measure | None = None
     notes: tuple[str, ...] = ()
 
     def worst_tensors(self) -> tuple[TensorNumerics, ...]:
@@ -198,17 +198,8 @@ class Numerics:
 
     @classmethod
     def from_dict(cls, data: Any) -> Numerics:
-        """The value `to_dict` gave. Raises `OptionError` naming the key for anything else."""
-        raw = _fields(cls, data, "numerics")
-        raw["notes"] = tuple(map(str, _list(raw.get("notes", []), "numerics.notes")))
-        return cls(
-            tensors=tuple(_tensor(*item) for item in _items(raw, "tensors")),
-            gemms=tuple(GemmNumerics(**_fields(GemmNumerics, *item)) for item in _items(raw, "gemms")),
-            parameters=tuple(
-                ParameterNumerics(**_fields(ParameterNumerics, *item)) for item in _items(raw, "parameters")
-            ),
-            **raw,
-        )
+        """The value `to_dict` gave. Raises `OptionError` with its place in an audit for anything else."""
+        return schema.read(cls, data, "$.numerics")
 
 
 def lowest(values: Iterable[float]) -> float:
@@ -232,60 +223,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
-
-
-def _tensor(data: Any, where: str) -> TensorNumerics:
-    raw = _fields(TensorNumerics, data, where)
-    for key in ("gemms", "shared_with"):
-        raw[key] = tuple(map(str, _list(raw.get(key, []), f"{where}.{key}")))
-    pairs = _list(raw.get("scale_histogram", []), f"{where}.scale_histogram")
-    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in pairs):
-        raise OptionError(f"{where}.scale_histogram: expected pairs [byte, number of blocks]")
-    raw["scale_histogram"] = tuple((byte, count) for byte, count in pairs)
-    return TensorNumerics(**raw)
-
-
-def _items(raw: dict[str, Any], key: str) -> list[tuple[Any, str]]:
-    """The items of the list `key`, which is taken out of `raw`, and where each is."""
-    return [
-        (item, f"numerics.{key}[{i}]") for i, item in enumerate(_list(raw.pop(key, []), f"numerics.{key}"))
-    ]
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise OptionError(f"{where}: expected a list, found {type(value).__name__}")
-    return value
-
-
-def _fields(owner: type[Any], data: Any, where: str) -> dict[str, Any]:
-    """`data` as keyword arguments of the dataclass `owner`: none missing, those it does not know left out."""
-    if not isinstance(data, Mapping):
-        raise OptionError(f"{where}: expected an object, found {type(data).__name__}")
-    declared = {field.name: field for field in dataclasses.fields(owner)}
-    for name, field in declared.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            raise OptionError(f"{where}: key {name!r} is missing")
-    return {
-        key: _checked(value, str(declared[key].type), f"{where}.{key}")
-        for key, value in data.items()
-        if key in declared
-    }
-
-
-def _checked(value: Any, declared: str, where: str) -> Any:
-    """`value` if it is of the declared type; numbers that JSON has no form for are read back."""
-    base, _, optional = declared.partition(" | ")
-    if base == "float" and isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
-    kinds: dict[str, tuple[type[Any], ...]] = {
-        "str": (str,),
-        "int": (int,),
-        "float": (float, int),
-        "bool": (bool,),
-    }
-    if base not in kinds or (value is None and optional == "None"):
-        return value
-    if not isinstance(value, kinds[base]) or (isinstance(value, bool) and base != "bool"):
-        raise OptionError(f"{where}: expected {base}, found {type(value).__name__}")
-    return float(value) if base == "float" else value

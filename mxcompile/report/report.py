@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxcompile.errors import OptionError, not_allowed
-from mxcompile.report import schema
-from mxcompile.report.files import load, publish
+from mxcompile.errors import OptionError
+from mxcompile.report import files, schema
 from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan, work_of
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
@@ -105,7 +104,7 @@ class Report:
     @classmethod
     def load(cls, path: str | Path) -> Report:
         """The report kept in the JSON file `path`. Raises `OptionError` that names file and JSON path."""
-        return load(path, "report", cls.from_json)
+        return files.load(path, "report", cls.from_json)
 
     def why(self, layer: str = "*") -> tuple[Reasons, ...]:
         """What the roles of the layers that the glob `layer` fits rest on, equal layers folded.
@@ -126,12 +125,7 @@ class Report:
 
         Raises `OptionError` if the file cannot be written.
         """
-        text = form_of(path)(self)
-        try:
-            publish(Path(path), text)
-        except OSError as error:
-            reason = error.strerror or error
-            raise OptionError(f"report {str(path)!r} cannot be written: {reason}") from None
+        files.save(path, form_of(path)(self), "report")
 
 
 def _json(value: Any) -> str:
@@ -165,7 +159,4 @@ FORMS: dict[str, Callable[[Report], str]] = {
 
 def form_of(path: str | Path) -> Callable[[Report], str]:
     """The writer for `path`. Raises `OptionError` for a suffix without one."""
-    suffix = Path(path).suffix
-    if suffix not in FORMS:
-        raise OptionError(f"report {str(path)!r}: {not_allowed('suffix', suffix, FORMS)}")
-    return FORMS[suffix]
+    return files.form_of(path, FORMS, "report")

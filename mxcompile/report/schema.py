@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from mxcompile.errors import OptionError, nearest, shown
 from mxcompile.formats import PRECISIONS, ElemRounding, precisions
@@ -43,7 +44,12 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Fields of a closed set of words, by class and field."""
 
+Measure = Annotated[float, "of any sign, finite or not"]
+"""A number that a file may have by name where JSON has no form for it: inf, -inf or nan."""
+
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST = 2**63 - 1
+_OPTIONAL = (types.UnionType, typing.Union)
 _WORDS: dict[Any, str] = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -107,13 +113,16 @@ def _not_json(word: str) -> Any:
     raise OptionError(f"not JSON: {word} is not a JSON number")
 
 
-def read(owner: type[_T], data: Any) -> _T:
-    """The dataclass `owner` from what JSON gave. Raises `OptionError` with the place of the first fault."""
+def read(owner: type[_T], data: Any, place: str = "$") -> _T:
+    """The dataclass `owner` from what JSON gave. Raises `OptionError` with the place of the first fault.
+
+    place: of `data` in its file.
+    """
     try:
         result: _T = _read_object(owner, data)
         return result
     except _FaultError as fault:
-        raise OptionError(str(fault)) from None
+        raise OptionError(f"{place}{fault.where}: {fault.what}") from None
 
 
 class _FaultError(Exception):
@@ -128,9 +137,6 @@ class _FaultError(Exception):
         self.where = step + self.where
         return self
 
-    def __str__(self) -> str:
-        return f"${self.where}: {self.what}"
-
 
 _Reader = Callable[[Any], Any]
 
@@ -138,7 +144,7 @@ _Reader = Callable[[Any], Any]
 @functools.cache
 def _fields(owner: Any) -> dict[str, tuple[Any, bool]]:
     """Type of every field of the dataclass `owner`, and whether it has no default."""
-    hints = typing.get_type_hints(owner)
+    hints = typing.get_type_hints(owner, include_extras=True)
     return {
         field.name: (
             hints[field.name],
@@ -158,7 +164,7 @@ def _readers(owner: Any) -> dict[str, _Reader]:
 def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
     """What reads a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
+    if origin in _OPTIONAL:
         inner = _reader(arguments[0], choices)
         return lambda data: None if data is None else inner(data)
     if origin is tuple:
@@ -167,6 +173,8 @@ def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
         return functools.partial(_read_items, [_reader(argument, None) for argument in arguments])
     if dataclasses.is_dataclass(hint):
         return functools.partial(_read_object, hint)
+    if hint == Measure:
+        return _read_measure
     return functools.partial(_read_scalar, hint, choices)
 
 
@@ -218,6 +226,14 @@ def _read_scalar(hint: Any, choices: tuple[str, ...] | None, data: Any) -> Any:
     return float(data) if hint is float else data
 
 
+def _read_measure(data: Any) -> float:
+    if isinstance(data, str) and data in _NOT_FINITE:
+        return _NOT_FINITE[data]
+    if type(data) not in (int, float):
+        raise _FaultError(f"expected {_WORDS[float]}, found {_kind(data)}")
+    return float(data)
+
+
 def _kind(data: Any) -> str:
     if isinstance(data, Mapping):
         return "an object"
@@ -262,7 +278,7 @@ def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _type_schema(hint: Any, definitions: dict[str, Any], choices: tuple[str, ...] | None) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
+    if origin in _OPTIONAL:
         return {"anyOf": [_type_schema(arguments[0], definitions, choices), {"type": "null"}]}
     if origin is tuple:
         if arguments[-1] is Ellipsis:

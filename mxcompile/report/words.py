@@ -9,12 +9,18 @@ from mxcompile.report.fold import Row
 from mxcompile.report.record import GemmRecord, OperandFormat
 
 
+def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
+    """`value` in the first of `units`, each `step` of the one before, in which it is below `step`."""
+    for unit in units[:-1]:
+        if value < step:
+            return value, unit
+        value /= step
+    return value, units[-1]
+
+
 def byte_count(number: int) -> str:
     """``1.5 KiB``."""
-    value, units = float(number), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while value >= 1024 and unit != "TiB":
-        value, unit = value / 1024, next(units)
+    value, unit = _scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
@@ -23,13 +29,14 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def _decimal(value: float, *units: str) -> str:
+    value, unit = _scaled(value, 1000, units)
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
 def duration(us: float) -> str:
     """``12.3 ms``, from µs."""
-    value, units = us, iter(("µs", "ms", "s"))
-    unit = next(units)
-    while value >= 1000 and unit != "s":
-        value, unit = value / 1000, next(units)
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return _decimal(us, "µs", "ms", "s")
 
 
 def size(gemm: GemmRecord) -> str:
@@ -48,11 +55,7 @@ def formats(operands: Sequence[OperandFormat]) -> str:
 
 def flop_count(number: float) -> str:
     """``1.5 TFLOP``."""
-    value, units = float(number), iter(("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-    unit = next(units)
-    while value >= 1000 and unit != "EFLOP":
-        value, unit = value / 1000, next(units)
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+    return _decimal(number, "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
 
 _STREAM = ("qkv", "attn_out", "ffn_in", "ffn_out", "mixer_in", "mixer_out", "other", "head")

@@ -17,9 +17,11 @@ from mxcompile.explain.roofline import estimate, operand_bytes
 from mxcompile.formats import KEPT, PRECISIONS, Choices, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.model import Preset
+from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
-from mxcompile.tune.tuned import layer_of, pattern, without_idle
+from mxcompile.rules import layers_of
+from mxcompile.tune.tuned import without_idle
 
 _ALL = tuple(map(str, Gemm))
 _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
@@ -122,7 +124,7 @@ def mixed(policy: Policy, layers: Mapping[str, Layer], candidates: Sequence[Cand
     """`policy` with a rule before its own for every option of `mix`, in the order of their first layers."""
     rules = tuple(
         Rule(
-            match=Match(name=tuple(pattern(name) for name, had in mix.items() if had == option)),
+            match=Match(name=tuple(literal(name) for name, had in mix.items() if had == option)),
             use=_NOTHING if option == BF16 else candidates[option.candidate].without(option.kept),
         )
         for option in dict.fromkeys(mix.values())
@@ -133,4 +135,4 @@ def mixed(policy: Policy, layers: Mapping[str, Layer], candidates: Sequence[Cand
 def quantized_layers(report: Report) -> dict[str, Layer]:
     """The layers of which `report` has a quantized GEMM, as rules see them."""
     names = {gemm.name for gemm in report.gemms if is_quantized(gemm.precision)}
-    return {g.name: layer_of(g) for g in report.gemms if g.gemm == Gemm.FPROP and g.name in names}
+    return {layer.name: layer for layer in layers_of(report.gemms) if layer.name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,12 @@ import yaml
 from mxcompile.audit import Audit
 from mxcompile.audit.text import decibels
 from mxcompile.formats import KEPT, is_quantized
-from mxcompile.policy import Gemm, Layer, Match, Policy, Role, Rule, Use
-from mxcompile.report import GemmRecord, Report
+from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
+from mxcompile.policy.patterns import literal
+from mxcompile.report import Report
+from mxcompile.report.files import save
 from mxcompile.report.tables import drawn, fitted, wrapped
+from mxcompile.rules import layers_of
 from mxcompile.tune.bounds import Bounds
 
 _WIDTH = 110
@@ -137,8 +139,8 @@ class Tuned:
         return "".join(written)
 
     def dump(self, path: str | Path) -> None:
-        """Write `to_yaml` to `path`."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        """Write `to_yaml` to `path`, whole or not at all. Raises `OptionError` if it cannot be written."""
+        save(path, self.to_yaml(), "policy")
 
 
 def exempting(policy: Policy, report: Report, exempt: Sequence[Exempt]) -> Policy:
@@ -146,7 +148,7 @@ def exempting(policy: Policy, report: Report, exempt: Sequence[Exempt]) -> Polic
 
     Its rules that then decide for no layer of the model any more are left out.
     """
-    layers = {gemm.name: layer_of(gemm) for gemm in report.gemms if gemm.gemm == Gemm.FPROP}
+    layers = {layer.name: layer for layer in layers_of(report.gemms)}
     rules = tuple(_rule(policy, layers[e.name], _left(report, e)) for e in exempt)
     return without_idle(policy, rules, layers, {e.name for e in exempt})
 
@@ -185,24 +187,13 @@ def _left(report: Report, exempt: Exempt) -> frozenset[str]:
 
 def _rule(policy: Policy, layer: Layer, gemms: frozenset[str]) -> Rule:
     """The rule that keeps `gemms` of `layer` in BF16, and the rest of it as `policy` has it."""
-    match = Match(name=(pattern(layer.name),))
+    match = Match(name=(literal(layer.name),))
     if len(gemms) == len(Gemm):
         return Rule(match=match, use=Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT))
     index = policy.rule_for(layer)
     use = Use() if index is None else policy.rules[index].use
     left: dict[str, Any] = dict.fromkeys(gemms, KEPT)
     return Rule(match=match, use=dataclasses.replace(use, **left))
-
-
-def pattern(name: str) -> str:
-    """The name pattern that matches `name` only."""
-    literal = not any(sign in name for sign in "*?[") and not name.startswith("re:")
-    return name if literal else f"re:{re.escape(name)}"
-
-
-def layer_of(gemm: GemmRecord) -> Layer:
-    """The layer of a forward GEMM, as rules see it."""
-    return Layer(name=gemm.name, role=Role(gemm.role), module=gemm.module, m=gemm.m, n=gemm.n, k=gemm.k)
 
 
 def _dumped(data: Any) -> str:

@@ -129,13 +129,16 @@ def test_groups_by_role_and_block() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(loss="high"), "numerics.loss: expected float, found str"),
-        (lambda d: d.update(tensors={}), "numerics.tensors: expected a list, found dict"),
-        (lambda d: d["tensors"][1].pop("numel"), "numerics.tensors[1]: key 'numel' is missing"),
-        (lambda d: d["gemms"][0].update(k=True), "numerics.gemms[0].k: expected int, found bool"),
+        (lambda d: d.update(loss="high"), "$.numerics.loss: expected a number, found 'high'"),
+        (lambda d: d.update(tensors={}), "$.numerics.tensors: expected an array, found an object"),
+        (lambda d: d["tensors"][1].pop("numel"), "$.numerics.tensors[1]: key 'numel' is missing"),
+        (
+            lambda d: d["gemms"][0].update(k=True),
+            "$.numerics.gemms[0].k: expected a whole number, found True",
+        ),
         (
             lambda d: d["tensors"][0].update(scale_histogram=[[1, 2, 3]]),
-            "numerics.tensors[0].scale_histogram: expected pairs [byte, number of blocks]",
+            "$.numerics.tensors[0].scale_histogram[0]: expected 2 items, found 3",
         ),
     ],
 )
@@ -148,5 +151,5 @@ def test_other_data_is_refused_by_key(change: Any, message: str) -> None:
 
 
 def test_a_list_is_not_numerics() -> None:
-    with pytest.raises(OptionError, match="numerics: expected an object, found list"):
+    with pytest.raises(OptionError, match="numerics: expected an object, found an array"):
         Numerics.from_dict([])

@@ -52,6 +52,8 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
     assert min(g.sqnr_db for g in found.audit.numerics.gemms) >= 25
 
     found.dump(tmp_path / "policy.yaml")
+    with pytest.raises(OptionError, match="cannot be written"):
+        found.dump(tmp_path)
     text = (tmp_path / "policy.yaml").read_text()
     assert Policy.load(tmp_path / "policy.yaml") == found.policy
     lines = text.splitlines()
@@ -177,9 +179,24 @@ def test_names_with_pattern_signs_match_themselves_only() -> None:
     exempt = Exempt(name="h[0].*", gemms=("fprop",), reason="", flop_share=1.0)
     policy = exempting(Policy(), report, [exempt])
     (rule,) = policy.rules
-    assert rule.match.name == (r"re:h\[0\]\.\*",)
+    assert rule.match.name == ("h[[]0].[*]",)
     assert [rule.match.names(name) for name in ("h[0].*", "h0.a", "h[0].a")] == [True, False, False]
     assert Policy.from_dict(policy.to_dict()) == policy
+
+
+def test_what_is_left_of_a_layer_stays_under_the_rule_of_its_blocks() -> None:
+    use = {"precision": "mxfp8", "rounding": "floor"}
+    policy = Policy.from_dict({"version": 1, "rules": [{"match": {"blocks": {"first": 1}}, "use": use}]})
+    records = tuple(
+        GemmRecord(
+            name="h.0.up", role="ffn_in", gemm=gemm, m=64, n=64, k=64, precision="mxfp8", reason="",
+            block=(0, 4),
+        )
+        for gemm in ("fprop", "dgrad", "wgrad")
+    )  # fmt: skip
+    exempt = Exempt(name="h.0.up", gemms=("dgrad",), reason="", flop_share=0.3)
+    rule, *_ = exempting(policy, Report(gemms=records, summary=Summary()), [exempt]).rules
+    assert (str(rule.use.fprop), str(rule.use.dgrad), rule.use.rounding) == ("mxfp8", "bf16", "floor")
 
 
 def made() -> tuple[nn.Module, tuple[Tensor, Tensor], dict[str, object]]:

@@ -93,6 +93,7 @@ def test_records_say_the_same(report):
         ("zzz", "there are: 'blocks.0.attn.qkv'"),
         ("re:qkv", "there are"),
         ("re:(", "is no regular expression"),
+        ("re:a{99999999999}", "is no regular expression"),
     ],
 )
 def test_a_name_that_fits_no_layer_is_an_error_with_those_that_come_near(report, pattern, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -12,6 +13,7 @@ import torch
 from blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
 from eager_backend import EagerBackend
 from torch import Tensor, fx, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import mxcompile
 from mxcompile.compiler import store
@@ -170,6 +172,17 @@ def test_the_picture_is_kept_with_the_cache():
     store.save("picture", part)
     assert store.load("picture") == part
     assert Report.from_json(report.to_json()).graph == (found,)
+
+
+def test_what_cannot_be_kept_leaves_nothing_behind(monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    store.save("never_kept", Part())
+    monkeypatch.undo()
+    folder = Path(cache_dir()) / "mxcompile"
+    assert not [file for file in folder.iterdir() if "never_kept" in file.name]
 
 
 def work(graph: fx.Graph) -> int:
