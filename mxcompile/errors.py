@@ -69,5 +69,10 @@ def not_allowed(what: str, found: object, allowed: Iterable[str]) -> str:
     return f"unknown {what} {named}{nearest(str(found), words)}; allowed: {', '.join(words)}"
 
 
+def printable(text: str) -> str:
+    """`text` as a comment may hold it: what ends the line or cannot be seen is shown by its code."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
 def _by_code(sign: str) -> str:
     return sign if sign.isascii() or not sign.isalpha() else ascii(sign)[1:-1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -47,33 +47,18 @@ def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = (), prefix: str = ""
 class _Draft:
     """A node before folding. place: depth and step. operators: of glue, in order of appearance."""
 
-    kind: str
-    phase: str
-    name: str
-    label: str
+    node: OutlineNode
     place: tuple[int, int]
-    detail: str = ""
-    shape: str = ""
-    role: str = ""
-    gemm: str = ""
-    precision: str = ""
-    source: str = ""
     operators: dict[str, None] = field(default_factory=dict)
 
-    def node(self) -> OutlineNode:
-        """As a node of an outline."""
-        return OutlineNode(
-            kind=self.kind,
-            phase=self.phase,
-            names=(self.name,),
-            label=self.label,
-            detail=self.detail,
-            shape=self.shape,
-            role=self.role,
-            gemm=self.gemm,
-            precision=self.precision,
-            source=self.source,
-        )
+    @property
+    def name(self) -> str:
+        """The module path."""
+        return self.node.names[0]
+
+    def change(self, **changes: Any) -> None:
+        """Give the node other values."""
+        self.node = replace(self.node, **changes)
 
 
 class _Drawing:
@@ -111,32 +96,32 @@ class _Drawing:
     def drafts(self) -> list[_Draft]:
         """All drafts, with the titles of glue, and with the names of casts that several blocks read."""
         for draft in self._drafts:
-            if draft.kind == "glue":
-                draft.detail = ", ".join(draft.operators)
-                if draft.name in self._with_matmuls or not draft.label:
-                    names = list(draft.operators)
-                    draft.label = " · ".join(names[:3]) + (" …" if len(names) > 3 else "")
+            if draft.node.kind == "glue":
+                names = list(draft.operators)
+                draft.change(detail=", ".join(names))
+                if draft.name in self._with_matmuls or not draft.node.label:
+                    draft.change(label=" · ".join(names[:3]) + (" …" if len(names) > 3 else ""))
         readers: defaultdict[int, set[str]] = defaultdict(set)
         for source, index in self.edges:
-            if self._drafts[source].kind == "cast":
+            if self._drafts[source].node.kind == "cast":
                 readers[source].add(inner_block(self._drafts[index].name))
         for source, index in self.edges:
             if len(readers[index]) > 1:
-                self._drafts[index].name = self._drafts[source].name
+                self._drafts[index].change(names=self._drafts[source].node.names)
         return self._drafts
 
     def _note(self, node: fx.Node, sources: Iterable[int], index: int) -> None:
         self._made_by[node] = index
         self.edges.update((source, index) for source in sources if source != index)
 
-    def _add(self, draft: _Draft) -> int:
-        self._drafts.append(draft)
+    def _add(self, node: OutlineNode, place: tuple[int, int]) -> int:
+        self._drafts.append(_Draft(node=node, place=place))
         return len(self._drafts) - 1
 
     def _after(self, sources: Iterable[int]) -> int:
         """Depth of what reads `sources`."""
         found = (self._drafts[source] for source in sources)
-        return max((draft.place[0] + (draft.kind != "glue") for draft in found), default=0)
+        return max((draft.place[0] + (draft.node.kind != "glue") for draft in found), default=0)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         """Whether backward makes `node`, no cast, from forward values: part of a derivative."""
@@ -161,8 +146,8 @@ class _Drawing:
         if value is not None and value.is_floating_point() and self._depends[node] & moving:
             phase = self._phase(node)
             label = "input" if phase == "forward" else "gradient"
-            draft = _Draft(kind="input", phase=phase, name="", label=label, place=(0, 0), shape=_shape(node))
-            self._made_by[node] = self._add(draft)
+            made = OutlineNode(kind="input", phase=phase, names=("",), label=label, shape=_shape(node))
+            self._made_by[node] = self._add(made, (0, 0))
 
     def _matmul(self, node: fx.Node, sources: list[int]) -> int:
         tags = tags_of(node)
@@ -175,50 +160,53 @@ class _Drawing:
         attention = tag.kind is Kind.ATTENTION
         assert tag.choice is not None
         return self._add(
-            _Draft(
+            OutlineNode(
                 kind="attention" if attention else "gemm",
                 phase=self._phase(node),
-                name=tag.name,
+                names=(tag.name,),
                 label="attention" if attention else _title(tag),
-                place=(self._after(sources), 0),
                 shape=_shape(node),
                 role=str(tag.role),
                 gemm=str(tag.gemm),
                 precision=str(tag.choice.precision),
                 source=tag.source,
-            )
+            ),
+            (self._after(sources), 0),
         )
 
     def _cast(self, node: fx.Node, sources: list[int]) -> int:
         label, detail = _cast_words(node)
         return self._add(
-            _Draft(
+            OutlineNode(
                 kind="cast",
                 phase=self._phase(node),
-                name=self._module(node)[0],
+                names=(self._module(node)[0],),
                 label=label,
                 detail=detail,
-                place=(self._after(sources), 0),
                 shape=_shape(node),
                 source=source_of(node),
-            )
+            ),
+            (self._after(sources), 0),
         )
 
     def _join_glue(self, node: fx.Node, sources: list[int]) -> int:
         path, owner = self._module(node)
         depth = self._after(sources)
-        before = [self._drafts[source] for source in sources if self._drafts[source].kind == "glue"]
+        before = [self._drafts[source] for source in sources if self._drafts[source].node.kind == "glue"]
         steps = (d.place[1] + (d.name != path) for d in before if d.place[0] == depth)
         place = depth, max(steps, default=0)
         phase = self._phase(node)
         key = phase, path, place
         if key not in self._glue:
-            self._glue[key] = self._add(
-                _Draft(
-                    kind="glue", phase=phase, name=path, label=owner, place=place, shape=_shape(node),
-                    source=source_of(node),
-                )
-            )  # fmt: skip
+            made = OutlineNode(
+                kind="glue",
+                phase=phase,
+                names=(path,),
+                label=owner,
+                shape=_shape(node),
+                source=source_of(node),
+            )
+            self._glue[key] = self._add(made, place)
         index = self._glue[key]
         self._drafts[index].operators[_operator(node)] = None
         return index
@@ -262,12 +250,12 @@ def _shape(node: fx.Node) -> str:
 def _sorted(drafts: list[_Draft], edges: _Edges) -> Outline:
     """The drafts in an order of the flow close to the program's; inputs nothing reads are left out."""
     flow: nx.DiGraph[int] = nx.DiGraph()
-    flow.add_nodes_from(index for index, draft in enumerate(drafts) if draft.kind != "input")
+    flow.add_nodes_from(index for index, draft in enumerate(drafts) if draft.node.kind != "input")
     flow.add_edges_from(sorted(edges))
-    made_from = {b: a for a, b in sorted(edges) if drafts[b].kind == "cast"}
+    made_from = {b: a for a, b in sorted(edges) if drafts[b].node.kind == "cast"}
     order = list(nx.lexicographical_topological_sort(flow, key=lambda index: made_from.get(index, index)))
     place = {index: position for position, index in enumerate(order)}
     return Outline(
-        nodes=tuple(drafts[index].node() for index in order),
+        nodes=tuple(drafts[index].node for index in order),
         edges=tuple(sorted((place[a], place[b]) for a, b in edges)),
     )

@@ -30,12 +30,11 @@ from mxcompile.checkpoint.layouts import (
     COMPRESSED_TENSORS,
     check_layout,
     config_entry,
-    metadata,
     stored,
 )
 from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
-from mxcompile.checkpoint.save import Kinds, left_as_they_are, packed
+from mxcompile.checkpoint.save import described, left_as_they_are, packed, write_index
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
 from mxcompile.policy import Policy
@@ -191,20 +190,15 @@ def _write_index(directory: Path, made: Checkpoint) -> None:
     if len(made.files) < 2:
         return
     total = sum(entry.num_bytes for entry in made.entries.values())
-    places = {name: entry.file.name for name, entry in made.entries.items()}
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    write_index(directory, {name: entry.file.name for name, entry in made.entries.items()}, total)
 
 
 def _convert_file(plan: Plan, file: Path, made: Path) -> list[StoredWeight]:
     """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
-    specs: dict[str, Tensor] = {}
-    kinds: Kinds = {}
-    for name, entry in plan.checkpoint.entries.items():
-        if entry.file == file:
-            empty = _empty(entry, plan.chosen.get(name))
-            kinds[name] = (empty.qdata.dtype, empty.dtype) if isinstance(empty, MXTensor) else None
-            specs |= packed(name, empty, plan.layout)
-    write_tensors(made, specs, _converted(plan, kinds), metadata(kinds, plan.layout))
+    entries = plan.checkpoint.entries.items()
+    empty = {name: _empty(each, plan.chosen.get(name)) for name, each in entries if each.file == file}
+    specs, about = described(empty, plan.layout)
+    write_tensors(made, specs, _converted(plan, empty), about)
     return list(_measured(plan, file, made))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
@@ -16,8 +15,6 @@ from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, confi
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
 from mxcompile.storage import MXTensor
-
-Kinds = dict[str, tuple[torch.dtype, torch.dtype] | None]
 
 
 def save_quantized(
@@ -75,17 +72,27 @@ def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: str, lim
     for number, names in enumerate(shards, 1):
         alone = len(shards) == 1
         file = "model.safetensors" if alone else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        kinds: Kinds = {}
-        for name in names:
-            value = state[name]
-            kinds[name] = (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
-            tensors |= packed(name, value, layout)
-        write_tensors(directory / file, tensors, tensors.items(), metadata(kinds, layout))
+        tensors, about = described({name: state[name] for name in names}, layout)
+        write_tensors(directory / file, tensors, tensors.items(), about)
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(each.nbytes for each in tensors.values())
     if len(shards) > 1:
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_index(directory, weight_map, total)
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> None:
+    """Write which file has which tensor. total: bytes of all."""
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
+
+
+def described(state: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a file holds for the tensors `state` of a model, and its metadata."""
+    parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
+    kinds = {
+        name: (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
+        for name, value in state.items()
+    }
+    return parts, metadata(kinds, layout)
 
 
 def packed(name: str, value: Tensor, layout: str) -> dict[str, Tensor]:

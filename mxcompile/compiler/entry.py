@@ -24,7 +24,7 @@ from mxcompile.compiler.plans import no_plan
 from mxcompile.compiler.trace import trace
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized
-from mxcompile.graph.tags import Kind
+from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.plan.plan import Plan
 from mxcompile.report import REGISTRY, Ledger
 from mxcompile.rules import check_layers, complaints, layers_of, spelled
@@ -101,22 +101,22 @@ def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
     """The layers of `plan` that the policy quantizes and no module in `parts` holds."""
     return [
         f"{tag.name}: not in a module that is compiled"
-        for tag in plan.tags
-        if tag.kind is Kind.LINEAR
-        and options.policy.decide(tag.as_layer()).fprop.formats is not None
-        and not any(tag.name == part or tag.name.startswith(f"{part}.") for part in parts)
+        for tag in _quantized(plan, options)
+        if not any(tag.name == part or tag.name.startswith(f"{part}.") for part in parts)
     ]
 
 
 def _refused(plan: Plan, options: Options) -> list[str]:
     """The layers of `plan` that the policy sends where they cannot go, with the reason."""
-    return [
-        f"{tag.name}: {plan.obstacles[tag.name]}"
-        for tag in plan.tags
-        if tag.kind is Kind.LINEAR
-        and tag.name in plan.obstacles
-        and options.policy.decide(tag.as_layer()).fprop.formats is not None
-    ]
+    sent = _quantized(plan, options)
+    return [f"{tag.name}: {plan.obstacles[tag.name]}" for tag in sent if tag.name in plan.obstacles]
+
+
+def _quantized(plan: Plan, options: Options) -> list[GemmTag]:
+    """The layers of `plan` that the policy quantizes."""
+    decide = options.policy.decide
+    linear = (tag for tag in plan.tags if tag.kind is Kind.LINEAR)
+    return [tag for tag in linear if decide(tag.as_layer()).fprop.formats is not None]
 
 
 def publish(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -59,6 +59,20 @@ def uses(
     )
 
 
+Owner = tuple[nn.Module, str]
+"""A module that holds a parameter, and under which name."""
+
+
+def owners(model: nn.Module) -> dict[str, list[Owner]]:
+    """Every path of a parameter of `model` to all places that hold it."""
+    by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                by_identity[id(parameter)].append((f"{prefix}.{name}".lstrip("."), (module, name)))
+    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
+
+
 class _Compilation(Compilation, Generic[Use]):
     """A compile that is only traced; what is read of each graph after the passes."""
 

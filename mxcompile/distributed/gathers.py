@@ -10,14 +10,13 @@ else reads too, and those whose shards cut tiles, are gathered as without this.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mxcompile.compiler.uses import uses
+from mxcompile.compiler.uses import Owner, owners, uses
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
@@ -61,18 +60,18 @@ def quantize_gathers_(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     found = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True)
-    owners = _owners(model)
+    places = owners(model)
     casts = {
-        path: _cast(path, owners[path][0], each, ranks) for path, each in found.items() if path in owners
+        path: _cast(path, places[path][0], each, ranks) for path, each in found.items() if path in places
     }
     result = QuantizedGathers(
-        weights=tuple(_row(path, owners[path][0], found[path], cast) for path, cast in casts.items())
+        weights=tuple(_row(path, places[path][0], found[path], cast) for path, cast in casts.items())
     )
     if not any(weight.travels for weight in result.weights):
         raise ModelError(f"no weight would be gathered in MXFP8\n{result}")
     for path, cast in casts.items():
         if isinstance(cast, TileCast):
-            _put(owners[path], cast)
+            _put(places[path], cast)
     return result
 
 
@@ -91,20 +90,6 @@ def _refuse_sharded(model: nn.Module) -> None:
         if names & {"FSDPModule", "FullyShardedDataParallel"}:
             where = path or type(module).__name__
             raise ModelError(f"{where} is sharded already: call quantize_gathers_ before fully_shard")
-
-
-Owner = tuple[nn.Module, str]
-"""A module that holds a parameter, and under which name."""
-
-
-def _owners(model: nn.Module) -> dict[str, list[Owner]]:
-    """Every path of a parameter to all places that hold it."""
-    by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                by_identity[id(parameter)].append((f"{prefix}.{name}".lstrip("."), (module, name)))
-    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 
 def _parameter(owner: Owner) -> nn.Parameter:
@@ -153,13 +138,13 @@ def _row(path: str, owner: Owner, found: Sequence[TileUse], cast: TileCast | str
     )
 
 
-def _put(owners: Sequence[Owner], cast: TileCast) -> None:
-    """Put a `MasterWeight` in the place of the parameter that `owners` hold."""
-    parameter = _parameter(owners[0])
+def _put(places: Sequence[Owner], cast: TileCast) -> None:
+    """Put a `MasterWeight` in the place of the parameter at `places`."""
+    parameter = _parameter(places[0])
     made = nn.Parameter(
         with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad
     )
     vars(made).update(vars(parameter))
-    for module, name in owners:
+    for module, name in places:
         module._parameters[name] = made
         keep_plain(module)

@@ -20,7 +20,8 @@ _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)(?=[.\[]|$|,\ ['"])""")
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _CONTAINERS = frozenset({"__dict__", "_modules", "_parameters", "_buffers"})
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What the modules that compile, shard or checkpoint a module call it."""
 _METHODS = frozenset({"forward", "__call__", "_call_impl"})
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
@@ -73,7 +74,7 @@ def user_path(raw: str) -> str:
         bound = len(steps) - steps[::-1].index("__self__")
         method = next((at for at, step in enumerate(steps[:bound]) if step in _METHODS), bound - 1)
         steps = steps[:method] + steps[bound:]
-    return ".".join(step for step in steps if step not in _CONTAINERS | _WRAPPERS)
+    return ".".join(step for step in steps if step not in _CONTAINERS | WRAPPERS)
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:

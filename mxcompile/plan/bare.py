@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.names import PARALLEL
+from mxcompile.graph.names import PARALLEL, WRAPPERS
 from mxcompile.plan.fakes import Faker
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 _COMPILED = "_compiled_call_impl"
 _FSDP1 = "_fsdp_wrapped_module"
-_WRAPPED = ("_orig_mod", _FSDP1, "_checkpoint_wrapped_module")
-"""What the modules that compile, shard or checkpoint a module call it."""
 
 
 def users_own(model: nn.Module) -> nn.Module:
@@ -119,7 +117,7 @@ def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
 def _wrapped(module: nn.Module) -> nn.Module:
     """What `module` wraps, or itself."""
     while True:
-        held = (module._modules.get(name) for name in _WRAPPED)
+        held = (module._modules.get(name) for name in WRAPPERS)
         inner = next((one for one in held if one is not None), None)
         if inner is None:
             return module

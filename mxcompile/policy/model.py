@@ -234,13 +234,7 @@ class Use:
 
     def wants(self, gemm: Gemm) -> Precision | None:
         """What is asked for `gemm`."""
-        match gemm:
-            case Gemm.FPROP:
-                return self.fprop
-            case Gemm.DGRAD:
-                return self.dgrad
-            case Gemm.WGRAD:
-                return self.wgrad
+        return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
 
     @property
     def quantizes(self) -> bool:
@@ -303,10 +297,4 @@ class Decision:
 
     def choice(self, gemm: Gemm) -> Choice:
         """The choice for `gemm`."""
-        match gemm:
-            case Gemm.FPROP:
-                return self.fprop
-            case Gemm.DGRAD:
-                return self.dgrad
-            case Gemm.WGRAD:
-                return self.wgrad
+        return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]

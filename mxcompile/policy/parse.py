@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import pathlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mxcompile.errors import PolicyError, not_allowed, shown
@@ -11,7 +12,7 @@ from mxcompile.policy import schema
 from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use, Weights
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.shadow import Shadows
-from mxcompile.policy.yaml_data import Path, YamlProblem, load
+from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
 
 
 class Source:
@@ -46,14 +47,25 @@ def _dotted(path: Path) -> str:
     return f"{text.removeprefix('.')}: " if text else ""
 
 
-def parse_yaml(raw: bytes, label: str) -> tuple[str, tuple[Rule, ...]]:
-    """Preset name and rules in the YAML document `raw`; `label` names it in errors."""
+def read_file(path: pathlib.Path) -> bytes:
+    """What the file `path` holds, cut where it is larger than any policy. Raises `PolicyError`."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a name that none can have
+        raise PolicyError(f"{shown(str(path))}: cannot be read: {error}") from None
+
+
+def load_yaml(raw: bytes, label: str) -> tuple[Any, Source]:
+    """What the YAML document `raw` holds, and where; `label` names it in errors. Raises `PolicyError`."""
     try:
         data, lines = load(raw)
     except YamlProblem as problem:
         place = f"{label}:{problem.line}" if problem.line else label
         raise PolicyError(f"{place}: {problem}") from None
-    return parse_data(data, Source(label, lines))
+    return data, Source(label, lines)
 
 
 def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
@@ -94,9 +106,13 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
 def _named_rules(numbers: tuple[int, ...], source: Source) -> str:
     """``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
     lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
-    plural = "s" * (len(numbers) > 1)
-    place = f" (line{plural} {', '.join(lines)})" if lines else ""
-    return f"rule{plural} {_words(numbers)}{place}"
+    place = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
+    return f"{rule_words(numbers)}{place}"
+
+
+def rule_words(numbers: Sequence[int]) -> str:
+    """``rule 1`` or ``rules 1, 3``."""
+    return f"rule{'s' * (len(numbers) > 1)} {_words(numbers)}"
 
 
 def _parse_rule(raw: Any, path: Path, preset: Preset, source: Source) -> Rule:

@@ -25,9 +25,8 @@ from mxcompile.policy.model import (
     Use,
     Weights,
 )
-from mxcompile.policy.parse import Source, parse_data, parse_yaml
+from mxcompile.policy.parse import Source, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
-from mxcompile.policy.yaml_data import MAX_BYTES
 
 _NOTHING = Use()
 
@@ -54,13 +53,8 @@ class Policy:
     @classmethod
     def load(cls, path: str | Path) -> Policy:
         """The policy in the YAML file `path`. Raises `PolicyError` with the line of a mistake."""
-        path = Path(path)
-        try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise PolicyError(f"{path}: cannot be read: {error.strerror}") from None
-        return cls._of(*parse_yaml(raw, str(path)), label=str(path))
+        data, source = load_yaml(read_file(Path(path)), str(path))
+        return cls._of(*parse_data(data, source), label=str(path))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], label: str = "policy") -> Policy:

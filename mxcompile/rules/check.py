@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from mxcompile.compiler.options import Options
 from mxcompile.errors import PolicyError, UnsupportedError
 from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Limit, Match, Policy
+from mxcompile.policy.parse import rule_words
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits
 from mxcompile.rules.layers import layers_of, spelled
@@ -109,9 +110,9 @@ def _miss(match: Match, layers: Sequence[Layer]) -> str:
 
 def _overtaken(policy: Policy, fit: RuleFit) -> str:
     by = sorted({found + 1 for x in fit.taken if (found := deciding_rule(policy, x)) is not None})
-    rules = f"rule {by[0]}" if len(by) == 1 else f"rules {', '.join(map(str, by))}"
     return (
-        f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to {rules}; move it up"
+        f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to {rule_words(by)};"
+        " move it up"
     )
 
 

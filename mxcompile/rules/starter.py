@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mxcompile.errors import printable
 from mxcompile.formats import KEPT, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
@@ -24,7 +25,7 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
     products = [layer for layer in layers if layer.role in ATTENTION_PRODUCTS]
     roles = list(dict.fromkeys(layer.role for layer in linear))
     lines = [
-        f"# Policy for {_plain(model)}: as written, what the preset {preset} decides.",
+        f"# Policy for {printable(model)}: as written, what the preset {preset} decides.",
         "# For each layer the first rule that matches decides; what no rule matches follows the preset.",
         "# Sizes are of the forward GEMM: m tokens, n output features, k input features.",
         "",
@@ -36,7 +37,7 @@ def starter(preset: str, layers: Sequence[Layer], model: str) -> str:
     for role in roles:
         lines += ["", *_rule(policy, role, [layer for layer in linear if layer.role == role])]
     if products:
-        lines += ["", f"  # Attention products stay in BF16: {_plain(spelled(products))}"]
+        lines += ["", f"  # Attention products stay in BF16: {printable(spelled(products))}"]
     return "\n".join(lines) + "\n"
 
 
@@ -60,7 +61,9 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     for row in same:
         gemm = row.gemms[0]
         owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
-        lines.append(f"  #   {_plain(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{_plain(owner)}")
+        lines.append(
+            f"  #   {printable(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{printable(owner)}"
+        )
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
 
 
@@ -78,8 +81,3 @@ def _ends(layers: Iterable[Layer]) -> list[str]:
         "  # - match: {blocks: {first: 1, last: 1}}",
         f"  #   use: {KEPT}",
     ]
-
-
-def _plain(text: str) -> str:
-    """`text` as a comment may hold it: nothing that ends the line or cannot be seen."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)

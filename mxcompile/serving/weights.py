@@ -9,15 +9,14 @@ time, some rows at a time, so that nothing but its MXFP8 copy is needed beside t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mxcompile.compiler.uses import Owner, owners
 from mxcompile.errors import ModelError
 from mxcompile.formats.numerics import quantize_tensors
 from mxcompile.plan.examples import example_inputs
@@ -30,15 +29,6 @@ _CHUNK = 1 << 19
 """Elements cast at once: a few temporaries of 2 MiB."""
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Owner:
-    """One place in a model that holds a parameter."""
-
-    module: nn.Module
-    attribute: str
-    path: str
 
 
 def quantize_weights_(
@@ -65,12 +55,12 @@ def quantize_weights_(
     """
     model = getattr(model, "_orig_mod", model)
     chosen = chosen_weights(model, policy, args, kwargs)
-    owners = _owners(model)
+    places = owners(model)
     result: list[StoredWeight] = []
-    wanted = [path for path in chosen if path in owners]
+    wanted = [path for path in chosen if path in places]
     with tqdm(total=len(wanted), desc="weights", unit="layer", disable=not progress, leave=False) as bar:
         for path in wanted:
-            result.append(_store(path, owners[path], chosen[path]))
+            result.append(_store(path, places[path], chosen[path]))
             bar.update()
     return StoredWeights(weights=tuple(result))
 
@@ -101,20 +91,9 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _owners(model: nn.Module) -> dict[str, list[_Owner]]:
-    """Every path of a parameter to all places that hold it."""
-    by_identity: defaultdict[int, list[_Owner]] = defaultdict(list)
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                path = f"{prefix}.{attribute}".lstrip(".")
-                by_identity[id(parameter)].append(_Owner(module=module, attribute=attribute, path=path))
-    return {owner.path: owners for owners in by_identity.values() for owner in owners}
-
-
-def _store(path: str, owners: Sequence[_Owner], chosen: Chosen) -> StoredWeight:
+def _store(path: str, places: Sequence[Owner], chosen: Chosen) -> StoredWeight:
     """Store one parameter, if that is what was chosen; what became of it."""
-    parameter = getattr(owners[0].module, owners[0].attribute)
+    parameter = getattr(*places[0])
     before = parameter.numel() * parameter.element_size()
     reason = chosen.reason
     stored = None
@@ -125,8 +104,8 @@ def _store(path: str, owners: Sequence[_Owner], chosen: Chosen) -> StoredWeight:
         if not _obstacle(parameter):
             stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
             made = nn.Parameter(stored, requires_grad=False)
-            for owner in owners:
-                owner.module._parameters[owner.attribute] = made
+            for module, name in places:
+                module._parameters[name] = made
     return StoredWeight(
         name=path,
         role=chosen.role,

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from mxcompile.errors import PolicyError
-from mxcompile.policy.parse import Source, parse_data
+from mxcompile.errors import PolicyError, printable
+from mxcompile.policy.parse import Source, parse_data, rule_words
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.schema import VERSION
 from mxcompile.policy.shadow import Shadows
@@ -75,8 +75,7 @@ class Draft:
             return
         earlier = self._shadows.add(rule.match)
         if earlier:
-            rules = f"rule {earlier[0]}" if len(earlier) == 1 else f"rules {', '.join(map(str, earlier))}"
-            self.note(path, f"never reached: all of it is taken by {rules} of the policy")
+            self.note(path, f"never reached: all of it is taken by {rule_words(earlier)} of the policy")
             return
         self._rules.append(raw)
         self._origins.append(origin)
@@ -104,5 +103,4 @@ def _wrapped(text: str) -> list[str]:
 
 def _comment(text: str) -> str:
     """`text` as one comment line: nothing that ends it or cannot be seen."""
-    plain = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
-    return f"# {plain}".rstrip()
+    return f"# {printable(text)}".rstrip()

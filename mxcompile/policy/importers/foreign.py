@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import PolicyError, shown
-from mxcompile.policy.parse import Source
-from mxcompile.policy.yaml_data import MAX_BYTES, YamlProblem, load
+from mxcompile.policy.parse import Source, load_yaml, read_file
+from mxcompile.policy.yaml_data import MAX_BYTES
 
 
 def read(path: Path) -> tuple[Any, Source]:
     """What the file `path` holds, and where. Raises `PolicyError`."""
     label = str(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise PolicyError(f"{label}: cannot be read: {error.strerror}") from None
+    raw = read_file(path)
     if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):
         try:
             return json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, label)), Source(label)
@@ -26,12 +22,7 @@ def read(path: Path) -> tuple[Any, Source]:
             raise
         except (ValueError, RecursionError):
             pass  # flow YAML begins so too, and says in which line it is wrong
-    try:
-        data, lines = load(raw)
-    except YamlProblem as problem:
-        place = f"{label}:{problem.line}" if problem.line else label
-        raise PolicyError(f"{place}: {problem}") from None
-    return data, Source(label, lines)
+    return load_yaml(raw, label)
 
 
 def _unique(pairs: list[tuple[str, Any]], label: str) -> dict[str, Any]:

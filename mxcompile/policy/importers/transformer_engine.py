@@ -72,9 +72,6 @@ def _shortest(use: _Uses) -> _Uses | str:
     return words.pop() if len(words) == 1 and set(use) == set(_GEMMS) else use
 
 
-# -- which layers --------------------------------------------------------------------------------------
-
-
 def _names(layers: Any, path: Path, draft: Draft) -> list[str]:
     """Patterns for the layers a section is of; the first selector given decides, as it does there."""
     if not isinstance(layers, dict) or not any(key in layers for key in _SELECTORS):
@@ -133,9 +130,6 @@ def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[s
     if key == "layer_name_regex_pattern" and len(items) != 1:
         raise draft.source.error((*path, key), f"expected one regular expression, found {shown(value)}")
     return items
-
-
-# -- what to do ----------------------------------------------------------------------------------------
 
 
 def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
