@@ -87,11 +87,11 @@ def rank() -> int | None:
     return int(said) if said.isdecimal() else None
 
 
-def of_rank(path: Path, rank: Callable[[], int | None] = rank) -> Path:
+def of_rank(path: Path) -> Path:
     """`path` with the rank of this process, 0 if it has none, for every ``{rank}``."""
     return Path(str(path).replace(RANK, str(rank() or 0))) if RANK in str(path) else path
 
 
-def is_mine(path: Path, rank: Callable[[], int | None] = rank) -> bool:
+def is_mine(path: Path) -> bool:
     """Whether this process writes `path`: of many ranks the first does, unless each has a file of its own."""
     return RANK in str(path) or not rank()

@@ -8,6 +8,8 @@ from mxcompile.policy import Block, Layer, Role
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
 
+_NAMED = 3
+
 
 def layers_of(gemms: Iterable[GemmRecord]) -> tuple[Layer, ...]:
     """One `Layer` per forward GEMM and attention product of `gemms`, in their order."""
@@ -44,11 +46,11 @@ def folded(layers: Iterable[Layer]) -> list[Row]:
     )
 
 
-def spelled(layers: Sequence[Layer], most: int = 3) -> str:
-    """The folded names of `layers`, the first `most` of them and how many layers the others are."""
+def spelled(layers: Sequence[Layer]) -> str:
+    """The folded names of `layers`, the first of them and how many layers the others are."""
     counts: dict[str, int] = {}
     for row in folded(layers):
         counts.setdefault(row.name or "(root)", row.count)  # both products of an attention have its name
-    names = [*counts][:most]
-    rest = sum([*counts.values()][most:])
+    names = [*counts][:_NAMED]
+    rest = sum([*counts.values()][_NAMED:])
     return f"{', '.join(names)} and {rest} more" if rest else ", ".join(names)

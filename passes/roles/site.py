@@ -19,6 +19,7 @@ from mxcompile.passes.roles.uses import CUT
 from mxcompile.policy import Role
 
 _CHAIN = 4
+_NAMED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,8 +186,8 @@ def _beyond(made: Made, feeds: Feeds) -> Made:
     return made
 
 
-def named(nodes: Iterable[fx.Node], most: int = 2) -> str:
+def named(nodes: Iterable[fx.Node]) -> str:
     """The layers `nodes` by name."""
     names = list(dict.fromkeys(tag.name or "(root)" for node in nodes if (tag := tag_of(node)) is not None))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
