@@ -132,6 +132,10 @@ USED: dict[str, tuple[str, ...]] = {
         "FunctionalTensor",
         "FunctionalTensorMode",
     ),
+    "torch.export": (
+        "_trace",
+        "_trace._export",
+    ),
     "torch.nn.utils.stateless": ("_reparametrize_module",),
     "torch.overrides": (
         "_pop_mode",

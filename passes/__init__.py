@@ -1,8 +1,6 @@
 """Passes over the joint graph: aten in, aten and mx operators out.
 
-    find → classify → decide → rewrite → share → save
-
-Each is a frozen dataclass with one `apply(graph)`; `pipeline` runs them, prints the IR after each and
+Each is a frozen dataclass with one `apply(graph)`; `pipeline` has their order, prints the IR after each and
 verifies it. A matmul's findings travel on its node, as the `GemmTag` in ``node.meta["mx"]``.
 """
 

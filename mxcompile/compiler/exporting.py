@@ -9,7 +9,6 @@ found. Where torch has no such function (it is not public) nothing is checked.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import nn
 
 from mxcompile.errors import ModelError
 
-_HOME, _NAME = "torch.export._trace", "_export"
 _WAYS_IN = ("_torchdynamo_orig_backend", "compiler_fn")
 """What leads from a callback of Dynamo to the backend it ends in."""
 
@@ -25,8 +23,9 @@ _WAYS_IN = ("_torchdynamo_orig_backend", "compiler_fn")
 def guard_exports(is_ours: Callable[[Any], bool]) -> None:
     """From now on raise `ModelError` for an export of a module that a backend compiles that `is_ours`."""
     try:
-        home = importlib.import_module(_HOME)
-        export = getattr(home, _NAME)
+        from torch.export import _trace
+
+        export = _trace._export
     except (ImportError, AttributeError):
         return
 
@@ -41,7 +40,7 @@ def guard_exports(is_ours: Callable[[Any], bool]) -> None:
             )
         return export(module, *args, **kwargs)
 
-    setattr(home, _NAME, guarded)
+    _trace._export = guarded
 
 
 def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
+from mxcompile.errors import OptionError
 from mxcompile.explain.explainer import explain
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Policy
@@ -54,8 +55,13 @@ def compare(
     training: bool = True,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """`explain` of `model` under each of `policies`, which are all read before anything is traced."""
+    """`explain` of `model` under each of `policies`, which are all read before anything is traced.
+
+    Raises `OptionError` without policies, and what `explain` raises.
+    """
     resolved = [Policy.resolve(policy) for policy in policies]
+    if not resolved:
+        raise OptionError("compare needs at least one policy")
     return Comparison(
         reports=tuple(
             explain(model, *args, policy=policy, target=target, training=training, kwargs=kwargs)

@@ -27,9 +27,8 @@ def print_ir(graph: fx.Graph) -> str:
 
 
 def _line(node: fx.Node) -> str:
-    text = f"%{node.name}{_type(node.meta.get('val'))} = {node.op}"
-    if node.op == "call_function":
-        text = f"%{node.name}{_type(node.meta.get('val'))} = {node.target}"
+    what = node.target if node.op == "call_function" else node.op
+    text = f"%{node.name}{_type(node.meta.get('val'))} = {what}"
     arguments = ", ".join(
         [*map(_argument, node.args), *(f"{k}={_argument(v)}" for k, v in node.kwargs.items())]
     )

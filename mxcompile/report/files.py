@@ -29,10 +29,9 @@ def publish(path: Path, text: str) -> None:
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
 
 
 def save(path: str | Path, text: str, what: str) -> None:

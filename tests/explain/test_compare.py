@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mxcompile
-from mxcompile.errors import PolicyError
+from mxcompile.errors import OptionError, PolicyError
 from mxcompile.explain.compare import compare
 
 
@@ -34,3 +34,8 @@ def test_rows_are_those_of_explain():
 def test_a_policy_that_is_none_is_an_error():
     with pytest.raises(PolicyError, match="fp8_row"):
         compare(model(), torch.randn(4, 512), policies=["nvidia", "fp8_row"], target="sm_90")
+
+
+def test_without_policies_there_is_nothing_to_compare():
+    with pytest.raises(OptionError, match="at least one policy"):
+        compare(model(), torch.randn(4, 512), policies=[])
