@@ -122,18 +122,9 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
     return (f"{_OUTSIDE} {', '.join(names[:_NAMED])}{more}",)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
-    """The fields of a report that was merged."""
-
-    gemms: tuple[GemmRecord, ...]
-    summary: Summary
-    graph: tuple[Outline, ...]
-
-
 def merge(
     summaries: Sequence[Summary], contents: Sequence[tuple[Sequence[GemmRecord], Sequence[Outline]]]
-) -> Merged:
+) -> tuple[list[GemmRecord], Summary, list[Outline]]:
     """One report of several, in their order: of equal records the first stands, compiled before planned.
 
     contents: records and graphs, by report. Raises `OptionError` if targets or policies differ.
@@ -158,7 +149,7 @@ def merge(
             gemms += [dataclasses.replace(gemm, graph=gemm.graph + len(graphs)) for gemm in stands]
             graphs += outlines
             counted.append(summary)
-    return Merged(gemms=tuple(gemms), summary=_sum(counted, gemms), graph=tuple(graphs))
+    return gemms, _sum(counted, gemms), graphs
 
 
 def _check_alike(summaries: Sequence[Summary]) -> None:

@@ -74,8 +74,9 @@ class Report:
         Of equal layers the first report's stands; reports that add nothing do not count in the summary.
         Raises `OptionError` for none, and for reports of different targets or policies.
         """
-        found = merge([one.summary for one in reports], [(one.gemms, one.graph) for one in reports])
-        return cls(gemms=found.gemms, summary=found.summary, graph=found.graph)
+        contents = [(one.gemms, one.graph) for one in reports]
+        gemms, summary, graph = merge([one.summary for one in reports], contents)
+        return cls(gemms=tuple(gemms), summary=summary, graph=tuple(graph))
 
     def __str__(self) -> str:
         from mxcompile.report.text import to_text
