@@ -13,7 +13,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import PICKS, argument, packet
-from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor
+from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.passes.flow import origin, readers, stored, viewed
 from mxcompile.passes.gather import Gather
@@ -59,8 +59,7 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int
 
 def _held(node: fx.Node, numel: int) -> int:
     """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored in MXFP8."""
-    value = tensor(node)
-    assert value is not None
+    value = value_of(node)
     blocks = -(-numel // BLOCK) if value.dtype in (E4M3.dtype, E5M2.dtype) else 0
     return numel * value.element_size() + blocks
 
@@ -117,8 +116,7 @@ def _cast_of(node: fx.Node) -> fx.Node | None:
 
 
 def _bytes(node: fx.Node) -> int:
-    value = tensor(node)
-    assert value is not None
+    value = value_of(node)
     return numel(value.shape) * value.element_size()
 
 
@@ -149,9 +147,8 @@ def cached_copies(graph: fx.Graph, count: Callable[[str], int]) -> dict[str, tup
     """
     found: dict[str, tuple[int, int]] = {}
     for node in graph.find_nodes(op="call_function", target=ops.quantize_dequantize_cached):
-        value, path = tensor(node), str(node.meta.get(WEIGHT_KEY, node.args[0]))
+        value, path = value_of(node), str(node.meta.get(WEIGHT_KEY, node.args[0]))
         place = argument(node).args[1:] if argument(node).op != "placeholder" else ()
-        assert value is not None
         name = f"{path} {list(value.shape)} {place} {node.args[1:]}"
         found[name] = _bytes(node), count(path.rpartition(".")[0])
     return found

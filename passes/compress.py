@@ -32,7 +32,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
-from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor
+from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor, value_of
 from mxcompile.passes.flow import viewed
 from mxcompile.passes.upstream import upstream
 
@@ -134,8 +134,7 @@ class _Crossing:
 
     def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
         """A copy along the innermost dimension of `node` in memory."""
-        value = tensor(node)
-        assert value is not None
+        value = value_of(node)
         order = memory_order([hint(stride) for stride in value.stride()])
         elem, rounding = E4M3.dtype, str(Rounding.RCEIL)
         if tag.formats is not None:
@@ -151,8 +150,7 @@ class _Crossing:
 
     def _cast(self, source: fx.Node, how: tuple[Any, ...], like: fx.Node, steps: Chain) -> _Copy:
         """`source` cast in forward as soon as it is there, or the cast of it that there is."""
-        value = tensor(source)
-        assert value is not None
+        value = value_of(source)
         call = self._forward.call
         cast = next((u for u in source.users if u.target is ops.quantize and u.args[1:] == how), None)
         if cast is None:
@@ -173,8 +171,7 @@ class _Crossing:
 
         after: the steps to `node` from where those to the copy's source begin.
         """
-        end, value = self._ends[node.name], tensor(node)
-        assert value is not None
+        end, value = self._ends[node.name], value_of(node)
         qdata, scale = (self._input(part, end) for part in (copy.qdata, copy.scale))
         build, readers = self._backward, list(end.users)
         known = end.meta.pop("val")  # what is about to go is no source of sizes
@@ -195,8 +192,7 @@ class _Crossing:
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """`node` with its dimensions in memory in the order of `like`."""
-        value, call = tensor(node), self._backward.call
-        assert value is not None
+        value, call = value_of(node), self._backward.call
         order = memory_order([hint(stride) for stride in like.stride()])
         if memory_order([hint(stride) for stride in value.stride()]) == order:
             return node

@@ -27,7 +27,7 @@ from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import tensor, value_of
 
 _VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
 _ALONG = {aten.cat: 1, aten.slice: 1, aten.split: 2}
@@ -99,8 +99,7 @@ class _Moved:
         """Cast, send and move bytes instead."""
         graph, call = build.graph, build.call
         x, how = argument(self.gather), _how(self.casts[0])
-        value = tensor(x)
-        assert value is not None
+        value = value_of(x)
         assert how is not None
         width, last, byte = value.shape[-1], value.ndim - 1, torch.uint8
         with graph.inserting_before(self.gather):
@@ -129,8 +128,7 @@ class _Moved:
 
 def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> tuple[fx.Node, fx.Node]:
     """Codes and scales of `rows` of bytes, `width` codes each."""
-    value, call = tensor(rows), build.call
-    assert value is not None
+    value, call = value_of(rows), build.call
     parts = [
         call(aten.slice.Tensor, rows, value.ndim - 1, start, end, like=rows)
         for start, end in ((0, width), (width, 2**63 - 1))

@@ -23,7 +23,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose
 
 
@@ -46,8 +46,7 @@ def matrices(node: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
 
 
 def _matrix(operand: fx.Node, build: Builder, node: fx.Node) -> fx.Node:
-    value = tensor(operand)
-    assert value is not None
+    value = value_of(operand)
     return operand if value.ndim > 1 else build.call(aten.unsqueeze.default, operand, 1, like=node)
 
 
@@ -64,19 +63,15 @@ def as_returned(product: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
     """`product`, of the `matrices` of the convolution `node`, in the shape and strides of its result."""
     image = operands(node)[0]
     if packet(node) not in CONVOLUTION_BACKWARD:
-        return _image(product, image, tensor(node), build, node)
-    result = tensor(next(iter(node.users)))
+        return _image(product, image, value_of(node), build, node)
+    result = value_of(next(iter(node.users)))
     if gradient_index(node) == 0:
         return _image(product, image, result, build, node)
-    assert result is not None
     return build.call(aten.view.default, product, list(result.shape), like=node)
 
 
-def _image(
-    product: fx.Node, image: fx.Node, wanted: torch.Tensor | None, build: Builder, node: fx.Node
-) -> fx.Node:
+def _image(product: fx.Node, image: fx.Node, wanted: torch.Tensor, build: Builder, node: fx.Node) -> fx.Node:
     """Rows [n·s, c] as [n, c, *s], with the pixels of `image` and the strides of `wanted`."""
-    assert wanted is not None
     rank = wanted.ndim
     sizes: list[Any] = [build.size(image, dim, like=node) for dim in (0, *range(2, rank))]
     last = build.call(aten.view.default, product, [*sizes, wanted.shape[1]], like=node)

@@ -19,7 +19,7 @@ from torch import fx
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, gradient_index, packet
 from mxcompile.graph.shapes import matmul_sizes, operands
-from mxcompile.graph.tags import set_tag, tag_of, tags_of, tensor
+from mxcompile.graph.tags import set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.passes.split import HALF, masked
 
 
@@ -81,8 +81,7 @@ def _decomposed(node: fx.Node, build: Builder) -> fx.Node | None:
         if isinstance(k, int) and k == 1 and _same_dtype(node):
             return build.call(aten.mul.Tensor, *operands(node), like=node)
     if what is aten.mv and _same_dtype(node):
-        value = tensor(node)
-        assert value is not None
+        value = value_of(node)
         matrix, vector = (_to(operand, torch.float32, build) for operand in operands(node))
         product = build.call(aten.mul.Tensor, matrix, vector, like=node)
         total = build.call(aten.sum.dim_IntList, product, [1], like=node)

@@ -24,7 +24,7 @@ from mxcompile.formats import BLOCK, Rounding
 from mxcompile.graph.build import Builder
 from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import argument, aten
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose, untransposed
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
@@ -62,9 +62,7 @@ def _stored(cast: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     if source.target is not ops.dequantize or source.args[3] not in _EXACT:
         return None
     q, s = argument(source, 0), argument(source, 1)
-    values, scales = tensor(q), tensor(s)
-    assert values is not None
-    assert scales is not None
+    values, scales = value_of(q), value_of(s)
     rank = values.ndim
     along = int(dim) % rank  # type: ignore[arg-type]
     if swapped and along >= rank - 2:
@@ -78,8 +76,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
     """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
     for values in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
         q, s, rounding = argument(values, 0), argument(values, 1), values.args[2]
-        codes = tensor(q)
-        assert codes is not None
+        codes = value_of(q)
         for cast in list(values.users):
             if cast.target is not ops.quantize or [*cast.args[2:]] != [codes.dtype, rounding, True]:
                 raise PolicyError(
@@ -97,8 +94,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
 
 def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
     """Let what reads `scales`, those of tiles repeated for every row, read `tiles`."""
-    value = tensor(scales)
-    assert value is not None
+    value = value_of(scales)
     rows, call = value.ndim - 2, build.call
     for user in list(scales.users):
         if user.target is aten.slice.Tensor and user.args[1] == rows and user.args[4:] == (BLOCK,):

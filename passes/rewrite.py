@@ -26,7 +26,7 @@ from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
 from mxcompile.graph.shapes import offsets
-from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor
+from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.passes.flow import gathered
 from mxcompile.passes.matrices import as_returned, matrices
@@ -120,8 +120,7 @@ class _Writer:
         """The product of `a` and `b`, with what the replaced operator adds to it."""
         if packet(node) in CONVOLUTIONS:
             return self._convolution(node, a, b, casts)
-        what, out = packet(node), tensor(node)
-        assert out is not None
+        what, out = packet(node), value_of(node)
         biased = what in (aten.addmm, aten.baddbmm, aten.addmv)
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         plain = alpha == 1 and beta == 1 and what is not aten.addmv
@@ -187,8 +186,7 @@ class _Writer:
         return transpose(kept, self._build) if swapped else kept
 
     def _kept_rows(self, base: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
-        value = tensor(base)
-        assert value is not None
+        value = value_of(base)
         call = self._build.call
         length = self._build.size(base, dim % 2, like=node)
         rows = self._build.range(length, value.device, node)
@@ -263,8 +261,7 @@ class _Writer:
         qdata, scale = self._cast(source, -1, how, node)
         if dim == -1:
             return qdata, scale
-        value = tensor(source)
-        assert value is not None
+        value = value_of(source)
         call = self._build.call
         rank, width = value.ndim, self._build.size(source, value.ndim - 1, like=node)
         tiles = call(aten.slice.Tensor, scale, rank - 2, 0, 2**63 - 1, BLOCK, like=node)
@@ -303,9 +300,7 @@ def _without_state(node: fx.Node, tag: GemmTag) -> GemmTag:
 
 def _result(node: fx.Node) -> torch.Tensor:
     """What the GEMM `node` returns, as the item that is read of it if it returns several."""
-    value = tensor(next(iter(node.users)) if HALF in node.meta else node)
-    assert value is not None
-    return value
+    return value_of(next(iter(node.users)) if HALF in node.meta else node)
 
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:

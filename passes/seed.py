@@ -18,7 +18,7 @@ from mxcompile import ops
 from mxcompile.formats import Format
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import tensor, value_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,7 @@ class Seed:
 
 def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
     """A seed on the device of `cast`, drawn before anything is computed: forward or backward can hold it."""
-    source = tensor(argument(cast))
-    assert source is not None
+    source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
     like = next((node for node in inputs if _is_on(node, source.device)), argument(cast))
     after = inputs[-1] if like.op == "placeholder" else like

@@ -15,7 +15,7 @@ from mxcompile import ops
 from mxcompile.formats import AmaxKind, Format
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
-from mxcompile.graph.tags import STATE_KEY, GemmTag, tensor
+from mxcompile.graph.tags import STATE_KEY, GemmTag, value_of
 from mxcompile.passes.flow import input_index, stored
 from mxcompile.policy import Gemm
 
@@ -43,8 +43,7 @@ class States:
         self, state: fx.Node, operand: str, source: fx.Node, fmt: Format, like: fx.Node
     ) -> tuple[fx.Node, fx.Node]:
         """The scale for `source`, and what this call adds to the state."""
-        call, row, value = self._build.call, ops.OPERANDS.index(operand), tensor(source)
-        assert value is not None
+        call, row, value = self._build.call, ops.OPERANDS.index(operand), value_of(source)
         seen = call(ops.largest, source, like=like)
         if fmt.amax.kind is AmaxKind.EMA:
             seen = call(ops.mean, state, row, seen, str(fmt), like=like)
@@ -75,8 +74,7 @@ class States:
             for other in found[1:]:
                 most = self._build.call(aten.maximum.default, most, other, like=node)
             return most
-        value = tensor(node)
-        assert value is not None
+        value = value_of(node)
         options = {"dtype": torch.float32, "device": value.device}
         return self._build.call(aten.full.default, [1], 0.0, like=node, **options)
 

@@ -19,9 +19,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.names import GraphInput
-from mxcompile.graph.opsets import TRANSPARENT, aten, packet, permutation
+from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet, permutation
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor
+from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
@@ -69,16 +69,15 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     cast, found = _source(node.args[2 * side])
     if path := _path(cast, inputs):
-        stored, rank = tensor(cast), len(found or ())
+        stored, rank = value_of(cast), len(found or ())
         block = found[rank - 1 if side == 0 else rank - 2] if found else None
-        assert stored is not None
         known |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
         return
     if packet(cast) is not operator.getitem or not isinstance(cast.args[0], fx.Node):
         return
     made = cast.args[0]
-    source, dim, elem_dtype, rounding, *options = made.args
+    source, (dim, elem_dtype, rounding, *options) = argument(made), made.args[1:]
     parameter, found = _source(source)
     path = _path(parameter, inputs)
     if not path:
@@ -86,15 +85,13 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     if made.target not in (ops.quantize, ops.quantize_cached) or any(options[:1]):
         yield WeightUse(path=path, **{**known, "reason": "its scales are not those of 32 elements along K"})
         return
-    value = tensor(source)
-    assert value is not None
+    value = value_of(source)
     block = found[int(dim) % value.ndim] if found is not None else None  # type: ignore[arg-type]
     if block is None:
         yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
         return
     assert isinstance(elem_dtype, torch.dtype)
-    whole = tensor(parameter)
-    assert whole is not None
+    whole = value_of(parameter)
     known |= {"block_dim": block, "rank": whole.ndim}
     yield WeightUse(path=path, elem_dtype=elem_dtype, rounding=str(rounding), **known)
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import COPIES, RESHAPES, argument, aten, packet, permutation
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import value_of
 
 Chain = tuple[fx.Node, ...]
 """Every one reads the one before."""
@@ -67,9 +67,7 @@ def _permuted(node: fx.Node, order: Sequence[int], build: Builder) -> fx.Node:
 
 def _shaped(node: fx.Node, like: fx.Node, build: Builder) -> fx.Node | None:
     """`node` in the shape of `like`; None if a size is not at hand."""
-    value, wanted = tensor(node), tensor(like)
-    assert value is not None
-    assert wanted is not None
+    value, wanted = value_of(node), value_of(like)
     if list(map(str, value.shape)) == list(map(str, wanted.shape)):
         return node
     sizes = build.sizes(wanted.shape, like=node)

@@ -141,6 +141,13 @@ def tensor(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def value_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of `node`, which has one."""
+    found = tensor(node)
+    assert found is not None, f"{node} has no tensor"
+    return found
+
+
 Sizes = tuple[Any, Any, Any, Any]
 """batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
 

@@ -6,7 +6,7 @@ from torch import fx
 
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, permutation
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import value_of
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
@@ -27,7 +27,6 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 def transpose(node: fx.Node, builder: Builder) -> fx.Node:
     """`node` with its last two dimensions swapped, as a view."""
-    value = tensor(node)
-    assert value is not None
+    value = value_of(node)
     order = [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2]
     return builder.call(aten.permute.default, node, order, like=node)

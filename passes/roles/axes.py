@@ -15,7 +15,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import aten, packet, permutation
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import hint, numel, tags_of, tensor
+from mxcompile.graph.tags import hint, numel, tags_of, tensor, value_of
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
@@ -97,8 +97,7 @@ def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.No
 
 def _size(node: fx.Node) -> tuple[bool, int]:
     """Orders arguments: a mask, a row statistic or a number are less than what they are applied to."""
-    value = tensor(node)
-    assert value is not None
+    value = value_of(node)
     return value.is_floating_point(), numel(value.shape)
 
 
