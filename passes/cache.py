@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.names import GraphInput
+from mxcompile.graph.names import GraphInput, joined
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import WEIGHT_KEY, GemmTag, set_tag, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
@@ -65,7 +65,7 @@ class Cache:
             return "", f"its dtype is {str(value.dtype).removeprefix('torch.') if value is not None else '?'}"
         if not value.is_contiguous():
             return "", "it does not lie in memory as it is cast"
-        return ".".join(filter(None, (self.prefix, known.path or source.name))), self.obstacle
+        return joined(self.prefix, known.path or source.name), self.obstacle
 
 
 def _weights(graph: fx.Graph) -> Iterator[tuple[fx.Node, GemmTag, fx.Node]]:

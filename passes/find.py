@@ -19,7 +19,7 @@ from torch import fx
 
 from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.convolutions import is_pointwise
-from mxcompile.graph.names import GraphInput, layer_name, module_of, source_of
+from mxcompile.graph.names import GraphInput, joined, layer_name, module_of, source_of
 from mxcompile.graph.opaque import opaque_sizes
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
@@ -94,7 +94,7 @@ class _Finder:
                 sizes = [(batch, n, m, k)]
         else:
             kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
-        name = ".".join(part for part in (self._options.prefix, path) if part)
+        name = joined(self._options.prefix, path)
         tag = GemmTag(
             layer=node.name,
             name=name,

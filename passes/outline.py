@@ -22,7 +22,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, Tile
-from mxcompile.graph.names import GraphInput, module_of, source_of
+from mxcompile.graph.names import GraphInput, joined, module_of, source_of
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.passes.flow import Depends, dependencies
@@ -138,7 +138,7 @@ class _Drawing:
             known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
             path, owner = next((found for found in known if found[0]), ("", ""))
         self._path[node] = path, owner
-        return ".".join(part for part in (self._prefix, path) if part), owner
+        return joined(self._prefix, path), owner
 
     def _see_input(self, node: fx.Node) -> None:
         value = tensor(node)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import stored
 from mxcompile.errors import CheckpointError
+from mxcompile.graph.names import joined
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
 )
@@ -104,7 +105,7 @@ def _assign(model: nn.Module, readers: Readers) -> None:
         for owned in (module._parameters, module._buffers):
             for attribute, value in owned.items():
                 if value is not None and attribute not in module._non_persistent_buffers_set:
-                    known[f"{prefix}.{attribute}".lstrip(".")] = value
+                    known[joined(prefix, attribute)] = value
                     places[id(value)].append((owned, attribute))
     unexpected = next((name for name in readers if name not in known), None)
     loaded = {id(known[name]) for name in readers if name in known}

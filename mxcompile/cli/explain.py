@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
+    from mxcompile.explain.compare import compare
     from mxcompile.explain.explainer import explain
     from mxcompile.formats import labels
     from mxcompile.report import form_of
@@ -76,18 +77,20 @@ def run(options: argparse.Namespace) -> int:
     check_output(options, form_of if options.sweep is None else _picture)
     if options.why is not None:
         _check_alone(options)
-    if options.compare is not None:
-        return _compare(options)
+    if options.compare is not None and options.output is not None:
+        raise OptionError("--compare prints a table: it writes no report, leave out --output")
+    policies = None if options.compare is None else policies_of(options.compare)
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
-        report = explain(
-            loaded.model,
-            *loaded.args,
-            policy=options.policy,
-            target=options.target,
-            training=not options.inference,
-            kwargs=loaded.kwargs,
-        )
+        asked: dict[str, Any] = {
+            "target": options.target,
+            "training": not options.inference,
+            "kwargs": loaded.kwargs,
+        }
+        if policies is not None:
+            print(compare(loaded.model, *loaded.args, policies=policies, **asked))
+            return 0
+        report = explain(loaded.model, *loaded.args, policy=options.policy, **asked)
     if options.why is not None:
         print("\n\n".join(map(str, report.why(options.why))))
         return 0
@@ -123,26 +126,3 @@ def _check_alone(options: argparse.Namespace) -> None:
     for name, value in others.items():
         if value is not None:
             raise OptionError(f"--why prints what roles rest on and nothing else: leave out {name}")
-
-
-def _compare(options: argparse.Namespace) -> int:
-    """Print one row for each policy."""
-    from mxcompile.cli.models import load_model
-    from mxcompile.cli.quiet import quiet
-    from mxcompile.explain.compare import compare
-
-    if options.output is not None:
-        raise OptionError("--compare prints a table: it writes no report, leave out --output")
-    policies = policies_of(options.compare)
-    with quiet():
-        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
-        found = compare(
-            loaded.model,
-            *loaded.args,
-            policies=policies,
-            target=options.target,
-            training=not options.inference,
-            kwargs=loaded.kwargs,
-        )
-    print(found)
-    return 0

@@ -21,7 +21,7 @@ from torch import nn
 
 from mxcompile.compiler.backend import Backend
 from mxcompile.errors import OptionError, not_allowed, shown
-from mxcompile.graph.names import user_path
+from mxcompile.graph.names import joined, user_path
 from mxcompile.lowering.targets import AUTO
 from mxcompile.plan.bare import plain_class, users_own
 from mxcompile.policy import Policy
@@ -117,18 +117,18 @@ def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         kinds = Counter(plain_class(users_own(child)) for child in members.values())
         for name, child in members.items():
             if kinds[plain_class(users_own(child))] > 1:
-                yield f"{path}.{name}".removeprefix("."), child
+                yield joined(path, name), child
             else:
-                yield from _stacked(f"{path}.{name}".removeprefix("."), child)
+                yield from _stacked(joined(path, name), child)
         return
     for name, child in _children(module):
-        yield from _stacked(f"{path}.{name}".removeprefix("."), child)
+        yield from _stacked(joined(path, name), child)
 
 
 def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that hold matrices and no block."""
     for name, child in _children(module):
-        inside = f"{path}.{name}".removeprefix(".")
+        inside = joined(path, name)
         if inside in blocks:
             continue
         if any(block.startswith(f"{inside}.") for block in blocks):

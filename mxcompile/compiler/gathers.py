@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.graph.names import GraphInput
+from mxcompile.graph.names import GraphInput, joined
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) 
     """For a graph of the module at `path` in the model `root`, of which `inputs` are parameters."""
     if root is None:
         return Gathers()
-    read = {f"{path}.{name}".strip(".") for given in inputs for name in (given.path, *given.others) if name}
+    read = {joined(path, name) for given in inputs for name in (given.path, *given.others) if name}
     try:
         found = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:
@@ -67,7 +67,7 @@ def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
                 sent = sum(output.numel() * output.element_size() for output in outputs) // ranks
                 dtype = parameter.param_dtype or parameter.orig_dtype
                 without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
-                name = f"{paths[id(about.module)]}.{about.param_name}".strip(".")
+                name = joined(paths[id(about.module)], about.param_name)
                 yield name, (sent, without, group.post_forward_mesh_info is not None)
 
 

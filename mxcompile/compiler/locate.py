@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.frames import Frame
-from mxcompile.graph.names import GraphInput, user_path
+from mxcompile.graph.names import GraphInput, joined, user_path
 
 _LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
 
@@ -96,7 +96,7 @@ class Located:
         """The path in the model of a parameter or buffer, "" if unknown; None for anything else."""
         raw = name_of(source)
         owner = self._owner(source)[1]
-        named = f"{owner}.{raw_attribute(raw)}".removeprefix(".") if owner is not None else user_path(raw)
+        named = joined(owner, raw_attribute(raw)) if owner is not None else user_path(raw)
         known = self._model.tensors.get(id(value)) or self._model.tensors.get(id(self._frame.evaluate(raw)))
         if known:
             return named if named in known else known[0]

@@ -20,7 +20,7 @@ from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
-from mxcompile.graph.names import GraphInput
+from mxcompile.graph.names import GraphInput, joined
 from mxcompile.lowering.targets import Target
 from mxcompile.plan.bare import fake_copy
 from mxcompile.plan.fakes import call
@@ -69,7 +69,7 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                by_identity[id(parameter)].append((f"{prefix}.{name}".lstrip("."), (module, name)))
+                by_identity[id(parameter)].append((joined(prefix, name), (module, name)))
     return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 
@@ -116,7 +116,7 @@ class _Tracer(Generic[Use]):
         compilation.read = self._read
         trace(compilation, gm, example_inputs)
         for use in compilation.found_uses:
-            path = f"{found.path}.{use.path}".lstrip(".")
+            path = joined(found.path, use.path)
             for each in (path, *self._repeats.others(path)):
                 self._uses[each].append(use)
         return gm.forward

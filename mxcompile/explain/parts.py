@@ -9,6 +9,7 @@ from torch import fx
 
 from mxcompile.formats import KEPT
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.names import joined
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.passes.classify import Classify
@@ -47,7 +48,7 @@ def _renamed(name: str, heads: dict[str, str]) -> str:
     for end in range(len(steps), 0, -1):
         head = ".".join(steps[:end])
         if head in heads:
-            return ".".join(part for part in (heads[head], *steps[end:]) if part)
+            return joined(heads[head], *steps[end:])
     return name
 
 

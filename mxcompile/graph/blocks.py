@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mxcompile.graph.names import PARALLEL, user_path
+from mxcompile.graph.names import PARALLEL, joined, user_path
 from mxcompile.policy import Block
 
 _Named = tuple[str, nn.Module]
@@ -36,9 +36,9 @@ class Blocks:
             path, module = pending.pop()
             blocks = _blocks(module)
             for index, (name, _) in enumerate(blocks):
-                places[_join(path, name)] = Block(index, len(blocks))
+                places[joined(path, name)] = Block(index, len(blocks))
             found = {name for name, _ in blocks}
-            pending += [(_join(path, name), child) for name, child in _children(module) if name not in found]
+            pending += [(joined(path, name), child) for name, child in _children(module) if name not in found]
         return cls(places)
 
     def place(self, name: str) -> Block | None:
@@ -46,10 +46,6 @@ class Blocks:
         steps = name.split(".") if self.places else []
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
         return next((self.places[head] for head in heads if head in self.places), None)
-
-
-def _join(path: str, name: str) -> str:
-    return ".".join(part for part in (path, name) if part)
 
 
 def _children(module: nn.Module) -> Iterator[_Named]:

@@ -77,6 +77,11 @@ def user_path(raw: str) -> str:
     return ".".join(step for step in steps if step not in _CONTAINERS | WRAPPERS)
 
 
+def joined(*steps: str) -> str:
+    """One path of several, those left out that are empty."""
+    return ".".join(step for step in steps if step)
+
+
 def module_of(node: fx.Node) -> tuple[str, str]:
     """Path and class name of the innermost module `node` was traced in; ("", "") outside any."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -111,7 +116,7 @@ def layer_name(module_path: str, parameter_path: str) -> str:
     owner, _, attribute = parameter_path.rpartition(".")
     for suffix in ("qdata", "_", "weight", "_"):  # codes stand for the weight that they are of
         attribute = attribute.removesuffix(suffix)
-    return ".".join(part for part in (owner, attribute) if part)
+    return joined(owner, attribute)
 
 
 def source_of(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import remove_from_cache
 
 from mxcompile.errors import ModelError
 from mxcompile.graph.blocks import Blocks
+from mxcompile.graph.names import joined
 from mxcompile.graph.tags import GemmTag
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
@@ -126,7 +127,7 @@ def fold(model: nn.Module, policy: Policy) -> Repeats:
         if isinstance(module, _CONTAINERS):
             standing_for |= _fold_container(model, path, module, policy, owners, blocks)
         for name, child in module._modules.items():
-            inside = f"{path}.{name}".lstrip(".")
+            inside = joined(path, name)
             if child is not None and inside not in standing_for:
                 pending.append((inside, child))
     return Repeats(standing_for=standing_for, blocks=blocks)
@@ -144,15 +145,14 @@ def _fold_container(
     kinds: dict[Any, list[str]] = {}
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
-            own = f"{path}.{name}".lstrip(".")
+            own = joined(path, name)
             kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own, blocks))
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():
         if len(names) > 3:
             _, middle, *others, _ = names
-            prefix = f"{path}." if path else ""
-            result[prefix + middle] = tuple(prefix + name for name in others)
+            result[joined(path, middle)] = tuple(joined(path, name) for name in others)
             for name in others:
                 del container._modules[name]
     return result

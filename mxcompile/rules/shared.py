@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import user_path
+from mxcompile.graph.names import joined, user_path
 from mxcompile.policy import Policy
 
 
@@ -19,6 +19,6 @@ def name_signature(
     module = root.get_submodule(path)
     inner = [name for name, _ in module.named_modules()]
     inner += [name for name, _ in module.named_parameters()]
-    full = [user_path(f"{path}.{name}".strip(".")) for name in inner]
+    full = [user_path(joined(path, name)) for name in inner]
     places = [(name, blocks.place(name)) for name in full]
     return tuple(tuple(rule.match.places(*place) for rule in policy.rules) for place in places)
