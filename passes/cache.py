@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,7 @@ class Cache:
         for node, tag, cast in _weights(graph):
             path, reason = self._judged(cast)
             if reason:
-                _note(node, tag, reason)
+                set_tag(node, tag.with_reason(f"the weight is cast in every call: {reason}"))
             elif cast.target is ops.quantize:
                 _replace(cast, path, build)
         graph.eliminate_dead_code()
@@ -93,9 +93,3 @@ def _replace(cast: fx.Node, path: str, build: Builder) -> None:
     build.replace(cast, made)
     if {tag.gemm for tag in readers(made)} >= {Gemm.FPROP, Gemm.DGRAD}:
         made.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-def _note(node: fx.Node, tag: GemmTag, reason: str) -> None:
-    assert tag.choice is not None
-    said = f"{tag.choice.reason}; the weight is cast in every call: {reason}"
-    set_tag(node, replace(tag, choice=replace(tag.choice, reason=said)))

@@ -59,8 +59,7 @@ class Decide:
         """`tag`, its reason with the cut that it was decided in the face of."""
         if not self.cut or tag.whole is not None or tag.choice is None:
             return tag
-        reason = f"{tag.choice.reason}; of the model in sight: {self.cut}"
-        return replace(tag, choice=replace(tag.choice, reason=reason))
+        return tag.with_reason(f"of the model in sight: {self.cut}")
 
 
 def keep_products(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,9 @@ class _Cast:
 
 
 _Casts = tuple[_Cast, _Cast]
+
+_WITHOUT_STATE = "scales of the tensors at hand: the weight is no parameter of the graph"
+"""Of scales that cannot follow from calls before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +102,8 @@ class _Writer:
             mx = all(fmt.is_mx for fmt in formats)
             state = None if is_grouped(node) else self.states.of(tag, (left, right))
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
-                tag = _without_state(node, tag)
+                tag = tag.with_reason(_WITHOUT_STATE)
+                set_tag(node, tag)
             casts = _Cast(fmt=formats[0], mx=mx), _Cast(fmt=formats[1], mx=mx)
             if is_grouped(node):
                 result = self._grouped(node, tag, left, right, casts)
@@ -287,15 +291,6 @@ def _same(source: fx.Node) -> Any:
     if packet(source) not in VIEWS:
         return source
     return source.target, _same(argument(source)), str(source.args[1:]), str(source.kwargs)
-
-
-def _without_state(node: fx.Node, tag: GemmTag) -> GemmTag:
-    """`tag`, its reason with what becomes of scales that cannot follow from calls before; on `node` too."""
-    assert tag.choice is not None
-    reason = f"{tag.choice.reason}; scales of the tensors at hand: the weight is no parameter of the graph"
-    tag = replace(tag, choice=replace(tag.choice, reason=reason))
-    set_tag(node, tag)
-    return tag
 
 
 def _result(node: fx.Node) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -91,6 +91,11 @@ class GemmTag:
     def flops(self) -> int:
         """Floating-point operations: two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    def with_reason(self, more: str) -> GemmTag:
+        """The same, of a GEMM that is decided, with a further reason for its choice."""
+        assert self.choice is not None
+        return replace(self, choice=replace(self.choice, reason=f"{self.choice.reason}; {more}"))
 
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
