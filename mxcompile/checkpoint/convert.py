@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -120,8 +121,11 @@ class _Work:
         with lock.open("w") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = os.path.samestat(os.fstat(handle.fileno()), lock.stat())
             except OSError:
-                raise CheckpointError(f"{self._target}: another conversion is writing it") from None
+                held = False
+            if not held:  # by now it may be that of one who has finished, and taken it away
+                raise CheckpointError(f"{self._target}: another conversion is writing it")
             if not self._done and not self._target.exists():
                 shutil.rmtree(self._partial, ignore_errors=True)
             try:

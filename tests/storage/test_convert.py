@@ -285,6 +285,22 @@ def test_killed_at_any_point_it_leaves_nothing_broken_and_goes_on(source, tmp_pa
     assert isinstance(mxcompile.load_quantized(out).model.layers[0].mlp.up_proj.weight, MXTensor)
 
 
+def test_a_lock_that_its_holder_took_away_is_not_held(tmp_path, monkeypatch):
+    """Two would hold one place: whoever opened the lock before that, and whoever makes the next."""
+    taken = fcntl.flock
+
+    def late(handle, how):
+        (tmp_path / ".out.lock").unlink()
+        taken(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        pytest.raises(CheckpointError, match="another conversion is writing it"),
+        _Work(None, tmp_path / "out", "").alone(),  # type: ignore[arg-type]
+    ):
+        raise AssertionError
+
+
 def test_a_bare_file_with_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("factory.py").write_text(
