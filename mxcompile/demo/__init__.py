@@ -1,6 +1,6 @@
 """The demonstration: a small Llama trained on text in BF16, MXFP8 and too few bits; models served."""
 
-from mxcompile.demo.compare import CONTROL, Comparison, Variant, quick_settings
+from mxcompile.demo.compare import CONTROL, Comparison, quick_settings
 from mxcompile.demo.plot import plot
 from mxcompile.demo.serving import Quality, Speed, Way, Wide, quality, speed, trained, wide
 from mxcompile.demo.training import Run, Settings, Text, Trainee, standard_library, train
@@ -14,7 +14,6 @@ __all__ = [
     "Speed",
     "Text",
     "Trainee",
-    "Variant",
     "Way",
     "Wide",
     "plot",

@@ -4,26 +4,20 @@ from mxcompile.rules.check import (
     check_layers,
     check_mistakes,
     complaints,
-    mistakes,
-    near_misses,
     unused_rules,
     with_complaints,
 )
-from mxcompile.rules.fit import RuleFit, fits
-from mxcompile.rules.layers import folded, layers_of, spelled
+from mxcompile.rules.fit import fits
+from mxcompile.rules.layers import layers_of, spelled
 from mxcompile.rules.shared import name_signature
 
 __all__ = [
-    "RuleFit",
     "check_layers",
     "check_mistakes",
     "complaints",
     "fits",
-    "folded",
     "layers_of",
-    "mistakes",
     "name_signature",
-    "near_misses",
     "spelled",
     "unused_rules",
     "with_complaints",
