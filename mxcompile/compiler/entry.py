@@ -65,7 +65,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
         said = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(refused)
         raise UnsupportedError("\n".join([said, *(complaints(options.policy, layers) if layers else ())]))
     if layers:
-        check_layers(options, layers)
+        check_layers(options.policy, layers, strict=options.strict)
     checked[options.fingerprint()] = plan
     REGISTRY.plan(root, options.fingerprint(), plan.records(options.policy))
 
@@ -129,7 +129,8 @@ def publish(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequen
     entry.put()
     compilation.changed = entry.hear
     if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
-        check_layers(compilation.options, layers_of(REGISTRY.layers(entry.ledger.group)))
+        layers = layers_of(REGISTRY.layers(entry.ledger.group))
+        check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
 
 
 class _Entry:

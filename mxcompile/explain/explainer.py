@@ -68,7 +68,7 @@ def explain(
         model, lambda leave_out: _Explainer(model, options, training, leave_out).run(args, named)
     )
     report = Report.of(parts, target=options.target, policy=options.policy.label)
-    check_mistakes(options, report.gemms)
+    check_mistakes(options.policy, report.gemms, strict=options.strict)
     return advised(estimate(with_memory(report, model, training=training)))
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 
-from mxcompile.compiler.options import Options
 from mxcompile.errors import PolicyError, UnsupportedError
 from mxcompile.policy import ATTENTION_PRODUCTS, Layer, Limit, Match, Policy
 from mxcompile.policy.parse import rule_words
@@ -60,16 +59,16 @@ def complaints(policy: Policy, layers: Sequence[Layer]) -> list[str]:
     return mistakes(policy, layers) + near_misses(policy, layers)
 
 
-def check_layers(options: Options, layers: Sequence[Layer]) -> None:
-    """Warn about everything in `complaints`; in strict mode raise one `PolicyError` with all of it."""
-    _say(complaints(options.policy, layers), options.strict)
+def check_layers(policy: Policy, layers: Sequence[Layer], *, strict: bool) -> None:
+    """Warn about everything in `complaints`; if `strict` raise one `PolicyError` with all of it."""
+    _say(complaints(policy, layers), strict)
 
 
-def check_mistakes(options: Options, gemms: Iterable[GemmRecord]) -> None:
+def check_mistakes(policy: Policy, gemms: Iterable[GemmRecord], *, strict: bool) -> None:
     """The same, but near misses are only warned about: for a look at a model, which they do not spoil."""
     layers = layers_of(gemms)
-    _say(near_misses(options.policy, layers), strict=False)
-    _say(mistakes(options.policy, layers), options.strict)
+    _say(near_misses(policy, layers), strict=False)
+    _say(mistakes(policy, layers), strict)
 
 
 def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:

@@ -58,6 +58,27 @@ def test_no_module_is_in_a_circle():
     assert circles == []
 
 
+ROOMS = (
+    "errors", "formats", "policy", "ops", "report", "storage", "graph", "passes lowering", "rules", "plan",
+    "compiler", "explain audit offline serving distributed checkpoint", "tune demo", "cli",
+)  # fmt: skip
+"""As docs/architecture.md has them, from the lowest. On one level they may use each other, but for passes."""
+
+
+def test_rooms_use_lower_rooms():
+    rank = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms.split()}
+    wrong = []
+    for name, path in modules().items():
+        for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
+            own, other = (f"{each}.".split(".")[1] for each in (name, target))
+            if not target.startswith("mxcompile.") or own not in rank or other not in rank:
+                continue
+            apart = {own, other} == {"passes", "lowering"}
+            if rank[own] < rank[other] or apart:
+                wrong.append((name, target))
+    assert wrong == []
+
+
 def test_the_walk_sees_what_runs_at_import():
     source = "if TYPE_CHECKING:\n    import a\nimport b\ntry:\n    from c import d\nfinally:\n    pass\n"
     assert sorted(imported(ast.parse(source + "def f():\n    import e\n"))) == ["b", "c.d"]
