@@ -21,6 +21,7 @@ from mxcompile.formats import BLOCK, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates.configs import single
 
 _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
 _PLAIN: dict[Any, tuple[Any, ...]] = {ops.quantize: (False, ScaleLayout.ROW_MAJOR)}
@@ -105,8 +106,8 @@ def _fits(value: torch.Tensor, side: int) -> bool:
         return False
     if any(isinstance(size, int) and size == 0 for size in value.shape):
         return False
-    if all(isinstance(size, int) and size == 1 for size in value.shape):
-        return False  # Inductor stores at a constant without the mask
+    if single(value.shape):
+        return False
     rows = value.shape[-2]
     return value.ndim == 2 or side == -1 or (isinstance(rows, int) and rows % BLOCK == 0)
 

@@ -103,8 +103,8 @@ class Native:
         offs = tensor(node.args[4]) if _is_grouped(node) else None
         if offs is not None and not isinstance(offs.shape[0], int):
             return False
-        if all(isinstance(size, int) and size == 1 for size in out.shape):
-            return False  # Inductor stores at a constant without the mask
+        if configs.single(out.shape):
+            return False
         return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
 
 

@@ -211,9 +211,8 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
         return None
     known = V.graph.sizevars.statically_known_equals
     empty = any(known(size, 0) for size in x.get_size())
-    single = all(known(size, 1) for size in x.get_size())  # Inductor stores at a constant without the mask
     unknown = layout != "rowwise" and _short_blocks(x) and not x.get_size()[-2].is_number
-    return None if empty or single or unknown else target
+    return None if empty or configs.single(x.get_size()) or unknown else target
 
 
 def _short_blocks(x: ir.TensorBox) -> bool:

@@ -151,6 +151,14 @@ def contiguous(strides: Sequence[Any]) -> int | None:
     return None
 
 
+def single(sizes: Sequence[Any]) -> bool:
+    """Whether a result has one element: Inductor stores it at a constant without a template's mask.
+
+    Every thread outside of the matrix then writes its zero there. sizes: as integers, or symbolic.
+    """
+    return all(size == 1 for size in _plain(sizes))
+
+
 def _plain(sizes: Sequence[Any]) -> list[Any]:
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
 

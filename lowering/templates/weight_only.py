@@ -29,6 +29,7 @@ from mxcompile.formats import elem_type
 from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import Target, of_device
+from mxcompile.lowering.templates.configs import single
 from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
 
 _SOURCE = r"""
@@ -139,9 +140,8 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
     target = of_device(device)
     known = V.graph.sizevars.statically_known_equals
     empty = any(known(size, 0) for size in (*x.get_size(), *qdata.get_size()))
-    result = x.get_size()[0], qdata.get_size()[0]
-    single = all(known(size, 1) for size in result)  # Inductor stores at a constant without the mask
-    return None if empty or single or row_of(target) is None else target
+    alone = single((x.get_size()[0], qdata.get_size()[0]))
+    return None if empty or alone or row_of(target) is None else target
 
 
 def readable(qdata: ir.TensorBox, target: Target) -> Any:
