@@ -33,6 +33,7 @@ USED: dict[str, tuple[str, ...]] = {
     "torch._dynamo.backends.common": ("aot_autograd",),
     "torch._dynamo.eval_frame": (
         "OptimizedModule",
+        "innermost_fn",
         "remove_from_cache",
     ),
     "torch._dynamo.utils": ("preserve_rng_state",),

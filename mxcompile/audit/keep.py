@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mxcompile.plan.bare import method_of
+
 
 class Kept:
     """The state of `model` and of the generators when this was made."""
@@ -75,12 +77,17 @@ def fresh(arguments: Any) -> Any:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Modules that were compiled in place run their own code in here."""
-    compiled = [(m, call) for m in model.modules() if (call := m._compiled_call_impl) is not None]
+    """Modules and methods that were compiled in place run their own code in here."""
+    compiled = [
+        (vars(module), name, value, plain)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if (plain := None if name == "_compiled_call_impl" else method_of(value)) is not value
+    ]
     try:
-        for module, _ in compiled:
-            module._compiled_call_impl = None
+        for attributes, name, _, plain in compiled:
+            attributes[name] = plain
         yield
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
+        for attributes, name, value, _ in compiled:
+            attributes[name] = value

@@ -59,8 +59,6 @@ class Session:
         policy: Policy | str | dict[str, Any] | None = None,
         loss_fn: LossFunction | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"an audit takes a torch.nn.Module, found {type(model).__name__}")
         self.model: nn.Module = model._orig_mod if isinstance(model, OptimizedModule) else model
         self.options = Options.parse(None, {"policy": policy})
         self._arguments = (tuple(args), dict(kwargs))

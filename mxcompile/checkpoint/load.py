@@ -23,6 +23,7 @@ from mxcompile.graph.names import joined
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
 )
+from mxcompile.plan.bare import users_own
 from mxcompile.storage import MXTensor
 
 Readers = dict[str, Callable[[], Tensor]]
@@ -44,7 +45,7 @@ def load_quantized(
     """
     checkpoint = Checkpoint.open(path)
     if model is not None:
-        _assign(model, stored(checkpoint, dtype or _dtype({}, torch.bfloat16)))
+        _assign(users_own(model), stored(checkpoint, dtype or _dtype({}, torch.bfloat16)))
         return model
     directory = Path(path)
     if not directory.is_dir():
@@ -86,10 +87,18 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(
             f"{path}: a config.json needs transformers: pip install 'mxcompile[checkpoints]'"
         ) from None
-    names = raw.get("architectures") or []
+    names = raw.get("architectures")
+    if not names:
+        raise CheckpointError(
+            f"{path / 'config.json'}: no 'architectures' says which model it is of; add it, such as"
+            ' "architectures": ["LlamaForCausalLM"], or give the model itself'
+        )
     owner = next((found for name in names if (found := getattr(transformers, str(name), None))), None)
     if owner is None or not (isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)):
-        raise CheckpointError(f"{path}: transformers {transformers.__version__} has no model {names}")
+        raise CheckpointError(
+            f"{path}: transformers {transformers.__version__} has no model {', '.join(map(str, names))}, and"
+            " code that comes with a checkpoint is never run; give the model itself"
+        )
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         return owner, transformers.AutoConfig.for_model(**plain)

@@ -14,6 +14,7 @@ from mxcompile.checkpoint.files import INDEX
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, metadata, pack
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
+from mxcompile.plan.bare import users_own
 from mxcompile.storage import MXTensor
 
 
@@ -32,7 +33,7 @@ def save_quantized(
     hold a weight.
     """
     check_layout(layout)
-    target = Path(directory).absolute()
+    model, target = users_own(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
     state = _state(model)

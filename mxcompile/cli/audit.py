@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,9 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     loaded = load_model(options.model, batch=options.batch, length=options.length)
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
+    if loaded.made_up:
+        said = f"random {loaded.made_up}: a factory, package.module:factory, gives those you mean"
+        print(said, file=sys.stderr)
     if options.inference:
         loaded.model.eval()
     with torch.set_grad_enabled(not options.inference):

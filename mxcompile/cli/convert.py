@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.checkpoint.convert import convert
-    from mxcompile.checkpoint.layouts import check_layout
+    from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout
     from mxcompile.checkpoint.plan import Model, make_plan
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
@@ -53,4 +53,18 @@ def run(options: argparse.Namespace) -> int:
         )
     print(table)
     print(f"\nwritten to {options.target}")
+    if options.layout == COMPRESSED_TENSORS and (dtype := _dtype(options.target)) not in ("", "bfloat16"):
+        print(
+            f"its config.json says {dtype}, and compressed-tensors decompresses to bfloat16:"
+            " from_pretrained(…, dtype=torch.bfloat16)"
+        )
     return 0
+
+
+def _dtype(directory: Path) -> str:
+    """The dtype in the config.json of a checkpoint, "" if it has none."""
+    from mxcompile.checkpoint.files import read_json
+
+    file = directory / "config.json"
+    raw = read_json(file) if file.is_file() else {}
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "")

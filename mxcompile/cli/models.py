@@ -1,7 +1,7 @@
 """Models named on the command line: ``package.module:factory`` or a Hugging Face config.json's directory.
 
-Nothing is downloaded and no code of a model directory is run: an architecture has to be one that
-`transformers` has.
+Nothing is downloaded or unpickled and no code of a model directory is run: an architecture has to be one that
+`transformers` has, and weights lie in safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.errors import ModelError, nearest
+from mxcompile.errors import ModelError, MXCompileError, nearest
 from mxcompile.plan.dummy_inputs import dummy_inputs
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
@@ -30,26 +30,30 @@ class LoadedModel:
     """A model and the arguments to call it with.
 
     name: what it was called on the command line. Tensors are on the meta device if that was asked for.
+    made_up: what of it is random, in words, for who looks at its numbers; "" if a factory made all of it.
     """
 
     name: str
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    made_up: str = ""
 
 
 def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int | None = None) -> LoadedModel:
     """The model that `spec` names.
 
     spec: ``package.module:factory`` (the working directory is importable), or a directory with a
-    config.json, with or without ``hf:`` before it. meta: build it without memory, for tracing only.
-    batch, length: of the inputs made for a config.json; a factory makes its own.
-    Raises `ModelError` for a spec that names nothing, or a factory that returns something else.
+    config.json, with or without ``hf:`` before it, whose weights are read from safetensors beside it and else
+    random. meta: build it without memory, for tracing only. batch, length: of the inputs made for a
+    config.json; a factory makes its own.
+    Raises `ModelError` for a spec that names nothing, or a factory that returns something else, and
+    `CheckpointError` for weights that are damaged or do not fit.
     """
     path = Path(spec.removeprefix("hf:"))
     with torch.device("meta") if meta else nullcontext():
         if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
-            return _from_config(spec, path, batch, length)
+            return _from_config(spec, path, meta, batch, length)
         if ":" in spec:
             return _from_factory(spec)
     raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
@@ -102,7 +106,7 @@ def _shape_of(value: Any) -> str:
     return type(value).__name__
 
 
-def _from_config(spec: str, path: Path, batch: int, length: int | None) -> LoadedModel:
+def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | None) -> LoadedModel:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -117,16 +121,31 @@ def _from_config(spec: str, path: Path, batch: int, length: int | None) -> Loade
         raise ModelError(
             f"model {spec!r}: a config.json needs transformers: pip install transformers"
         ) from None
+    has_weights = not meta and path.is_dir() and any(path.glob("*.safetensors"))
     try:
         config = transformers.AutoConfig.for_model(**{"model_type": kind, **raw})
         owner = _architecture(transformers, names, config)
         config.use_cache = False
-        model: nn.Module = owner(config).to(_dtype(raw))
-    except ModelError:
+        model = _with_weights(path, _dtype(raw)) if has_weights else owner(config).to(_dtype(raw))
+    except MXCompileError:
         raise
     except Exception as error:  # transformers validates configurations in its own ways
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
-    return LoadedModel(name=spec, model=model, kwargs=dummy_inputs(model, config, batch, length))
+    return LoadedModel(
+        name=spec,
+        model=model,
+        kwargs=dummy_inputs(model, config, batch, length),
+        made_up="inputs" if has_weights else "weights and inputs",
+    )
+
+
+def _with_weights(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a directory with the weights that it holds, in training mode as a new one is."""
+    from mxcompile.checkpoint import load_quantized
+
+    model: Any = load_quantized(directory, dtype=dtype)
+    model.config.use_cache = False
+    return model.train()  # type: ignore[no-any-return]
 
 
 def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:

@@ -24,6 +24,7 @@ from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.graph.names import joined, user_path
 from mxcompile.lowering.targets import AUTO
 from mxcompile.plan.bare import plain_class, users_own
+from mxcompile.plan.inputs import check_module
 from mxcompile.policy import Policy
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,9 +53,10 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled by themselves.
 
     The policy is held against the whole model when it is first called, before anything is compiled: there a
-    rule that fits no layer is reported, and `strict` raises. Raises `OptionError`, `PolicyError` or
-    `TargetError`.
+    rule that fits no layer is reported, and `strict` raises. Raises `ModelError`, `OptionError`,
+    `PolicyError` or `TargetError`.
     """
+    check_module("compile", model)
     root = users_own(model)
     if any(getattr(module, "_fsdp_use_orig_params", True) is False for module in root.modules()):
         raise OptionError(

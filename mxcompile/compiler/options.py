@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mxcompile.errors import OptionError, not_allowed
+from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import form_of
@@ -103,5 +103,6 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
     known = config.get_config_copy()
     for key in value:
         if key not in known:
-            raise OptionError(not_allowed("Inductor setting", key, sorted(known)))
+            near = nearest(str(key), known)
+            raise OptionError(f"unknown Inductor setting {shown(key)}{near}; torch._inductor.config has them")
     return tuple(sorted(value.items()))

@@ -126,6 +126,8 @@ def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torc
 
 def check_source(x: Tensor, block_dim: int) -> None:
     """`FormatError` unless `x` can be quantized along `block_dim`."""
+    if not isinstance(x, Tensor):
+        raise FormatError(f"cannot quantize a {type(x).__name__}: MXFP8 is made of a torch.Tensor")
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise FormatError(f"cannot quantize a {kind} tensor: blocks need dense storage, as of .to_dense()")

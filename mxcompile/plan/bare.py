@@ -3,7 +3,9 @@
 What ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
 to a model are classes, modules around modules, hooks and sharded parameters; the copy has the class before,
 no wrappers, no hooks of ``torch.distributed`` and parameters of the whole size. Modules are copied attribute
-by attribute: wrapped ones refuse ``copy.deepcopy``.
+by attribute: wrapped ones refuse ``copy.deepcopy``. Where ``torch.compile`` of a method is an attribute
+(``model.forward = torch.compile(model.forward)``) the copy has the method: what is compiled runs the model
+itself, whichever module it is called on.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -111,7 +115,15 @@ def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
                 name: None if child is None else memo[id(child)] for name, child in value.items()
             }
         else:
-            made.__dict__[key] = _copied(value, memo)
+            made.__dict__[key] = _copied(method_of(value), memo)
+
+
+def method_of(value: Any) -> Any:
+    """The method that `value` was compiled from; `value` if it is anything else."""
+    if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_disable", False):
+        return value
+    method = innermost_fn(value)
+    return method if inspect.ismethod(method) else value
 
 
 def _wrapped(module: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.errors import OptionError, nearest, shown
+from mxcompile.errors import ModelError, OptionError, nearest, shown
 
 ModelInput = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
 """What a type checker lets through as a keyword argument of a model; anything may stand in ``kwargs``."""
@@ -38,8 +38,10 @@ def keywords(
     caller: name of the function, for errors. inline: keywords that are none of its options. kwargs: what it
     was given under that name. options: its options, by name, with their values.
 
-    Raises `OptionError` for a keyword nobody takes, one that is given twice, and a tensor as an option.
+    Raises `OptionError` for a keyword nobody takes, one that is given twice, and a tensor as an option;
+    `ModelError` where `model` is none.
     """
+    check_module(caller, model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
         raise OptionError(f"{caller}: kwargs is a dict of arguments by name, found {shown(kwargs)}")
     for name, value in options.items():
@@ -58,6 +60,12 @@ def keywords(
         if slip or not open_ended:
             raise OptionError(_unknown(caller, model, name, [*slip] or [*options, *taken]))
     return {**inline, **(kwargs or {})}
+
+
+def check_module(caller: str, model: object) -> None:
+    """Raises `ModelError` unless `model` is one that `caller` can take."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{caller} takes a torch.nn.Module, found {type(model).__name__}")
 
 
 def _unknown(caller: str, model: nn.Module, name: str, words: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ WIDTH = 120
 Table = list[list[str]]
 """Rows of cells, the first the headers."""
 
-NAMES = ("layer", "most harm in")
+NAMES = ("layer", "weight", "most harm in")
 """Headers of the columns whose cells are never cut."""
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_])")

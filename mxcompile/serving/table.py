@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from mxcompile.report.fold import spelled
+from mxcompile.report.tables import Table, drawn, fitted
 from mxcompile.report.words import byte_count
 
 
@@ -49,15 +48,16 @@ class StoredWeights:
         stored = [weight for weight in self.weights if weight.stored]
         share = f" ({self.num_bytes / self.bytes_bf16:.1%} of BF16)" if stored else ""
         head = f"{len(stored)} of {len(self.weights)} weights in MXFP8: {byte_count(self.num_bytes)}{share}"
-        return f"{head}\n\n{tabulate(self._rows(), headers='keys')}" if self.weights else head
+        return f"{head}\n\n{drawn(fitted(self._table(), ('weight', 'reason')))}" if self.weights else head
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _table(self) -> Table:
         alike: dict[tuple[object, ...], list[StoredWeight]] = {}
         for weight in self.weights:
             key = weight.role, weight.shape, weight.stored, weight.reason
             alike.setdefault(key, []).append(weight)
         measured = any(weight.sqnr_db is not None for weight in self.weights)
-        return [_row(group, measured) for group in alike.values()]
+        rows = [_row(group, measured) for group in alike.values()]
+        return [[*rows[0]], *([*row.values()] for row in rows)]
 
 
 def _row(group: list[StoredWeight], measured: bool) -> dict[str, str]:

@@ -19,7 +19,9 @@ from tqdm import tqdm
 from mxcompile.compiler.uses import Owner, owners
 from mxcompile.errors import ModelError
 from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.plan.bare import users_own
 from mxcompile.plan.examples import example_inputs
+from mxcompile.plan.inputs import check_module
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import Chosen, choose
 from mxcompile.serving.table import StoredWeight, StoredWeights
@@ -53,7 +55,8 @@ def quantize_weights_(
     Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
     cannot be traced, or that needs `args` or `kwargs`; nothing is changed then.
     """
-    model = getattr(model, "_orig_mod", model)
+    check_module("quantize_weights_", model)
+    model = users_own(model)
     chosen = chosen_weights(model, policy, args, kwargs)
     places = owners(model)
     result: list[StoredWeight] = []

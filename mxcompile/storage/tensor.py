@@ -103,6 +103,13 @@ class MXTensor(Tensor):
         """What elements and scales take, in bytes."""
         return self.qdata.numel() + self.scale_bytes.numel()
 
+    def storage(self) -> Any:
+        """Raises `FormatError`: elements and scales have one each. Safetensors asks, to write a file."""
+        raise FormatError(
+            "an MXTensor is two tensors and has no storage of its own: a model that has some is saved by"
+            " mxcompile.save_quantized(model, directory), its state_dict by torch.save"
+        )
+
     def share_memory_(self) -> MXTensor:
         """Move elements and scales to memory that other processes may map."""
         self.qdata.share_memory_()

@@ -240,9 +240,21 @@ def test_a_config_gets_random_inputs(tmp_path: Path, capsys: pytest.CaptureFixtu
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["audit", str(tmp_path), "--length", "40"]) == 0
-    printed = capsys.readouterr().out
-    assert "21 GEMMs" in printed
-    assert "NaN" not in printed
+    printed = capsys.readouterr()
+    assert "21 GEMMs" in printed.out
+    assert "NaN" not in printed.out
+    assert printed.err.startswith("random weights and inputs: ")
+
+
+def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were random ones. Of a head of zeros the loss is that of equal logits."""
+    model = models.llama(1).model
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(tmp_path)
+    assert main(["audit", str(tmp_path), "--length", "8"]) == 0
+    printed = capsys.readouterr()
+    assert f"loss {math.log(model.config.vocab_size):.6g}, " in printed.out
+    assert "\nrandom inputs: " in printed.err
 
 
 def test_public_names() -> None:

@@ -141,6 +141,14 @@ def test_a_compiled_function_stays_compiled():
     assert len(graphs) == 1
 
 
+def test_a_compiled_forward_is_seen_through():
+    """It runs the model itself, whichever copy it is called on: compiled by Inductor it crashed on fakes."""
+    model = Model()
+    model.forward = torch.compile(model.forward, backend="eager")
+    model(TOKENS)
+    assert by_name(mxcompile.explain(model, TOKENS)) == by_name(mxcompile.explain(Model(), TOKENS))
+
+
 def test_models_on_the_meta_device_report_the_same():
     here = mxcompile.explain(Model(), TOKENS)
     with torch.device("meta"):

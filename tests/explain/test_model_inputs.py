@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mxcompile
-from mxcompile.errors import OptionError
+from mxcompile.errors import ModelError, OptionError
 
 
 class Loss(nn.Module):
@@ -63,6 +63,12 @@ def test_a_misspelt_option_is_an_error(function, model):
 def test_a_tensor_as_an_option_says_where_it_goes(function):
     with pytest.raises(OptionError, match=r"to pass the model an argument of that name, write kwargs="):
         function(Loss(), X, policy=Y)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_no_model_is_an_error(function):
+    with pytest.raises(ModelError, match=r"takes a torch\.nn\.Module, found function"):
+        function(lambda x: x, X)
 
 
 def test_an_argument_of_the_model_goes_through():

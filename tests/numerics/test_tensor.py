@@ -55,6 +55,7 @@ def test_defaults_and_round_trip():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: mxcompile.quantize([1.0]), "cannot quantize a list"),
         (lambda: mxcompile.quantize(torch.arange(64)), "torch.int64"),
         (lambda: mxcompile.quantize(torch.tensor(1.0)), "scalar"),
         (lambda: mxcompile.quantize(torch.eye(32).to_sparse()), "cannot quantize a sparse_coo tensor"),

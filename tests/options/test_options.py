@@ -55,7 +55,7 @@ OPTIONS_ERRORS = {
     "unknown setting of Inductor": (
         {"inductor": {"max_autotun": True}},
         OptionError,
-        "unknown Inductor setting 'max_autotun' (did you mean 'max_autotune'?)",
+        "unknown Inductor setting 'max_autotun' (did you mean 'max_autotune'?); torch._inductor",
     ),
     "unknown preset": ({"policy": "nvida"}, PolicyError, "'nvida' (did you mean 'nvidia'?)"),
     "missing policy file": ({"policy": "none.yaml"}, PolicyError, "none.yaml: cannot be read"),

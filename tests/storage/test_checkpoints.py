@@ -322,6 +322,13 @@ def test_a_hugging_face_checkpoint_that_its_config_does_not_fit_is_refused_in_on
         assert "\n" not in str(caught.value)
 
 
+def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):
+    model = stored()
+    mxcompile.save_quantized(torch.compile(model, backend="eager"), tmp_path / "out")
+    mxcompile.load_quantized(tmp_path / "out", torch.compile(fresh := small("meta"), backend="eager"))
+    assert same(fresh, model)
+
+
 def test_an_existing_directory_stays(tmp_path):
     folder = saved(tmp_path)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -116,7 +116,9 @@ def test_the_command(source, tmp_path, capsys):
     assert "14 of 16 weights in MXFP8" in capsys.readouterr().out
     assert not out.exists()
     assert main(["convert", str(source), str(out)]) == 0
-    assert "worst SQNR" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "worst SQNR" in printed
+    assert "from_pretrained" not in printed
     assert main(["inspect", str(out)]) == 0
     said = capsys.readouterr().out
     assert "layout: compressed-tensors" in said
@@ -127,6 +129,14 @@ def test_the_command(source, tmp_path, capsys):
     assert "already" in capsys.readouterr().err
 
 
+def test_who_loads_other_dtypes_than_bf16_is_told(source, tmp_path, capsys):
+    """Layers that compressed-tensors decompresses, always to BF16, failed beside FP32 ones."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    assert main(["convert", str(source), str(tmp_path / "out")]) == 0
+    assert "from_pretrained(…, dtype=torch.bfloat16)" in capsys.readouterr().out
+
+
 REFUSED = {
     "truncated": "not a whole safetensors file",
     "corrupted": "not a whole safetensors file",
@@ -135,6 +145,8 @@ REFUSED = {
     "outside": "is not a file of this directory",
     "wrong shape": "has shape",
     "no config": "no config.json",
+    "no architecture": "config.json: no 'architectures' says which model it is of",
+    "unknown architecture": "has no model Own, and code that comes with a checkpoint is never run",
     "inside": "lies in the input",
 }
 
@@ -163,6 +175,10 @@ def test_what_is_refused(source, tmp_path, how, capsys):
             save_file({**tensors, name: tensors[name][:3].contiguous()}, first)
         case "no config":
             (source / "config.json").unlink()
+        case "no architecture" | "unknown architecture":
+            names = ["Own"] if how.startswith("unknown") else None
+            config = json.loads((source / "config.json").read_text())
+            (source / "config.json").write_text(json.dumps(config | {"architectures": names}))
         case "inside":
             target = source / "out"
     before = digests(source)

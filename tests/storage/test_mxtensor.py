@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -213,6 +214,13 @@ def test_is_shared_between_processes():
     assert not stored.weight.is_shared()
     assert stored.share_memory().weight.is_shared()
     assert equal(stored.weight, dense.weight)
+
+
+def test_who_writes_safetensors_is_told_what_can():
+    """`save_pretrained` comes here too; it said that data pointers are accessed."""
+    stored, _ = stored_linear()
+    with pytest.raises(FormatError, match="save_quantized"):
+        save_model(stored, "never written")
 
 
 def test_loads_under_weights_only():

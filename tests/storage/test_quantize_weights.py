@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,9 @@ def test_blocks_are_stored_and_the_rest_is_not():
     assert by_name["embed.weight"].reason == "role embedding"
     assert model.head.weight is model.embed.weight
     assert "6 of 7 weights in MXFP8" in str(table)
+    long = tuple(dataclasses.replace(each, name=f"decoder.{each.name}." * 9) for each in table.weights)
+    lines = str(mxcompile.StoredWeights(weights=long)).splitlines()
+    assert max(map(len, lines)) <= 120
 
 
 def test_of_repeated_blocks_every_one_is_stored():
@@ -288,6 +293,8 @@ def test_a_weight_that_is_not_seen_is_named():
 def test_a_model_that_nothing_is_known_of_is_refused():
     with pytest.raises(ModelError, match="pass args="):
         mxcompile.quantize_weights_(Model())
+    with pytest.raises(ModelError, match=r"quantize_weights_ takes a torch\.nn\.Module, found str"):
+        mxcompile.quantize_weights_("meta-llama/Llama-3.1-8B")
 
 
 def test_sharded_parameters_are_refused():
