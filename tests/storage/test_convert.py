@@ -255,7 +255,7 @@ def test_two_do_not_write_one_place(source, tmp_path, monkeypatch):
     chosen_once(monkeypatch, source)
     lock = tmp_path / ".out.lock"
     with lock.open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)  # which a shared one would let in
         with pytest.raises(CheckpointError, match="another conversion is writing it"):
             convert(source, tmp_path / "out", progress=False)
     assert sorted(file.name for file in tmp_path.iterdir()) == [lock.name, "in"]
