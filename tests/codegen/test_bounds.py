@@ -179,6 +179,13 @@ def _bound(**changed):
     return bounds.of_generated(**given | changed)
 
 
+@pytest.mark.parametrize(("registers", "blocks"), [(40, 6), (41, 5), (255, 1)])
+def test_blocks_share_the_registers_of_a_processor(registers: int, blocks: int):
+    """65,536 of them, given to the 256 threads of a block by eights: 41 take 48."""
+    binary = Binary(settings={"num_warps": 8}, registers=registers, text={"sass": NVIDIA})
+    assert _bound(binary=binary).resident == blocks
+
+
 def test_the_four_times_by_hand():
     """32 tiles on 16 programs, two each, of four steps along K."""
     bound = _bound()

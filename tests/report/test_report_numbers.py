@@ -8,6 +8,7 @@ import pytest
 from made_reports import kept, record, report
 
 from mxcompile.report import GemmRecord, Part, Report, Summary
+from mxcompile.report.merge import latest
 
 
 def test_flop_share_is_of_multiply_adds():
@@ -145,3 +146,15 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
 def test_bytes_in_words(num_bytes: int, words: str):
     text = str(report(weight_bytes=num_bytes, weight_bytes_bf16=num_bytes))
     assert f"weights of linear layers {words}\n" in text
+
+
+def test_a_graph_without_products_stands():
+    """It counts among the graphs; a part whose records a later compile repeats does not."""
+    part, empty = Part(gemms=(record(),)), Part(graph_breaks=1)
+    assert latest([("frame", [part, empty]), ("frame", [part])]) == (empty, part)
+
+
+def test_one_row_stands_beside_many():
+    """Decode beside prefill, of which Dynamo makes two graphs; another length says the same again."""
+    one, few, many = (Part(gemms=(record(m=rows),)) for rows in (1, 8, 16))
+    assert latest([("frame", [few]), ("frame", [one]), ("frame", [many])]) == (one, many)
