@@ -25,7 +25,7 @@ def pytest_addoption(parser):
         "--zoo-disguises", default=ZOO_DISGUISES, help="what the zoo's models wear: see zoo/disguise.py"
     )
     parser.addoption(
-        "--drawn-every", type=int, default=1, help="run every so many of the fuzzer's tens of cases"
+        "--drawn-every", type=int, default=1, help="run every so many of the fuzzer's tens and of random cuts"
     )
 
 

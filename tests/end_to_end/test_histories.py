@@ -129,6 +129,23 @@ def test_a_saved_model_goes_on_where_it_was():
     assert not torch.equal(run(compiled(cold, policy()), cold.weight, x, dy)[0], expected[0])
 
 
+@pytest.mark.parametrize("length", [2, 5])
+def test_of_another_length_the_newest_stay(length: int):
+    model, by_hand = linear(), ByHand(linear().weight, 3)
+    call = compiled(model, policy())
+    for x, dy in steps(3):
+        run(call, model.weight, x, dy)
+        by_hand.step(x, dy)
+    by_hand.length = length
+    by_hand.seen = {name: seen[:length] for name, seen in by_hand.seen.items()}
+    call = compiled(model, policy(scaling="delayed", history=length))
+    x, dy = steps(4)[3]
+    for one, other in zip(run(call, model.weight, x, dy), by_hand.step(x, dy), strict=True):
+        assert sqnr_db(other, one) > 100
+    kept = [seen + [0.0] * (length - len(seen)) for seen in by_hand.seen.values()]
+    torch.testing.assert_close(model.weight_amax_history, torch.tensor(kept), rtol=1e-6, atol=0)
+
+
 def test_the_front_door_makes_room_too():
     saved = {"0.weight": torch.ones(8, 8), "0.weight_amax_history": torch.ones(3, 1024)}
     model = nn.Sequential(nn.Linear(8, 8, bias=False))

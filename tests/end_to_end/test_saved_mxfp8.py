@@ -255,6 +255,17 @@ def test_what_is_exponentiated_stays():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in subject.parameters())
 
 
+def test_what_a_product_in_bf16_reads_stays():
+    torch.manual_seed(0)
+    subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()
+    kept = {"match": {"name": "*.up"}, "use": "bf16"}
+    how = [{"match": {"role": "ffn_in"}, "use": {"saved": saved}} for saved in ("bf16", "mxfp8")]
+    plain, compressed = (Run(subject, x, policy={"version": 1, "rules": [kept, rule]}) for rule in how)
+    assert compressed.saved_bytes[0] < plain.saved_bytes[0]
+    name = "layers.3.up.weight, batch 0"
+    assert torch.equal(plain.gradients[name], compressed.gradients[name])
+
+
 def test_a_rule_reaches_its_own_layers_alone():
     torch.manual_seed(0)
     subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()

@@ -9,10 +9,12 @@ import pytest
 import torch
 from blocks import WIDTH, Attention, SwiGLU, block, features
 from eager_backend import EagerBackend
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 import mxcompile
+from mxcompile import ops
+from mxcompile.passes.share import Share
 
 EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
@@ -225,3 +227,15 @@ def test_checkpointed_regions_recompute_their_casts():
         assert ("mx.scaled_mm" in ir) == (chosen == "nvidia")
         kept.append([(v.dtype, v.shape) for v in forward_outputs(backend)])
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(("regions", "left"), [((1, 1), 1), ((1, 2), 2)])
+def test_equal_casts_are_one_within_a_checkpointing_region(regions: tuple[int, int], left: int):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    casts = [graph.call_function(ops.quantize, (x, -1, torch.float8_e4m3fn, "rceil")) for _ in regions]
+    for cast, region in zip(casts, regions, strict=True):
+        cast.meta["ac_graph_id"] = region
+    graph.output(tuple(casts))
+    Share().apply(graph)
+    assert len(graph.find_nodes(op="call_function", target=ops.quantize)) == left

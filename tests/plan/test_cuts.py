@@ -1,12 +1,14 @@
 """One model, however it is cut: every layer has the role, decision, formats and name that `explain` gives.
 
-Of eight families graphs are broken at every kind of place that they have, in `CUTS` rounds, several at once;
-each is compiled in pieces in the `WAYS` that cut through it, three of them in all. One of transformers' own
-models beside them.
+Of eight families graphs are broken at every kind of place that they have, several at once, in `CUTS` rounds,
+and that `DRAWS` times; each is compiled in pieces in all `WAYS`: over 200 cuts. A model of transformers is
+beside them. ``--drawn-every 8`` deals the places once, and takes the ways that cut through a family, all
+ways of three families.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -28,11 +30,11 @@ import mxcompile
 from mxcompile.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
-CUTS = 4
+CUTS, DRAWS = 4, 5
 CUTTING = ("by_block", "front_door", "buckets")
 """Ways whose pieces are the family's own; the others wrap a model without a look at what is in it."""
 WRAPPED = ("llama", "t5", "moe")
-"""Families that all ways compile: one stack of blocks, two, and weights that are no module's of their own."""
+"""One stack of blocks, two, and weights that are no module's of their own."""
 LEAST_DB = 50
 """Between sums in another order, and one layer in another format (below 30)."""
 
@@ -113,12 +115,22 @@ def cuts(family: Family, rng: random.Random) -> list[tuple[set[str], set[str]]]:
     return [({path for path, _ in cut if path}, {point for _, point in cut if point}) for cut in dealt]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = metafunc.config.getoption("--drawn-every")
+    if "draw" in metafunc.fixturenames:
+        metafunc.parametrize("draw", range(0, DRAWS, every))
+    if "way" in metafunc.fixturenames:
+        pairs = itertools.product(FAMILIES, WAYS)
+        chosen = [(name, way) for name, way in pairs if every == 1 or way in CUTTING or name in WRAPPED]
+        metafunc.parametrize(("name", "way"), chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_graph_breaks_change_nothing(name: str, uncut: Any):
+def test_graph_breaks_change_nothing(name: str, draw: int, uncut: Any):
     known = uncut(name)
     with torch._dynamo.config.patch(recompile_limit=64):
-        for paths, points in cuts(build(name), random.Random(name)):
+        for paths, points in cuts(build(name), random.Random(f"{name}/{draw}")):
             assert paths or points
             torch._dynamo.reset()
             mxcompile.clear_reports()
@@ -129,10 +141,6 @@ def test_graph_breaks_change_nothing(name: str, uncut: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, way) for name in FAMILIES for way in WAYS if way in CUTTING or name in WRAPPED],
-)
 def test_pieces_change_nothing(name: str, way: str, uncut: Any, alone: None):
     known, family = uncut(name), build(name)
     with around(way):
