@@ -10,6 +10,7 @@ import pickle
 import random
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoints import BF16, TOKENS, llama, llava, mixtral
 from torch import nn
+from tqdm import tqdm
 
 import mxcompile
 from mxcompile import MXTensor
@@ -275,6 +277,9 @@ def test_killed_at_any_point_it_leaves_nothing_broken_and_goes_on(source, tmp_pa
     while killed < 100:
         child = os.fork()
         if child == 0:
+            tqdm.set_lock(
+                threading.RLock()
+            )  # its own is one semaphore of all: killed with it, all would wait
             try:
                 convert(source, out, progress=False)
             finally:
