@@ -2,7 +2,8 @@
 
 from mxcompile.offline.bounds import Bound
 from mxcompile.offline.generate import codegen
-from mxcompile.offline.result import CodegenResult, Kernel, Launch
-from mxcompile.offline.step import Step, side_by_side
+from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.result import CodegenResult, side_by_side
+from mxcompile.offline.step import Step
 
 __all__ = ["Bound", "CodegenResult", "Kernel", "Launch", "Step", "codegen", "side_by_side"]

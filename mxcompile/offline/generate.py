@@ -28,7 +28,8 @@ from mxcompile.offline import bounds
 from mxcompile.offline.binary import cross_compile
 from mxcompile.offline.bounds import Bound
 from mxcompile.offline.driver import Driver, Generated
-from mxcompile.offline.result import CodegenResult, Kernel, Launch
+from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import Call, Module, read
 from mxcompile.ops import CASTS

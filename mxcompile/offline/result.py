@@ -1,4 +1,4 @@
-"""What would run on a target: launches, kernels, code, and figures about them, as data, a table and files."""
+"""The code that would run on a target, and figures about it, as data, a table and files."""
 
 from __future__ import annotations
 
@@ -14,54 +14,9 @@ from tabulate import tabulate
 
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.bounds import Bound
-from mxcompile.offline.step import Step
+from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.step import KINDS, Step
 from mxcompile.report import Report
-
-_CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
-"""How the names of casts begin, and of what they follow from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """One kernel launch of a step.
-
-    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name
-    of a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix
-    products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
-    what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
-    "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
-    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. bound: how
-    long it takes at least, an estimate (see `bounds`).
-    """
-
-    phase: str
-    kernel: str
-    generated: bool
-    gemms: tuple[str, ...] = ()
-    operators: tuple[str, ...] = ()
-    cast: str = ""
-    num_bytes: int = 0
-    flops: float = 0.0
-    bound: Bound | None = None
-
-    @property
-    def kind(self) -> str:
-        """What it is: "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
-        if "attention" in self.kernel:
-            return "attention"
-        if self.gemms:
-            return "product"
-        return "cast" if any(name.startswith(_CASTS) for name in self.operators) else "rest"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """A generated kernel of a phase: its Triton module as Inductor wrote it, and what that compiles to."""
-
-    phase: str
-    name: str
-    source: str
-    binary: Binary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,3 +214,19 @@ def _summary(result: CodegenResult) -> list[str]:
     spilling = [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
     lines.append(f"generated kernels: {len(result.kernels)}, of them {len(spilling)} spill registers")
     return lines
+
+
+def side_by_side(results: Mapping[str, CodegenResult]) -> str:
+    """A column per policy: bounds by kind of launch, the step's over that of the last, bytes, launches."""
+    steps = {name: result.step for name, result in results.items()}
+    last = list(steps.values())[-1]
+    rows: list[list[str]] = [
+        [f"{kind}, µs", *(f"{step.by_kind.get(kind, 0.0):,.0f}" for step in steps.values())] for kind in KINDS
+    ]
+    rows.append(["step, µs", *(f"{step.us:,.0f}" for step in steps.values())])
+    rows.append(["of the last", *(f"{step.us / last.us:.2f}" if last.us else "" for step in steps.values())])
+    rows.append(["MB", *(f"{step.num_bytes / 1e6:,.0f}" for step in steps.values())])
+    rows.append(["launches", *(str(step.launches) for step in steps.values())])
+    target = next(iter(results.values())).target
+    title = f"bounds on {target}, estimates from the machine code, not measured"
+    return title + "\n" + tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")

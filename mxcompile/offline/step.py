@@ -1,16 +1,12 @@
-"""A step as the sum of its launches' bounds, and steps of several policies side by side: all estimates."""
+"""A step as the sum of the bounds of its launches, which are estimates."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
-if TYPE_CHECKING:
-    from mxcompile.offline.result import CodegenResult, Launch
+from mxcompile.offline.launch import Launch
 
 KINDS = ("product", "cast", "attention", "rest")
 REASONS = ("memory", "issue", "mma", "latency")
@@ -68,19 +64,3 @@ class Step:
             f"  {kinds}\n"
             f"  bound by {reasons}"
         )
-
-
-def side_by_side(results: Mapping[str, CodegenResult]) -> str:
-    """A column per policy: bounds by kind of launch, the step's over that of the last, bytes, launches."""
-    steps = {name: result.step for name, result in results.items()}
-    last = list(steps.values())[-1]
-    rows: list[list[str]] = [
-        [f"{kind}, µs", *(f"{step.by_kind.get(kind, 0.0):,.0f}" for step in steps.values())] for kind in KINDS
-    ]
-    rows.append(["step, µs", *(f"{step.us:,.0f}" for step in steps.values())])
-    rows.append(["of the last", *(f"{step.us / last.us:.2f}" if last.us else "" for step in steps.values())])
-    rows.append(["MB", *(f"{step.num_bytes / 1e6:,.0f}" for step in steps.values())])
-    rows.append(["launches", *(str(step.launches) for step in steps.values())])
-    target = next(iter(results.values())).target
-    title = f"bounds on {target}, estimates from the machine code, not measured"
-    return title + "\n" + tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")

@@ -1,4 +1,5 @@
 """MX data as values: tensors of codes and scales."""
 
+from mxcompile.storage import operators as operators
 from mxcompile.storage.tensor import MXTensor as MXTensor
 from mxcompile.storage.tensor import quantize as quantize

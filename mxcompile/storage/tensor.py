@@ -3,7 +3,7 @@
     value = element · 2^(byte − 127),  one byte for 32 elements along `block_dim`
 
 An `MXTensor` stands for the dense tensor of its values: it has that tensor's shape and dtype, and an operator
-that does not know it gets the values (see `dispatch` for those that do). Autograd, FakeTensor, torch.compile
+that does not know it gets the values (see `operators` for those that do). Autograd, FakeTensor, torch.compile
 and torch.export see through it: codes and scale bytes are what a graph has as inputs. It is storage for
 inference: nothing adds into it, and a value is put into it by `copy_` alone.
 """
@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
+from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import BLOCK, elem_type, num_blocks
 from mxcompile.formats.numerics import check_source, quantize_tensors
+from mxcompile.storage.handlers import HANDLERS
 
 
 class MXTensor(Tensor):
@@ -62,9 +66,16 @@ class MXTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from mxcompile.storage.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                whole = isinstance(result, list | MXTensor)
+                return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
+        _refuse_mutation(func, args, kwargs)
+        dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
+        return func(*dense_args, **dense_kwargs)
 
     @property
     def scale(self) -> Tensor:
@@ -78,8 +89,6 @@ class MXTensor(Tensor):
         """
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
-        from mxcompile import ops
-
         order = _storage_order(self.qdata)
         if order == [*range(self.ndim)]:
             values: Tensor = ops.dequantize(self.qdata, self.scale_bytes, self.block_dim, dtype)
@@ -185,6 +194,24 @@ def _check(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> 
         raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
     if not dtype.is_floating_point:
         raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
+
+
+def dense(x: MXTensor) -> Tensor:
+    """Returns the tensor of values that `x` stands for."""
+    return x.dequantize(x.dtype)
+
+
+def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises `FormatError` if `func` writes into an `MXTensor`."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[index] if index < len(args) else kwargs.get(argument.name)
+        if isinstance(written, MXTensor):
+            raise FormatError(
+                f"{func} would change an MXTensor in place, which holds MXFP8 for inference; change"
+                " tensor.dequantize() and quantize the result"
+            )
 
 
 def _storage_order(qdata: Tensor) -> list[int]:

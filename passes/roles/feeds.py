@@ -31,6 +31,7 @@ from mxcompile.passes.roles.sources import (
     SOFTMAXED,
     WHOLE,
     Made,
+    Origins,
     Source,
 )
 from mxcompile.passes.roles.streams import Streams
@@ -54,30 +55,23 @@ _MOST_STREAMS = 16
 
 
 @dataclass(kw_only=True, slots=True)
-class Feeds:
+class Feeds(Origins):
     """What the sweep finds.
 
-    made: sources of every forward value. before: the same of the skips of residual streams, which are
-    themselves sources. kind: of every source. streams: what each value depends on, by the number of the
-    stream, the latest `_MOST_STREAMS`. pooled: attentions whose queries are parameters. number: of the
-    stream that a sum or a skip belongs to. chosen: values that depend on a top-k since the last layer, until
-    they are back with the tokens they were chosen of. products: what became of the products. layers: the
-    linear layers in order.
+    before: the sources of the skips of residual streams, which are themselves sources. streams: what each
+    value depends on, by the number of the stream, the latest `_MOST_STREAMS`. pooled: attentions whose
+    queries are parameters. number: of the stream that a sum or a skip belongs to. chosen: values that depend
+    on a top-k since the last layer, until they are back with the tokens they were chosen of. products: what
+    became of the products. layers: the linear layers in order.
     """
 
-    made: dict[fx.Node, Made] = field(default_factory=dict)
     before: dict[fx.Node, Made] = field(default_factory=dict)
-    kind: dict[fx.Node, Source] = field(default_factory=dict)
     streams: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     chosen: set[fx.Node] = field(default_factory=set)
     pooled: set[fx.Node] = field(default_factory=set)
     number: dict[fx.Node, int] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     layers: list[fx.Node] = field(default_factory=list)
-
-    def sources(self, made: Made, *kinds: Source) -> list[fx.Node]:
-        """The sources in `made` that are of one of `kinds`."""
-        return [source for source in made if self.kind[source] in kinds]
 
 
 def sweep(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
@@ -27,10 +27,7 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.passes.flow import origin
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
-from mxcompile.passes.roles.sources import Made, Source
-
-if TYPE_CHECKING:
-    from mxcompile.passes.roles.feeds import Feeds
+from mxcompile.passes.roles.sources import Made, Origins, Source
 
 _HOPS = 6
 
@@ -68,22 +65,22 @@ class Products:
             if axis & rows and not axis & columns:
                 self.over_rows.add(layer)
 
-    def attention_operator(self, node: fx.Node, feeds: Feeds) -> None:
+    def attention_operator(self, node: fx.Node, origins: Origins) -> None:
         """Note what an attention in one operator reads: q, k and v, and a bias of the scores."""
         nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
         read, others = nodes[:3], [*nodes[3:], *(v for v in node.kwargs.values() if isinstance(v, fx.Node))]
         self.read.update(read)
         for bias in others:
             self.biases.add(bias)
-            self._positions(feeds.made.get(bias, {}), read, feeds)
+            self._positions(origins.made.get(bias, {}), read, origins)
 
-    def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, feeds: Feeds) -> bool:
+    def is_attention(self, node: fx.Node, weights: Made, values: fx.Node, origins: Origins) -> bool:
         """Whether `node`, a product of `values` and what a softmax made of `weights`, is softmax(q·kᵀ)·v."""
-        kinds = feeds.kind
+        kinds = origins.kind
         scores = [source for source in weights if tags_of(source) and kinds[source] is Source.PRODUCT]
         queries = [source for source in weights if source in self.over_rows]
         layers = [source for source in weights if kinds[source] is Source.LAYER]
-        onto_product = any(kinds[source] is Source.PRODUCT for source in feeds.made[values])
+        onto_product = any(kinds[source] is Source.PRODUCT for source in origins.made[values])
         if not scores and (onto_product or not (queries or layers)):
             return False
         if not scores and not queries:
@@ -91,7 +88,7 @@ class Products:
             return True
         read = [values, *(arg for score in scores for arg in operands(score))]
         read += [data_operand(query) for query in queries]
-        self._positions(weights, [arg for score in scores for arg in operands(score)], feeds)
+        self._positions(weights, [arg for score in scores for arg in operands(score)], origins)
         self.attentions[node] = Attention(
             scores=tuple(scores),
             queries=tuple(queries),
@@ -116,15 +113,15 @@ class Products:
             for query in attention.queries:
                 self.no_layer[query] = "a query: softmax along its rows, the keys, and a product with values"
 
-    def _positions(self, weights: Made, read: Sequence[Any], feeds: Feeds) -> None:
+    def _positions(self, weights: Made, read: Sequence[Any], origins: Origins) -> None:
         """Among what scores are made of, products of an operand of the attention and a parameter."""
-        known = {source for arg in read if isinstance(arg, fx.Node) for source in feeds.made.get(arg, ())}
+        known = {source for arg in read if isinstance(arg, fx.Node) for source in origins.made.get(arg, ())}
         for source in weights:
             tag = tag_of(source)
             if tag is None or "w" not in tag.tensors or source in self.over_rows:
                 continue
-            data = feeds.made.get(data_operand(source), {})
-            if data and set(data) <= known and not feeds.sources(data, Source.STREAM):
+            data = origins.made.get(data_operand(source), {})
+            if data and set(data) <= known and not origins.sources(data, Source.STREAM):
                 self.no_layer[source] = "scores: a query of the attention whose scores it is added to"
 
     def mixes_heads(self, node: fx.Node, data: fx.Node, scores: Sequence[fx.Node]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from torch import fx
@@ -32,3 +33,18 @@ Made = dict[fx.Node, int]
 
 BENT = ACTIVATED | GATED
 """Marks of a way that no linear operator is."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Origins:
+    """What the values of a forward are made from.
+
+    made: sources of every value. kind: of every source.
+    """
+
+    made: dict[fx.Node, Made] = field(default_factory=dict)
+    kind: dict[fx.Node, Source] = field(default_factory=dict)
+
+    def sources(self, made: Made, *kinds: Source) -> list[fx.Node]:
+        """Returns the sources in `made` that are of one of `kinds`."""
+        return [source for source in made if self.kind[source] in kinds]

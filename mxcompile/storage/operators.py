@@ -1,4 +1,4 @@
-"""What operators do with an `MXTensor`: those that keep blocks whole act on elements and scales alike.
+"""The operators that keep the blocks of an `MXTensor` whole: they act on elements and scales alike.
 
     f(MX(q, s)) = MX(f(q), f(s))       moves, copies, transposes, rows, views that leave the blocked
                                        dimension alone
@@ -10,66 +10,21 @@ may change an `MXTensor` in place but `copy_`, which quantizes what is not MXFP8
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
-from mxcompile.errors import FormatError
 from mxcompile.formats import BLOCK, num_blocks
 from mxcompile.formats.numerics import quantize_tensors
-from mxcompile.storage.tensor import MXTensor
+from mxcompile.storage.handlers import handles
+from mxcompile.storage.tensor import MXTensor, dense
 
 aten = torch.ops.aten
 
-Handler = Callable[..., Any]
-"""Takes the operator and its arguments; gives the result, or `NotImplemented` for what breaks blocks up."""
 
-_HANDLERS: dict[Any, Handler] = {}
-
-
-def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of the operator `func`; an `MXTensor` where it keeps blocks whole, else dense."""
-    handler = _HANDLERS.get(func)
-    if handler is not None:
-        result = handler(func, *args, **kwargs)
-        if result is not NotImplemented:
-            whole = isinstance(result, list | MXTensor)
-            return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
-    _refuse_mutation(func, args, kwargs)
-    dense_args, dense_kwargs = tree_map_only(MXTensor, _values, (tuple(args), kwargs))
-    return func(*dense_args, **dense_kwargs)
-
-
-def _values(x: MXTensor) -> Tensor:
-    return x.dequantize(x.dtype)
-
-
-def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """`FormatError` if `func` writes into an `MXTensor`."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[index] if index < len(args) else kwargs.get(argument.name)
-        if isinstance(written, MXTensor):
-            raise FormatError(
-                f"{func} would change an MXTensor in place, which holds MXFP8 for inference; change"
-                " tensor.dequantize() and quantize the result"
-            )
-
-
-def _handles(*ops: Any) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        _HANDLERS.update(dict.fromkeys(ops, handler))
-        return handler
-
-    return register
-
-
-@_handles(
+@handles(
     aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default,
     aten._pin_memory.default,
 )  # fmt: skip
@@ -77,12 +32,12 @@ def _same(func: Any, x: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
     return x.with_parts(lambda part: func(part, *args, **kwargs))
 
 
-@_handles(aten.is_pinned.default)
+@handles(aten.is_pinned.default)
 def _is_pinned(func: Any, x: MXTensor, *args: Any, **kwargs: Any) -> bool:
     return bool(func(x.qdata, *args, **kwargs))
 
 
-@_handles(aten._to_copy.default, aten.empty_like.default)
+@handles(aten._to_copy.default, aten.empty_like.default)
 def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """On another device, or standing for values in another floating-point dtype."""
     dtype = x.dtype if dtype is None else dtype
@@ -91,30 +46,30 @@ def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs
     return x.with_parts(lambda part: func(part, **kwargs)).with_dtype(dtype)
 
 
-@_handles(aten.t.default)
+@handles(aten.t.default)
 def _t(func: Any, x: MXTensor) -> MXTensor:
     return x.with_parts(func, x.ndim - 1 - x.block_dim % x.ndim)
 
 
-@_handles(aten.transpose.int)
+@handles(aten.transpose.int)
 def _transpose(func: Any, x: MXTensor, first: int, second: int) -> MXTensor:
     first, second, dim = first % x.ndim, second % x.ndim, x.block_dim % x.ndim
     return x.with_parts(lambda part: func(part, first, second), {first: second, second: first}.get(dim, dim))
 
 
-@_handles(aten.permute.default)
+@handles(aten.permute.default)
 def _permute(func: Any, x: MXTensor, order: Sequence[int]) -> MXTensor:
     dims = [dim % x.ndim for dim in order]
     return x.with_parts(lambda part: func(part, dims), dims.index(x.block_dim % x.ndim))
 
 
-@_handles(aten.unsqueeze.default)
+@handles(aten.unsqueeze.default)
 def _unsqueeze(func: Any, x: MXTensor, dim: int) -> MXTensor:
     at, block = dim % (x.ndim + 1), x.block_dim % x.ndim
     return x.with_parts(lambda part: func(part, at), block + (at <= block))
 
 
-@_handles(aten.squeeze.dim)
+@handles(aten.squeeze.dim)
 def _squeeze(func: Any, x: MXTensor, dim: int) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
@@ -123,7 +78,7 @@ def _squeeze(func: Any, x: MXTensor, dim: int) -> Any:
     return x.with_parts(lambda part: func(part, at), block - gone)
 
 
-@_handles(aten.select.int)
+@handles(aten.select.int)
 def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
@@ -131,7 +86,7 @@ def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
     return x.with_parts(lambda part: func(part, at, index), block - (at < block))
 
 
-@_handles(aten.unbind.int)
+@handles(aten.unbind.int)
 def _unbind(func: Any, x: MXTensor, dim: int = 0) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
@@ -139,7 +94,7 @@ def _unbind(func: Any, x: MXTensor, dim: int = 0) -> Any:
     return _paired(x, func(x.qdata, at), func(x.scale_bytes, at), block - (at < block))
 
 
-@_handles(aten.split.Tensor, aten.split_with_sizes.default)
+@handles(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at != block:
@@ -157,7 +112,7 @@ def _paired(
     return [MXTensor._of(q, s, block_dim, x.dtype) for q, s in zip(elements, scales, strict=True)]
 
 
-@_handles(aten.slice.Tensor)
+@handles(aten.slice.Tensor)
 def _slice(
     func: Any, x: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
@@ -172,7 +127,7 @@ def _slice(
     return MXTensor._of(func(x.qdata, at, first, last), scales, block, x.dtype)
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+@handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> Any:
     """Another shape of the dimensions before the last, which is the blocked one and stays."""
     shape = list(shape)
@@ -186,13 +141,13 @@ def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> An
     return MXTensor._of(elements, func(x.scale_bytes, blocks, **kwargs), elements.ndim - 1, x.dtype)
 
 
-@_handles(aten.index_select.default)
+@handles(aten.index_select.default)
 def _index_select(func: Any, x: MXTensor, dim: int, index: Tensor) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     return NotImplemented if at == block else x.with_parts(lambda part: func(part, at, index), block)
 
 
-@_handles(aten.index.Tensor)
+@handles(aten.index.Tensor)
 def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
     """Rows: the leading dimensions indexed, without a gap and without the last, which is the blocked one."""
     is_last = x.block_dim % x.ndim == x.ndim - 1
@@ -203,7 +158,7 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
     return x.with_parts(lambda part: func(part, indices), -1)
 
 
-@_handles(aten.embedding.default)
+@handles(aten.embedding.default)
 def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> Any:
     if x.block_dim % x.ndim != 1:
         return NotImplemented
@@ -211,7 +166,7 @@ def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> A
     return rows.dequantize(x.dtype)
 
 
-@_handles(aten.cat.default, aten.stack.default)
+@handles(aten.cat.default, aten.stack.default)
 def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """Tensors in one format, joined along another dimension than the blocked one."""
     first = tensors[0]
@@ -234,19 +189,19 @@ def _scales(x: MXTensor) -> Tensor:
     return x.scale_bytes
 
 
-@_handles(aten.copy_.default)
+@handles(aten.copy_.default)
 def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
     """`source` into `x`: in MXFP8 as it is, where blocks run alike, else quantized."""
     if not isinstance(x, MXTensor):
-        return func(x, _values(source) if isinstance(source, MXTensor) else source, non_blocking)
+        return func(x, dense(source) if isinstance(source, MXTensor) else source, non_blocking)
     if source.shape != x.shape:
         source = source.expand(x.shape)
     alike = isinstance(source, MXTensor) and source.qdata.dtype is x.qdata.dtype
     if alike and source.block_dim % x.ndim == x.block_dim % x.ndim:  # type: ignore[attr-defined]
         parts = source.qdata, source.scale_bytes  # type: ignore[attr-defined]
     else:
-        dense = _values(source) if isinstance(source, MXTensor) else source
-        parts = quantize_tensors(dense, x.block_dim, x.qdata.dtype, "rceil")
+        high = dense(source) if isinstance(source, MXTensor) else source
+        parts = quantize_tensors(high, x.block_dim, x.qdata.dtype, "rceil")
     func(x.qdata, parts[0], non_blocking)
     func(x.scale_bytes, parts[1], non_blocking)
     return x

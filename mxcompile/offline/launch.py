@@ -1,0 +1,54 @@
+"""One kernel launch of a step, and one generated kernel: what a target would run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mxcompile.offline.binary import Binary
+from mxcompile.offline.bounds import Bound
+
+_CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
+"""How the names of casts begin, and of what they follow from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One kernel launch of a step.
+
+    phase: "forward", "backward" or "inference", numbered where the model has several graphs. kernel: name
+    of a generated kernel, or of the operator of a library. generated: which of the two. gemms: matrix
+    products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
+    what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
+    "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
+    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. bound: how
+    long it takes at least, an estimate (see `bounds`).
+    """
+
+    phase: str
+    kernel: str
+    generated: bool
+    gemms: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    cast: str = ""
+    num_bytes: int = 0
+    flops: float = 0.0
+    bound: Bound | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is: "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
+        if "attention" in self.kernel:
+            return "attention"
+        if self.gemms:
+            return "product"
+        return "cast" if any(name.startswith(_CASTS) for name in self.operators) else "rest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A generated kernel of a phase: its Triton module as Inductor wrote it, and what that compiles to."""
+
+    phase: str
+    name: str
+    source: str
+    binary: Binary
