@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ def add_folder(command: argparse.ArgumentParser, what: str, default: Path | None
 def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] | None = None) -> None:
     """Raise `OptionError` if ``--output`` cannot be written, or exists and ``--force`` was not given.
 
-    form_of: raises for a file of an unknown form.
+    form_of: raises for a file of an unknown form. The directory has to exist: a misspelt one is not made.
     """
     path: Path | None = options.output
     if path is None:
@@ -89,7 +89,7 @@ def check_output(options: argparse.Namespace, form_of: Callable[[Path], object] 
 
 
 def check_folder(path: Path | None) -> None:
-    """Raise `OptionError` if `path` can be no folder to write to."""
+    """Raise `OptionError` if `path` is not a folder to write to, and cannot be made in one that exists."""
     if path is None:
         return
     if path.exists() and not path.is_dir():
@@ -98,14 +98,17 @@ def check_folder(path: Path | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Whether `path` can be written, or made below the nearest folder that there is."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    if place != path.absolute() and not place.is_dir():
-        raise OptionError(f"{path} cannot be written: {place} is a file")
-    if not os.access(place, os.W_OK):
-        raise OptionError(f"{path} cannot be written: no permission for {place}")
+    """Whether a file can be made in the folder `path`, or, if `path` is not one, beside it."""
+    folder = path if path.is_dir() else path.absolute().parent
+    if not folder.is_dir():
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        reason = f"there is no folder {folder}" if there.is_dir() else f"{there} is a file"
+        raise OptionError(f"{path} cannot be written: {reason}")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {folder}: {error.strerror}") from None
 
 
 def check_plots(folder: Path | None) -> None:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mxcompile import __version__
 from mxcompile.cli import (
@@ -24,16 +25,34 @@ from mxcompile.cli import (
     policy,
     tune,
 )
-from mxcompile.errors import MXCompileError
+from mxcompile.errors import MXCompileError, nearest, not_allowed
 
 COMMANDS = (env, explain, diff, merge, audit, tune, codegen, policy, convert, inspect, demo)
 
 EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
 
 
+class Parser(argparse.ArgumentParser):
+    """One that names the nearest word for what it does not know, with the usage of the command meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As of argparse, but for what is left over: an error of this command, not of the one around it."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = self._option_string_actions
+            said = (f"{word}{nearest(word.partition('=')[0], known)}" for word in unknown)
+            self.error(f"unrecognized arguments: {' '.join(said)}")
+        return options, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = action.metavar if isinstance(action.metavar, str) else "value"
+            raise argparse.ArgumentError(action, not_allowed(what.lower(), value, action.choices))
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser with all commands."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="mxcompile",
         description='Train and serve PyTorch models in OCP MXFP8: torch.compile(model, backend="mxfp8").',
     )

@@ -51,16 +51,19 @@ def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int | N
     `CheckpointError` for weights that are damaged or do not fit.
     """
     path = Path(spec.removeprefix("hf:"))
-    with torch.device("meta") if meta else nullcontext():
-        if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
+    if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
+        with torch.device("meta") if meta else nullcontext():
             return _from_config(spec, path, meta, batch, length)
-        if ":" in spec:
-            return _from_factory(spec)
+    if ":" in spec:
+        return _from_factory(spec, meta)
     raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
 
 
 def _advice(spec: str, path: Path) -> str:
     """A sentence for what people try: files of weights or settings, names on a hub."""
+    if path.suffix == ".py":
+        module = path.with_suffix("").as_posix().replace("/", ".")
+        return f"; for a function in a Python file write {module}:NAME"
     if path.is_file():
         return f": {path.name} is a file of another kind; models are named by where they are made"
     if spec.count("/") == 1 and not path.exists() and path.suffix not in (".py", ".json"):
@@ -68,17 +71,31 @@ def _advice(spec: str, path: Path) -> str:
             "; if it is a name on the Hugging Face hub, nothing is downloaded here: download its config.json,"
             " and name the directory"
         )
-    if path.suffix == ".py":
-        module = path.with_suffix("").as_posix().replace("/", ".")
-        return f"; for a function in a Python file write {module}:NAME"
-    return ""
+    return f"; there is no directory {path}{nearest(path.name, _beside(path))}"
 
 
-def _from_factory(spec: str) -> LoadedModel:
+def _beside(path: Path) -> list[str]:
+    """The directories with a config.json beside `path`."""
+    return [file.parent.name for file in path.absolute().parent.glob("*/config.json")]
+
+
+def _from_factory(spec: str, meta: bool) -> LoadedModel:
+    """What the factory makes; with memory where it cannot run without, since it reads values say."""
     module_name, _, attribute = spec.partition(":")
     try:
         factory = _attribute(module_name, attribute)
-        made = factory()
+        try:
+            with torch.device("meta") if meta else nullcontext():
+                made = factory()
+        except Exception as error:
+            if not meta or "meta" not in str(error):
+                raise
+            print(
+                f"{spec} cannot be made without memory for its weights"
+                f" ({type(error).__name__}: {_first_line(error)}): it is made with them",
+                file=sys.stderr,
+            )
+            made = factory()
     except ModelError:
         raise
     except Exception as error:  # of the user's code, whatever it is
@@ -87,6 +104,10 @@ def _from_factory(spec: str) -> LoadedModel:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
     raise ModelError(f"model {spec!r}: the factory returned {_shape_of(made)}, not (model, args, kwargs)")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _attribute(module_name: str, attribute: str) -> Callable[[], Any]:

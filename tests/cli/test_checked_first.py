@@ -39,6 +39,12 @@ REFUSED = {
     "file as a folder": (["-o", "file/x.json"], "cannot be written: ", "is a file"),
     "folder as a file": (["-o", "folder.json"], "folder.json is a directory", "name a file in it"),
     "existing": (["-o", "there.json"], "there.json exists", "--force"),
+    "misspelt folder": (
+        ["-o", "reprots/deep/x.json"],
+        "cannot be written: there is no folder",
+        "reprots/deep",
+    ),
+    "no such file system": (["-o", "/proc/x.json"], "cannot be written: /proc: "),
 }
 COMMANDS = {
     "explain": ["explain", HERE],
@@ -58,6 +64,7 @@ def test_an_output_that_cannot_be_written(command: str, case: str, capsys: pytes
     assert error.count("\n") == 1
     assert all(part in error for part in said)
     assert MODELS_MADE == []
+    assert not Path("reprots").exists()
     assert Path("there.json").read_text(encoding="utf-8") == "mine"
 
 
@@ -71,6 +78,7 @@ OTHERS = {
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
     "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),
     "demo": (["demo", "-o", "file"], "file is a file: name a folder"),
+    "folder in a misspelt one": (["codegen", HERE, "-o", "reprots/x"], "there is no folder"),
 }
 
 
@@ -95,17 +103,49 @@ NAMES = {
     "meta-llama/Llama-3.1-8B": "nothing is downloaded here: download its config.json",
     "settings.toml": "settings.toml is a file of another kind",
     "src/model.py": "for a function in a Python file write src.model:NAME",
+    "mine.py": "for a function in a Python file write mine:NAME",
     "nothing": "is neither package.module:factory",
+    "gema": "there is no directory gema (did you mean 'gemma'?)",
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_model_gets_a_sentence(name: str, capsys: pytest.CaptureFixture[str]):
     Path("settings.toml").write_text("[model]\n", encoding="utf-8")
+    Path("mine.py").write_text("", encoding="utf-8")
+    Path("gemma").mkdir()
+    Path("gemma/config.json").write_text("{}", encoding="utf-8")
     assert main(["explain", name]) == 2
     error = capsys.readouterr().err
     assert NAMES[name] in error
     assert error.count("\n") == 1
+
+
+def reading():
+    """What ``from_pretrained`` does: it needs memory."""
+    model, args, kwargs = made()
+    assert torch.ones(()).item() == 1
+    return model, args, kwargs
+
+
+def broken():
+    MODELS_MADE.append("broken")
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize("command", [["explain", "--policy", "bf16"], ["policy", "init"]])
+def test_a_factory_that_needs_memory_gets_it(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*command, f"{__name__}:reading"]) == 0
+    streams = capsys.readouterr()
+    assert "bf16" in streams.out
+    assert "cannot be made without memory for its weights (RuntimeError: Tensor.item()" in streams.err
+    assert MODELS_MADE == ["made", "made"]
+
+
+def test_a_factory_that_fails_is_run_once(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", f"{__name__}:broken"]) == 2
+    assert "RuntimeError: no such luck" in capsys.readouterr().err
+    assert MODELS_MADE == ["broken"]
 
 
 def config(tmp_path: Path, **settings: object) -> str:

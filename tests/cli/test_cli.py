@@ -75,6 +75,28 @@ def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert "usage: mxcompile" in capsys.readouterr().err
 
 
+MISSPELT = {
+    "explian": "unknown command 'explian' (did you mean 'explain'?); allowed: env, explain,",
+    "policy chek x": "unknown action 'chek' (did you mean 'check'?)",
+    "explain m --polcy ocp": "unrecognized arguments: --polcy (did you mean '--policy'?)",
+    "audit m --devise=cuda": "unrecognized arguments: --devise=cuda (did you mean '--device'?)",
+    "audit m --by roles": "unknown value 'roles' (did you mean 'role'?); allowed: role, block, underflow",
+}
+
+
+@pytest.mark.parametrize("line", MISSPELT)
+def test_a_misspelt_word_gets_the_nearest_and_the_usage_of_its_command(
+    line: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as exit_:
+        main(line.split())
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert MISSPELT[line] in error
+    usage = f"usage: mxcompile {line.split()[0]}" if "-" in line else "usage: mxcompile"
+    assert error.startswith(usage)
+
+
 def test_an_error_of_ours_is_misuse(capsys: pytest.CaptureFixture[str]):
     assert main(["demo", "--policy", "nvida"]) == 2
     streams = capsys.readouterr()
