@@ -24,6 +24,8 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/lint_words.py
+	$(BIN)/python -m pytest tests/lint_figures.py
 
 check: lint test test-slow
 

@@ -1,14 +1,18 @@
-"""What the pages say was measured is what the newest committed results say, to the digits that they show."""
+"""Figures in README and docs equal the newest committed rows of benchmarks/results, to the digits shown.
+
+`make lint` runs this file by pytest. It compares prose with rows, so it is not part of the test suite.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
@@ -31,6 +35,15 @@ def table(page: str, head: str) -> dict[str, list[str]]:
     return found
 
 
+def measured(workload: str) -> list[str]:
+    """Returns the first number of each result in README's row of `workload`."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(
+        rf"^\| 2 cores, AVX-512 BF16 \| {re.escape(workload)} \|(.*)\|$", readme, re.MULTILINE
+    )
+    return [NUMBER.findall(cell)[0] for cell in row.split("|")]
+
+
 def same(shown: Sequence[str], measured: Sequence[float]) -> None:
     """Every number of a page is what was measured, rounded to its digits."""
     assert len(shown) == len(measured), shown
@@ -41,10 +54,10 @@ def same(shown: Sequence[str], measured: Sequence[float]) -> None:
 
 def test_training_steps():
     rows = newest("training_step", "model", "run")
-    shown = table("README.md", "training step, 4×256 tokens")
     runs = ("bf16 inductor", "mxcompile mxfp8", "saved: mxfp8", "torchao mxfp8 (emulated)")
     for name, model in (("2 layers × 512", "llama 2×512"), ("4 layers × 1024", "llama 4×1024")):
-        same(shown[f"Llama {name}"], [rows[model, run]["ratio_to_bf16"] for run in runs])
+        shown = measured(f"training step, Llama {name}, time")
+        same(shown, [rows[model, run]["ratio_to_bf16"] for run in (runs[1], runs[3])])
     policies = list(table("docs/training.md", "Llama 2×512: step, kept").values())
     for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
         found = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
@@ -64,10 +77,10 @@ def test_losses():
     for name, (policy, key) in of.items():
         first, second = (100 * rows[2000, policy, seed][key] for seed in (0, 1))
         same(shown[name], [first, second, (first + second) / 2, abs(first - second) / 2])
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    said = re.search(r"gave ([^.]*\.[^.]*\.[^.]*\.[^.]*\.\d+ %)", readme.replace("\n", " "))
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"500 steps of MXFP8 gave (.*? %).*?2,000 steps gave (.*? %)", page)
     assert said is not None
-    numbers = [text for text in NUMBER.findall(said[1]) if text[0] in "+-"]
+    numbers = [text for text in NUMBER.findall(said[1] + said[2]) if text[0] in "+-"]
     same(numbers, [100 * rows[steps, "nvidia", seed]["gap"] for steps in (500, 2000) for seed in (0, 1)])
 
 
@@ -94,10 +107,8 @@ def test_serving():
     for name, numbers in table("docs/serving.md", "prefill, of BF16's speed").items():
         row = rows["speed", names.get(name, name.replace("MXFP8", "mxfp8"))]
         same(numbers, [row["bf16_prefill_over_this"], row["tokens_per_s"], row["tokens_over_bf16"]])
-    (said,) = re.findall(
-        r"make ([\d.]+) times as many tokens", (ROOT / "README.md").read_text(encoding="utf-8")
-    )
-    same([said], [rows["speed", "stored weights"]["tokens_over_bf16"]])
+    shown = measured("decoding, two blocks of Llama 3 8B, tokens a second")
+    same(shown, [rows["speed", run]["tokens_over_bf16"] for run in ("stored weights", "torchao int8")])
 
 
 def test_one_layer_decoding():
@@ -134,3 +145,20 @@ def test_compile_times():
     same(said.groups()[:2], [shares[0], shares[-1]])
     growth = [row["us_per_node"] / 1e3 for row in rows.values() if row.get("nodes", 1e9) <= 21112]
     assert max(growth) <= 1.1 * float(said[3])
+
+
+def test_the_pages_have_what_was_predicted(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    predicted = importlib.import_module("predicted")
+    for page, markdown in predicted.PAGES.items():
+        _, begin, rest = page.read_text(encoding="utf-8").partition(predicted.BEGIN)
+        assert begin, page
+        assert rest.partition(predicted.END)[0].strip() == markdown(), f"{page}: predicted.py --table --write"
+
+
+def test_the_page_has_the_presets_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    presets = importlib.import_module("preset_table")
+    _, begin, rest = presets.PAGE.read_text(encoding="utf-8").partition(presets.BEGIN)
+    assert begin
+    assert rest.partition(presets.END)[0].strip() == presets.table(presets.results())

@@ -1,0 +1,110 @@
+"""The rules of words in docs/CONTRIBUTING.md that a program can check: `python tests/lint_words.py`.
+
+Reads README.md, the pages of docs/ and examples/, and docstrings of the product. Prints a line for each fault
+and exits with status 1 if there is one. Code, quotes, headings and generated tables are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 25  # words a sentence
+
+QUOTED = re.compile(r"[\"“][^\"“”]{1,80}[\"”]")
+GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z0-9\"'(*])")
+IS_NO = re.compile(
+    r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|larger|smaller|faster|slower|wider)\b)"
+)
+THAT_OF = re.compile(r"\b(?:that|those) of\b")
+UNREAD = {
+    *("audit", "changelog", "codegen", "cpu", "formats", "kernels", "large", "numerics", "policies"),
+    *("report", "roles", "serving", "trainers", "zoo"),
+    *("1-joint-graph", "2-cpu-casts", "3-fake-tensors", "4-cached-weights"),
+}  # pages that are still to be rewritten
+UNREAD_ROOMS = ("mxcompile", "passes", "lowering")
+COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline")
+
+
+def main() -> int:
+    """Returns 1 if a page or a docstring breaks a rule, else 0."""
+    faults = [*pages(), *docstrings()]
+    for fault in faults:
+        print(fault)  # noqa: T201
+    return bool(faults)
+
+
+def pages() -> Iterator[str]:
+    """Yields a line for each fault of README.md and of the pages below docs/ and examples/."""
+    defined = headings((ROOT / "docs/glossary.md").read_text(encoding="utf-8"))
+    files = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("examples/*.md"))]
+    for file in files:
+        if file.stem in UNREAD:
+            continue
+        for line, text in prose(file.read_text(encoding="utf-8")):
+            for sentence in SENTENCE_END.split(text):
+                for fault in faults_of(sentence, defined):
+                    yield f"{file.relative_to(ROOT)}:{line}: {fault}: {sentence}"
+
+
+def docstrings() -> Iterator[str]:
+    """Yields a line for each docstring of the product that begins with "What"."""
+    for folder in {"mxcompile", "passes", "lowering"} - {*UNREAD_ROOMS}:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node) or ""
+                    if text.startswith("What "):
+                        line = getattr(node, "lineno", 1)
+                        yield f"{file.relative_to(ROOT)}:{line}: begins with What: {text.splitlines()[0]}"
+
+
+def faults_of(sentence: str, defined: set[str]) -> Iterator[str]:
+    """Yields the rules that `sentence` breaks; `defined` are the words of the glossary, in lower case."""
+    words = [word for word in sentence.split() if any(letter.isalnum() for letter in word)]
+    if len(words) > LONGEST:
+        yield f"{len(words)} words"
+    if IS_NO.search(sentence):
+        yield 'say "is not a"'
+    if THAT_OF.search(sentence):
+        yield "use the noun"
+    if sentence.startswith("What ") and not sentence.endswith("?"):
+        yield "begins with What"
+    for word in COINED:
+        if re.search(rf"\b{word}", sentence, re.IGNORECASE) and word not in defined:
+            yield f"{word!r} is not in docs/glossary.md"
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of each paragraph, list item and table cell; a piece of code is one word."""
+    plain = GENERATED.sub(lambda match: "\n" * match[0].count("\n"), text)
+    line = 0
+    tokens = MarkdownIt().enable("table").parse(plain)
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        line = token.map[0] + 1 if token.map else line
+        if token.type == "inline" and before is not None and before.type != "heading_open":
+            yield line, QUOTED.sub("QUOTE", "".join(map(_words, token.children or ())).strip())
+
+
+def headings(text: str) -> set[str]:
+    """Returns the bold words and headings of a page, in lower case."""
+    matches = re.findall(r"\*\*(.+?)\*\*|^#+ (.+)$", text, re.MULTILINE)
+    return {word.lower() for match in matches for word in match if word}
+
+
+def _words(token) -> str:
+    if token.type == "code_inline":
+        return "CODE"
+    return " " if token.type in ("softbreak", "hardbreak") else token.content if token.type == "text" else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
