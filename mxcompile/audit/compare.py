@@ -20,8 +20,8 @@ from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Numerics
+from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.numerics import lowest
-from mxcompile.report.tables import Table, drawn, fitted, wrapped
 
 _ROWS = 20
 

@@ -15,7 +15,7 @@ from mxcompile.audit.measure import Audit
 from mxcompile.audit.text import decibels, percent
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.diff import Difference, compare
-from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
 
 LEAST_DB = 0.5
 LEAST_UNDERFLOW = 0.001

@@ -93,7 +93,7 @@ def _markdown(audit: Audit) -> str:
 
 
 def _html(audit: Audit) -> str:
-    from mxcompile.report.html import to_html
+    from mxcompile.report.forms.html import to_html
 
     return to_html(audit.report, audit.numerics)
 

@@ -1,6 +1,6 @@
 """An audit as text and Markdown: a summary, then GEMMs, casts and gradients, those with most harm first.
 
-How tables are drawn is in `mxcompile.report.tables`, what harm is in `mxcompile.report.numerics`.
+How tables are drawn is in `mxcompile.report.forms.tables`, what harm is in `mxcompile.report.numerics`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.report import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
-from mxcompile.report.numerics_groups import Group, by_block, by_role
-from mxcompile.report.tables import (
+from mxcompile.report.forms.tables import (
     NAMES,
     Table,
     bullets,
@@ -21,6 +20,7 @@ from mxcompile.report.tables import (
     markdown_table,
     wrapped,
 )
+from mxcompile.report.numerics_groups import Group, by_block, by_role
 
 _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "cut", "2^"]

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
     from mxcompile.checkpoint.contents import contents
-    from mxcompile.report.words import byte_count, count
+    from mxcompile.report.forms.words import byte_count, count
 
     found = contents(options.path)
     share = f", {found.mxfp8_bytes / found.num_bytes:.1%} of it in MXFP8" if found.num_bytes else ""

@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.report import Report, form_of
-    from mxcompile.report.words import count
+    from mxcompile.report.forms.words import count
 
     check_output(options, form_of)
     report = Report.merged([Report.load(path) for path in options.reports])

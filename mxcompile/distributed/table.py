@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from mxcompile.report.fold import spelled
-from mxcompile.report.words import byte_count
+from mxcompile.report.forms.words import byte_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

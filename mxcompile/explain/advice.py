@@ -13,7 +13,7 @@ from mxcompile.formats import is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.report import Report
 from mxcompile.report.fold import Row, fold
-from mxcompile.report.words import speedup, tokens_of
+from mxcompile.report.forms.words import speedup, tokens_of
 
 _MANY = 1 << 20
 """Tokens at which more would change nothing."""

@@ -18,7 +18,7 @@ from mxcompile.explain.explainer import explain
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Policy
 from mxcompile.report import Report
-from mxcompile.report.words import byte_count, duration
+from mxcompile.report.forms.words import byte_count, duration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from mxcompile.explain.roofline import estimate
 from mxcompile.formats import labels
 from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import GemmRecord, Report
-from mxcompile.report.tables import drawn
-from mxcompile.report.words import duration, tokens_of
+from mxcompile.report.forms.tables import drawn
+from mxcompile.report.forms.words import duration, tokens_of
 
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 """What is looked at if nothing else is asked for."""

@@ -1,10 +1,11 @@
 """Reports: for every matmul in a model, what was done, by which kernel, and why not."""
 
+from mxcompile.report.forms import FORMS
 from mxcompile.report.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.outline import Outline, OutlineNode, folded
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat, Part, Summary
 from mxcompile.report.registry import REGISTRY, Ledger, clear_reports, gather_reports, reports
-from mxcompile.report.report import FORMS, Report, form_of
+from mxcompile.report.report import Report, form_of
 
 __all__ = [
     "FORMS",

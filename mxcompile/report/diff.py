@@ -12,75 +12,27 @@ from dataclasses import dataclass
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.policy import ATTENTION_PRODUCTS
-from mxcompile.report.fold import spelled
-from mxcompile.report.record import GemmRecord, Summary
-from mxcompile.report.report import Report
-from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
-from mxcompile.report.words import byte_count, count, duration, formats, size
-
-KINDS = ("fell back", "gained", "changed", "new", "removed")
+from mxcompile.report.change import KINDS, Change, Changes
+from mxcompile.report.forms.changes import to_markdown, to_text
+from mxcompile.report.forms.words import formats, size
+from mxcompile.report.record import GemmRecord, ReportData
 
 _Key = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One change that layers have in common.
-
-    kind: see `KINDS`. names: full module paths. role: of the layers, now. gemms: "fprop", "dgrad", "wgrad",
-    those that changed. what: which of precision, role, formats, kernel, reason and size it is, "" for new and
-    removed. before, after: its values, "" where there was or is none. reason: for the present precision.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    role: str
-    gemms: tuple[str, ...]
-    what: str
-    before: str
-    after: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Everything that changed.
-
-    changes: those of layers, by kind. words: the precisions of both reports, as texts say them. old, new: the
-    summaries.
-    """
-
-    changes: tuple[Change, ...]
-    words: str
-    old: Summary
-    new: Summary
-
-    @property
-    def fell_back(self) -> tuple[str, ...]:
-        """Names of the layers with a GEMM that was quantized and is in BF16."""
-        found = (name for change in self.changes if change.kind == "fell back" for name in change.names)
-        return tuple(dict.fromkeys(found))
-
-    @property
-    def share_drop(self) -> float:
-        """By how much the quantized share of the FLOPs fell, 0 to 1; negative if it rose."""
-        return self.old.flop_share - self.new.flop_share
+class Difference(Changes):
+    """Everything that changed, and its forms: ``str(difference)`` is the text."""
 
     def __str__(self) -> str:
-        lines = wrapped([_headline(self), *_facts(self)])
-        if self.changes:
-            lines += ["", drawn(fitted(_table(self.changes), ("layer", "change", "reason")))]
-        return "\n".join(lines)
+        return to_text(self)
 
     def to_markdown(self) -> str:
-        """For a pull request."""
-        parts = [f"### {markdown(_headline(self))}", bullets(_facts(self))]
-        if self.changes:
-            parts.append(markdown_table(_table(self.changes)))
-        return "\n\n".join(part for part in parts if part) + "\n"
+        """Returns the changes for a pull request."""
+        return to_markdown(self)
 
 
-def compare(old: Report, new: Report) -> Difference:
+def compare(old: ReportData, new: ReportData) -> Difference:
     """What changed from `old` to `new`."""
     before, after = dict(_keyed(old.gemms)), dict(_keyed(new.gemms))
     found: dict[tuple[str, ...], dict[str, set[str]]] = {}
@@ -144,62 +96,3 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
             if value(old) != value(new):
                 reason = "" if what == "reason" else new.reason
                 yield new.role, "changed", what, value(old), value(new), reason
-
-
-def _headline(found: Difference) -> str:
-    lost = len(found.fell_back)
-    if lost:
-        return f"{count(lost, 'layer')} fell back from {found.words}"
-    return f"no layer fell back from {found.words}" if found.changes else "the same for every layer"
-
-
-def _facts(found: Difference) -> list[str]:
-    """The numbers of the summary that changed."""
-    old, new = found.old, found.new
-    pairs: list[tuple[str, str, str]] = [
-        ("target", old.target, new.target),
-        ("policy", old.policy, new.policy),
-        (f"matmul FLOPs in {found.words}", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
-        ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
-        ("saved for backward", _bytes(old.saved_bytes), _bytes(new.saved_bytes)),
-        ("weights of linear layers", _bytes(old.weight_bytes), _bytes(new.weight_bytes)),
-        ("copies of weights kept", byte_count(old.cached_bytes), byte_count(new.cached_bytes)),
-        ("casts in each run", f"{old.casts:,}", f"{new.casts:,}"),
-        ("sent by each rank", byte_count(old.wire_bytes), byte_count(new.wire_bytes)),
-        ("graphs", str(old.graphs), str(new.graphs)),
-        ("graph breaks", str(old.graph_breaks), str(new.graph_breaks)),
-        ("roofline estimate", _estimate(old.estimate_us), _estimate(new.estimate_us)),
-    ]
-    facts = [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
-    gone = [f"no longer warned: {warning}" for warning in old.warnings if warning not in new.warnings]
-    return (
-        facts + [f"new warning: {warning}" for warning in new.warnings if warning not in old.warnings] + gone
-    )
-
-
-def _bytes(number: int | None) -> str:
-    return "nothing" if number is None else byte_count(number)
-
-
-def _estimate(us: float | None) -> str:
-    return "none" if us is None else duration(us)
-
-
-def _table(changes: Iterable[Change]) -> Table:
-    table = [["", "layer", "", "role", "GEMMs", "change", "reason"]]
-    for change in changes:
-        what = f"{change.what}: " if change.kind == "changed" else ""
-        arrow = " → " if change.before and change.after else ""
-        empty = "" if change.before or change.after else "–"
-        table.append(
-            [
-                change.kind,
-                spelled(change.names) or "(root)",
-                f"×{len(change.names)}" if len(change.names) > 1 else "",
-                change.role,
-                "all" if len(change.gemms) == 3 else ", ".join(change.gemms),
-                f"{what}{change.before}{arrow}{change.after}{empty}",
-                change.reason,
-            ]
-        )
-    return table

@@ -1,4 +1,4 @@
-"""What a report holds: one record per GEMM and a summary."""
+"""The data of a report: one record per GEMM and a summary."""
 
 from __future__ import annotations
 
@@ -162,6 +162,18 @@ class Part:
     prefix: str = ""
     twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()
     histories: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportData:
+    """What a report holds, in no form: one record per GEMM and attention product, and a summary.
+
+    graph: a picture of every compiled graph, at the position that the records of the graph carry.
+    """
+
+    gemms: tuple[GemmRecord, ...]
+    summary: Summary
+    graph: tuple[Outline, ...] = ()
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:

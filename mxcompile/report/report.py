@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from mxcompile.errors import OptionError
 from mxcompile.report import files, schema
+from mxcompile.report.diff import Difference, compare
+from mxcompile.report.forms import FORMS
+from mxcompile.report.forms.json import to_json
+from mxcompile.report.forms.text import to_text
 from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan, work_of
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
-from mxcompile.report.record import SCHEMA, GemmRecord, Part, Summary, flop_share
-
-if TYPE_CHECKING:
-    from mxcompile.report.diff import Difference
+from mxcompile.report.record import SCHEMA, GemmRecord, Part, ReportData, Summary, flop_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(ReportData):
     """One record per GEMM and attention product, none missing, and a summary.
 
-    ``str(report)`` is the text form with equal layers folded; `save` writes the form its suffix
-    names. graph: a picture of every compiled graph, at the position the records of that graph carry.
+    ``str(report)`` is the text form with equal layers folded; `save` writes the form its suffix names.
     """
-
-    gemms: tuple[GemmRecord, ...]
-    summary: Summary
-    graph: tuple[Outline, ...] = ()
 
     @classmethod
     def of(
@@ -79,18 +73,11 @@ class Report:
         return cls(gemms=tuple(gemms), summary=summary, graph=tuple(graph))
 
     def __str__(self) -> str:
-        from mxcompile.report.text import to_text
-
         return to_text(self)
 
     def to_json(self) -> str:
         """The report as JSON, with its kind and the version of its form; `from_json` reads it back."""
-        records = ",\n  ".join(_json(gemm) for gemm in self.gemms)
-        outlines = ",\n  ".join(_json(outline) for outline in self.graph)
-        return (
-            f'{{"schema": {SCHEMA},\n "kind": "report",\n "summary": {_json(self.summary)},\n'
-            f' "gemms": [\n  {records}],\n "graph": [\n  {outlines}]}}\n'
-        )
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -115,10 +102,8 @@ class Report:
         """
         return reasons(self.gemms, layer)
 
-    def since(self, old: Report) -> Difference:
+    def since(self, old: ReportData) -> Difference:
         """What changed from the report `old` to this one."""
-        from mxcompile.report.diff import compare
-
         return compare(old, self)
 
     def save(self, path: str | Path) -> None:
@@ -129,35 +114,6 @@ class Report:
         files.save(path, form_of(path)(self), "report")
 
 
-def _json(value: Any) -> str:
-    return json.dumps(dataclasses.asdict(value), ensure_ascii=False)
-
-
-def _text(report: Report) -> str:
-    return f"{report}\n"
-
-
-def _markdown(report: Report) -> str:
-    from mxcompile.report.text import to_markdown
-
-    return to_markdown(report)
-
-
-def _html(report: Report) -> str:
-    from mxcompile.report.html import to_html
-
-    return to_html(report)
-
-
-FORMS: dict[str, Callable[[Report], str]] = {
-    ".txt": _text,
-    ".md": _markdown,
-    ".json": Report.to_json,
-    ".html": _html,
-}
-"""How a report is written, by file suffix."""
-
-
-def form_of(path: str | Path) -> Callable[[Report], str]:
-    """The writer for `path`. Raises `OptionError` for a suffix without one."""
+def form_of(path: str | Path) -> Callable[[ReportData], str]:
+    """Returns the writer for `path`. Raises `OptionError` for a suffix without one."""
     return files.form_of(path, FORMS, "report")

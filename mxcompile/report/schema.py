@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from mxcompile.errors import OptionError, nearest, shown
 from mxcompile.formats import PRECISIONS, ElemRounding, precisions
 from mxcompile.report.outline import KINDS, PHASES
-from mxcompile.report.record import STORED
+from mxcompile.report.record import SCHEMA, STORED, ReportData
 
 _T = TypeVar("_T")
 
@@ -258,10 +258,7 @@ def json_schema(owner: type[Any], version: int) -> dict[str, Any]:
 
 def publish() -> None:
     """Write `SCHEMA_FILE` anew, after a change of the classes."""
-    from mxcompile.report.record import SCHEMA
-    from mxcompile.report.report import Report
-
-    SCHEMA_FILE.write_text(json.dumps(json_schema(Report, SCHEMA), indent=1) + "\n", encoding="utf-8")
+    SCHEMA_FILE.write_text(json.dumps(json_schema(ReportData, SCHEMA), indent=1) + "\n", encoding="utf-8")
 
 
 def _object_schema(owner: Any, definitions: dict[str, Any]) -> dict[str, Any]:

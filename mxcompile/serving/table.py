@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mxcompile.report.fold import spelled
-from mxcompile.report.tables import Table, drawn, fitted
-from mxcompile.report.words import byte_count
+from mxcompile.report.forms.tables import Table, drawn, fitted
+from mxcompile.report.forms.words import byte_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.report import Report
 from mxcompile.report.files import save
-from mxcompile.report.tables import drawn, fitted, wrapped
+from mxcompile.report.forms.tables import drawn, fitted, wrapped
 from mxcompile.rules import layers_of
 from mxcompile.tune.bounds import Bounds
 

@@ -14,7 +14,7 @@ import mxcompile
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.explain.sweep import at_tokens, sweep
-from mxcompile.report.words import tokens_of
+from mxcompile.report.forms.words import tokens_of
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Imports point one way: no module needs, to be imported, one that needs it."""
+"""Imports point one way: no module uses one that uses it, neither at import nor later."""
 
 from __future__ import annotations
 
@@ -30,18 +30,13 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """What importing the module imports: neither what functions do nor what only type checkers see."""
-    waiting: list[ast.stmt] = [*tree.body]
-    while waiting:
-        match waiting.pop():
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.FunctionDef() | ast.ClassDef():
-                pass
+    """What the module imports, also late, in functions, and for type checkers alone."""
+    for node in ast.walk(tree):
+        match node:
             case ast.ImportFrom(module=str(module), names=names):
                 yield from (f"{module}.{alias.name}" for alias in names)
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
-            case ast.If(body=body, orelse=orelse) | ast.Try(body=body, orelse=orelse):
-                waiting += [*body, *orelse]
 
 
 def test_no_module_is_in_a_circle():
@@ -79,6 +74,6 @@ def test_rooms_use_lower_rooms():
     assert wrong == []
 
 
-def test_the_walk_sees_what_runs_at_import():
+def test_the_walk_sees_late_imports_too():
     source = "if TYPE_CHECKING:\n    import a\nimport b\ntry:\n    from c import d\nfinally:\n    pass\n"
-    assert sorted(imported(ast.parse(source + "def f():\n    import e\n"))) == ["b", "c.d"]
+    assert sorted(imported(ast.parse(source + "def f():\n    import e\n"))) == ["a", "b", "c.d", "e"]

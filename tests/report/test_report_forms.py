@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 
 from mxcompile.errors import OptionError
 from mxcompile.report import FORMS, GemmRecord, Part, Report, form_of
-from mxcompile.report.html import to_html
-from mxcompile.report.text import to_markdown
+from mxcompile.report.forms.html import to_html
+from mxcompile.report.forms.text import to_markdown
 
 LONG = st.integers(1, 300).map(lambda length: ("layer.up_proj." * 30)[:length])
 GEMMS = st.builds(

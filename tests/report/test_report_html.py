@@ -12,7 +12,7 @@ import pytest
 from made_reports import X, kept, picture, record, report, training, whole_report
 
 from mxcompile.report import GemmNumerics, Numerics, Outline, Part, Report, TensorNumerics
-from mxcompile.report.html import to_html
+from mxcompile.report.forms.html import to_html
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
 ATTACK = "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"' {{sections}} &amp;"

@@ -2,7 +2,7 @@
 
 from made_reports import kept, record, report
 
-from mxcompile.report.html import to_html
+from mxcompile.report.forms.html import to_html
 
 OPAQUE = {"m": 0, "n": 0, "k": 0, "role": "other"}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_reports import node
 
 from mxcompile.report import Outline
-from mxcompile.report.layout import GAP, Layout, lay_out
+from mxcompile.report.forms.layout import GAP, Layout, lay_out
 
 SIZE = (100.0, 30.0)
 

@@ -7,9 +7,9 @@ from html import escape
 
 from mxcompile.formats import KEPT, PRECISIONS, precisions
 from mxcompile.report.fold import Row
-from mxcompile.report.html_parts import SORTABLE, role_badge, source_line, tone
+from mxcompile.report.forms.html_parts import SORTABLE, role_badge, source_line, tone
+from mxcompile.report.forms.words import count, duration, formats, size, speedup
 from mxcompile.report.record import GemmRecord
-from mxcompile.report.words import count, duration, formats, size, speedup
 
 _LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
+from mxcompile.report.forms.words import count
 from mxcompile.report.record import GemmRecord, Summary
-from mxcompile.report.words import count
 
 LITTLE = 0.5
 """A share of FLOPs in MXFP8 below which the report says why it is not more."""

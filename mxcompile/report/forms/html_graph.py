@@ -6,19 +6,18 @@ from html import escape
 
 from mxcompile.formats import labels
 from mxcompile.report.fold import spelled
-from mxcompile.report.html_layers import gemm_details
-from mxcompile.report.html_parts import role_badge, source_line
+from mxcompile.report.forms.html_layers import gemm_details
+from mxcompile.report.forms.html_parts import role_badge, source_line
+from mxcompile.report.forms.picture import picture
+from mxcompile.report.forms.words import count
 from mxcompile.report.outline import PHASES, Outline, OutlineNode
-from mxcompile.report.picture import picture
-from mxcompile.report.record import GemmRecord
-from mxcompile.report.report import Report
-from mxcompile.report.words import count
+from mxcompile.report.record import GemmRecord, ReportData
 
 _MOST = 12
 _Records = dict[tuple[int, str], list[GemmRecord]]
 
 
-def graphs(report: Report) -> str:
+def graphs(report: ReportData) -> str:
     """The section with a picture of every compiled graph; "" if there is none."""
     records: _Records = {}
     for gemm in report.gemms:

@@ -12,21 +12,20 @@ from pathlib import Path
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
-from mxcompile.report.html_graph import graphs
-from mxcompile.report.html_layers import layers
-from mxcompile.report.html_numerics import numerics_section
-from mxcompile.report.html_parts import tile
-from mxcompile.report.kept import kept_sentences
+from mxcompile.report.forms.html_graph import graphs
+from mxcompile.report.forms.html_layers import layers
+from mxcompile.report.forms.html_numerics import numerics_section
+from mxcompile.report.forms.html_parts import tile
+from mxcompile.report.forms.kept import kept_sentences
+from mxcompile.report.forms.text import memory, slower, weights_note
+from mxcompile.report.forms.words import byte_count, count, duration, flop_count, tokens_of
 from mxcompile.report.numerics import Numerics
-from mxcompile.report.record import Summary
-from mxcompile.report.report import Report
-from mxcompile.report.text import memory, slower, weights_note
-from mxcompile.report.words import byte_count, count, duration, flop_count, tokens_of
+from mxcompile.report.record import ReportData, Summary
 
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
-def to_html(report: Report, numerics: Numerics | None = None) -> str:
+def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
     """`report`, with what an audit measured if there was one, as a page."""
     rows = fold(report.gemms)
     parts: list[Callable[[], str]] = [
@@ -45,7 +44,7 @@ def to_html(report: Report, numerics: Numerics | None = None) -> str:
     return before.replace("{{title}}", escape(title)) + "\n".join(part() for part in parts) + after
 
 
-def _tiles(report: Report, rows: Sequence[Row]) -> str:
+def _tiles(report: ReportData, rows: Sequence[Row]) -> str:
     s, words = report.summary, labels(gemm.precision for gemm in report.gemms)
     quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
     tiles = [
@@ -84,13 +83,13 @@ def _tiles(report: Report, rows: Sequence[Row]) -> str:
     )
 
 
-def _amount(report: Report) -> tuple[str, str, str]:
+def _amount(report: ReportData) -> tuple[str, str, str]:
     """Name, value and note of the tile of tokens and FLOPs."""
     flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
     return ("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
 
 
-def _kept(report: Report) -> str:
+def _kept(report: ReportData) -> str:
     sentences = kept_sentences(report.gemms, report.summary)
     return "".join(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences)
 

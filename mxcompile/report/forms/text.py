@@ -9,11 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report.fold import Row, fold
-from mxcompile.report.kept import kept_sentences, unknown_words
-from mxcompile.report.record import GemmRecord, OperandFormat, Summary
-from mxcompile.report.report import Report
-from mxcompile.report.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
-from mxcompile.report.words import (
+from mxcompile.report.forms.kept import kept_sentences, unknown_words
+from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.words import (
     byte_count,
     count,
     duration,
@@ -24,11 +22,12 @@ from mxcompile.report.words import (
     stored_saving,
     tokens_of,
 )
+from mxcompile.report.record import GemmRecord, OperandFormat, ReportData, Summary
 
 _NAMED = 3
 
 
-def to_text(report: Report) -> str:
+def to_text(report: ReportData) -> str:
     """`report` for a terminal."""
     rows = fold(report.gemms)
     lines = wrapped([headline(report), *_said(report, rows)])
@@ -39,7 +38,7 @@ def to_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(report: ReportData) -> str:
     """`report` for a pull request."""
     rows = fold(report.gemms)
     parts = [f"### {markdown(headline(report))}", bullets(_said(report, rows))]
@@ -48,11 +47,11 @@ def to_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _said(report: Report, rows: Sequence[Row]) -> list[str]:
+def _said(report: ReportData, rows: Sequence[Row]) -> list[str]:
     return [*kept_sentences(report.gemms, report.summary), *facts(report.summary, rows)]
 
 
-def headline(report: Report) -> str:
+def headline(report: ReportData) -> str:
     """The report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)

@@ -15,8 +15,8 @@ from html import escape
 
 from mxcompile.formats import precisions
 from mxcompile.report.fold import spelled
-from mxcompile.report.html_parts import tone
-from mxcompile.report.layout import Box, Layout, lay_out
+from mxcompile.report.forms.html_parts import tone
+from mxcompile.report.forms.layout import Box, Layout, lay_out
 from mxcompile.report.outline import Outline, OutlineNode, inner_block
 
 _PAD = 16.0

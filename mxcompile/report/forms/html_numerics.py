@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mxcompile.report.html_parts import SORTABLE, role_badge, tile
+from mxcompile.report.forms.html_parts import SORTABLE, role_badge, tile
 from mxcompile.report.numerics import GemmNumerics, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.numerics_groups import Group, by_block, by_role
 

@@ -1,0 +1,85 @@
+"""The text and Markdown forms of what changed between two reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mxcompile.report.change import Change, Changes
+from mxcompile.report.fold import spelled
+from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
+from mxcompile.report.forms.words import byte_count, count, duration
+
+
+def to_text(changes: Changes) -> str:
+    """Returns `changes` for a terminal."""
+    lines = wrapped([_headline(changes), *_facts(changes)])
+    if changes.changes:
+        lines += ["", drawn(fitted(_table(changes.changes), ("layer", "change", "reason")))]
+    return "\n".join(lines)
+
+
+def to_markdown(changes: Changes) -> str:
+    """Returns `changes` for a pull request."""
+    parts = [f"### {markdown(_headline(changes))}", bullets(_facts(changes))]
+    if changes.changes:
+        parts.append(markdown_table(_table(changes.changes)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _headline(changes: Changes) -> str:
+    lost = len(changes.fell_back)
+    if lost:
+        return f"{count(lost, 'layer')} fell back from {changes.words}"
+    return f"no layer fell back from {changes.words}" if changes.changes else "the same for every layer"
+
+
+def _facts(changes: Changes) -> list[str]:
+    """The numbers of the summary that changed."""
+    old, new = changes.old, changes.new
+    pairs: list[tuple[str, str, str]] = [
+        ("target", old.target, new.target),
+        ("policy", old.policy, new.policy),
+        (f"matmul FLOPs in {changes.words}", f"{old.flop_share:.1%}", f"{new.flop_share:.1%}"),
+        ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
+        ("saved for backward", _bytes(old.saved_bytes), _bytes(new.saved_bytes)),
+        ("weights of linear layers", _bytes(old.weight_bytes), _bytes(new.weight_bytes)),
+        ("copies of weights kept", byte_count(old.cached_bytes), byte_count(new.cached_bytes)),
+        ("casts in each run", f"{old.casts:,}", f"{new.casts:,}"),
+        ("sent by each rank", byte_count(old.wire_bytes), byte_count(new.wire_bytes)),
+        ("graphs", str(old.graphs), str(new.graphs)),
+        ("graph breaks", str(old.graph_breaks), str(new.graph_breaks)),
+        ("roofline estimate", _estimate(old.estimate_us), _estimate(new.estimate_us)),
+    ]
+    facts = [f"{what}: {before} → {after}" for what, before, after in pairs if before != after]
+    gone = [f"no longer warned: {warning}" for warning in old.warnings if warning not in new.warnings]
+    return (
+        facts + [f"new warning: {warning}" for warning in new.warnings if warning not in old.warnings] + gone
+    )
+
+
+def _bytes(number: int | None) -> str:
+    return "nothing" if number is None else byte_count(number)
+
+
+def _estimate(us: float | None) -> str:
+    return "none" if us is None else duration(us)
+
+
+def _table(changes: Iterable[Change]) -> Table:
+    table = [["", "layer", "", "role", "GEMMs", "change", "reason"]]
+    for change in changes:
+        what = f"{change.what}: " if change.kind == "changed" else ""
+        arrow = " → " if change.before and change.after else ""
+        empty = "" if change.before or change.after else "–"
+        table.append(
+            [
+                change.kind,
+                spelled(change.names) or "(root)",
+                f"×{len(change.names)}" if len(change.names) > 1 else "",
+                change.role,
+                "all" if len(change.gemms) == 3 else ", ".join(change.gemms),
+                f"{what}{change.before}{arrow}{change.after}{empty}",
+                change.reason,
+            ]
+        )
+    return table

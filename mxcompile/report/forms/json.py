@@ -1,0 +1,23 @@
+"""The JSON form: the fields of the report's dataclasses, one record a line (`report.schema` reads it)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from mxcompile.report.record import SCHEMA, ReportData
+
+
+def to_json(report: ReportData) -> str:
+    """Returns `report` as JSON, with its kind and the version of its form."""
+    records = ",\n  ".join(_json(gemm) for gemm in report.gemms)
+    outlines = ",\n  ".join(_json(outline) for outline in report.graph)
+    return (
+        f'{{"schema": {SCHEMA},\n "kind": "report",\n "summary": {_json(report.summary)},\n'
+        f' "gemms": [\n  {records}],\n "graph": [\n  {outlines}]}}\n'
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(dataclasses.asdict(value), ensure_ascii=False)
