@@ -98,10 +98,13 @@ def median_ratio(times: Mapping[str, Sequence[float]], name: str, baseline: str)
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions and commit: what a figure depends on."""
+    """Device, class of CPU, versions and commit: what a figure depends on."""
+    from mxcompile.lowering.cpu.features import features
+
     versions = {name: _version(name) for name in ("mxcompile", "torch", "triton", "torchao", "transformers")}
     return {
         "device": _cpu_name(),
+        "cpu": features().name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mxcompile import demo
 from mxcompile.cli.quiet import quiet
-from mxcompile.demo.serving import WAYS, Way
+from mxcompile.demo.serving import Way
 
 Q8_0 = "llama.cpp q8_0 (values)"
 
@@ -51,7 +51,7 @@ def quality(steps: int) -> list[dict[str, Any]]:
     model = demo.trained(settings, text, lambda *_: bool(bar.update()), torch.compile)
     dense = _from(model, lambda _: None)
     ways = (
-        *WAYS,
+        *demo.ways(settings.dtype),
         Way(label="mxfp8 keys and values", prepare=dense, cached=True),
         *peers(model),
         Way(label=Q8_0, prepare=_from(model, _q8_0_values)),
@@ -60,6 +60,7 @@ def quality(steps: int) -> list[dict[str, Any]]:
     return [
         {
             "what": "quality",
+            "baseline": found[0].label,
             "model": f"llama {settings.layers}×{settings.width}, {steps} steps",
             "run": each.label,
             "perplexity": round(each.perplexity, 5),
@@ -74,13 +75,15 @@ def quality(steps: int) -> list[dict[str, Any]]:
 def speed(*, dry: bool) -> list[dict[str, Any]]:
     """One row per way of serving."""
     small = {"layers": 1, "width": 256, "feed_forward": 512, "heads": 2, "key_value_heads": 1, "tokens": 2}
-    size = demo.Wide(**small) if dry else demo.Wide(prompt=512, tokens=32)
+    dtype = demo.quick_settings().dtype
+    size = demo.Wide(dtype=dtype, **small) if dry else demo.Wide(dtype=dtype, prompt=512, tokens=32)
     model = demo.wide(size)
-    ways = (*WAYS, *peers(model))
+    ways = (*demo.ways(dtype), *peers(model))
     found = list(_barred(demo.speed(model, size, ways), len(ways)))
     return [
         {
             "what": "speed",
+            "baseline": found[0].label,
             "model": f"llama {size.layers}×{size.width}, {size.prompt} tokens given, {size.tokens} made",
             "run": each.label,
             "prefill_ms": round(each.prefill_ms, 1),

@@ -1,8 +1,10 @@
-"""Training step on this machine: MXFP8, as it is and with less kept, against BF16 Inductor and torchao.
+"""Training step on this machine: MXFP8, as it is and with less kept, beside Inductor and torchao.
 
 All train copies of one Llama on the same tokens: forward, backward, no optimizer (it is the same for all).
 They alternate in one process. Beside the times: bytes that autograd is given to keep, of each storage once
 and without inputs and parameters; bytes of parameters.
+
+On a CPU that multiplies BF16 slowly the model is also trained in FP32, by Inductor and in MXFP8.
 
 Usage: python benchmarks/training_step.py [--repeats 15] [--no-torchao] [--models …]
 """
@@ -19,12 +21,15 @@ import common
 import torch
 from torch import Tensor, nn
 
+from mxcompile.lowering.cpu.features import features
+
 MODELS = {
+    "llama 2×256": {"layers": 2, "width": 256, "feed_forward": 704, "vocabulary": 1024},
     "llama 2×512": {"layers": 2, "width": 512, "feed_forward": 1408, "vocabulary": 4096},
     "llama 4×1024": {"layers": 4, "width": 1024, "feed_forward": 2816, "vocabulary": 8192},
 }
-BATCH, LENGTH = 4, 256
-BASELINE = "bf16 inductor"
+BATCH = 4
+BASELINE, FP32 = "bf16 inductor", "fp32 inductor"
 SAVED = {
     "saved: mxfp8": ["qkv", "ffn_in", "ffn_out"],
     "saved: mxfp8, with attention": ["qkv", "ffn_in", "ffn_out", "attn_out"],
@@ -37,36 +42,46 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-torchao", action="store_true", help="leave out the slowest of all")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS)[1:])
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.models:
-        rows += measure(name, options.repeats, with_torchao=not options.no_torchao)
+        rows += measure(name, options.repeats, options.length, with_torchao=not options.no_torchao)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
     common.write("training_step", rows)
 
 
-def measure(name: str, repeats: int, *, with_torchao: bool) -> list[dict[str, Any]]:
+def measure(name: str, repeats: int, length: int, *, with_torchao: bool) -> list[dict[str, Any]]:
     """One row per way of training the model `name`."""
     model = common.llama(**MODELS[name])
-    tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, LENGTH))
+    tokens = torch.randint(MODELS[name]["vocabulary"], (BATCH, length))
     models: dict[str, nn.Module] = {BASELINE: torch.compile(copy.deepcopy(model))}
     for way in ("mxcompile mxfp8", *SAVED):
         rule = {"match": {"role": SAVED[way]}, "use": {"saved": "mxfp8"}} if way in SAVED else None
         options = {"policy": {"version": 1, "rules": [rule] if rule else []}}
         models[way] = torch.compile(copy.deepcopy(model), backend="mxfp8", options=options)
+    if torch.bfloat16 in features().slow_dtypes:
+        models[FP32] = torch.compile(copy.deepcopy(model).float())
+        models["mxcompile mxfp8, fp32 model"] = torch.compile(copy.deepcopy(model).float(), backend="mxfp8")
     if with_torchao:
         models["torchao mxfp8 (emulated)"] = torch.compile(common.torchao_model(model, emulated=True))
     runs = {way: step(each, tokens) for way, each in models.items()}
     times = common.alternate(runs, repeats=repeats)
+    in_fp32 = {
+        way: {"ratio_to_fp32": round(common.median_ratio(times, way, FP32), 3)}
+        for way in times
+        if FP32 in times
+    }
     saved = {way: saved_bytes(each, tokens) for way, each in models.items()}
     return [
         {
             "model": name,
-            "batch": f"{BATCH}×{LENGTH}",
+            "batch": f"{BATCH}×{length}",
             "run": way,
             "median_ms": round(statistics.median(taken), 2),
             "ratio_to_bf16": round(common.median_ratio(times, way, BASELINE), 3),
+            **in_fp32.get(way, {}),
             "saved_bytes": saved[way],
             "saved_to_bf16": round(saved[way] / saved[BASELINE], 3),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in models[way].parameters()),

@@ -24,6 +24,7 @@ from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
+from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 from mxcompile.lowering.inductor import cached as cached  # those of cached casts
 from mxcompile.lowering.inductor import casts as casts  # those of the other casts
@@ -142,10 +143,12 @@ def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
     log.debug("%s", Printed(graph, f"joint lowering for {target.name}"))
 
 
-def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
+def run(graph: fx.Graph, target: Target, device: torch.device, *, promotes: bool = True) -> None:
     """Make the mx GEMMs of `graph` what `target` runs, and name the kernel of every GEMM in its tag.
 
     device: where the tensors of the graph are that stand for the target's; a graph may have others.
+    promotes: whether products that stay in a dtype that `target` multiplies slowly run in FP32 although
+    nothing in the graph is quantized.
     """
     obstacle = _obstacle() if target.native else ""
     if target.native and not obstacle:
@@ -168,7 +171,8 @@ def run(graph: fx.Graph, target: Target, device: torch.device) -> None:
     reasons |= VendorFP8(target=target, device=device.type, transposes=written).apply(graph)
     if written:
         FP8Layouts().apply(graph)
-    Expand(reasons=reasons).apply(graph)
+    Expand(target=target, reasons=reasons).apply(graph)
+    Promote(target=target, always=promotes).apply(graph)
     if target.emulates and not _obstacle():
         from mxcompile.lowering.graph.collect import Collect
         from mxcompile.lowering.graph.couple import Couple

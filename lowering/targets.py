@@ -13,6 +13,7 @@ import torch
 
 from mxcompile.errors import TargetError, not_allowed
 from mxcompile.formats import Format, ScaleLayout
+from mxcompile.lowering.cpu.features import features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +52,8 @@ class Target:
     once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
     bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
     `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
-    15, and there is no negative 0. scale_layout: what the chip's MX GEMM reads fastest. peak: for estimates,
-    if there is one.
+    15, and there is no negative 0. scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those
+    whose products the vendor's library computes faster in FP32. peak: for estimates, if there is one.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Target:
     fp8_tiles: frozenset[str] = frozenset()
     fp8_fnuz: bool = False
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
+    slow_dtypes: frozenset[torch.dtype] = frozenset()
     peak: Peak | None = None
 
     @property
@@ -95,6 +97,9 @@ class Target:
         """Whether the chip's MX GEMM multiplies operands of these formats."""
         return self.native and all(form.mx_elem is not None for form in forms)
 
+
+AUTO = "auto"
+CPU_FP32 = "cpu_fp32"
 
 _FP8_TILES = frozenset({"tensor", "channel"})
 _BLOCKS, _WEIGHTS = "1x128", "128x128"
@@ -136,6 +141,10 @@ def _amd(arch: str, chips: str, processors: int, shared_kib: int, **columns: Any
     )
 
 
+def _cpu(name: str, chips: str, slow_dtypes: frozenset[torch.dtype]) -> Target:
+    return Target(name=name, device="cpu", chips=chips, stores_fp8=True, slow_dtypes=slow_dtypes)
+
+
 _TCGEN05: dict[str, Any] = {
     "mma": "tcgen05.mma block_scale",
     "tmem_columns": 512,
@@ -164,7 +173,9 @@ def _peak(
 TARGETS = {
     target.name: target
     for target in (
-        Target(name="cpu", device="cpu", chips="any CPU with a C++ compiler", stores_fp8=True),
+        _cpu("cpu", "this machine's CPU", features().slow_dtypes),
+        _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
+        _cpu(CPU_FP32, "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
         _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039, 1.41)),
         _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864, 2.49, fp8_tflops=733)),
         _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800, 1.83, fp8_tflops=1979)),
@@ -202,8 +213,6 @@ TARGETS = {
     )
 }
 """By name, the value of the option ``target``."""
-
-AUTO = "auto"
 
 CHIPS = {
     "a100": "sm_80",

@@ -4,8 +4,9 @@
     encoded_mm(qa, sa, qb, sb) → mm(elements(qa), elements(qb)) · sa · sb     scales that span the contraction
                                  mm(decode(qa, sa), decode(qb, sb))           other scales
 
-The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), so the vendor's BF16
-GEMM gives what an MX GEMM would, up to the order of accumulation. So are elements without their scales; where
+The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), and in FP32, so the
+vendor's GEMM in either gives what an MX GEMM would, up to the order of accumulation. It is FP32 where the
+target multiplies BF16 slowly. So are elements without their scales; where
 the result is BF16, their product is rounded to it before the FP32 scales multiply it. FP32 scales of blocks
 are in their operands, which are rounded to the dtype of the GEMM. FP8 copies that cross from forward to
 backward stay FP8 (see `operands`).
@@ -26,18 +27,20 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.operands import Operands
+from mxcompile.lowering.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expand:
-    """reasons: why a product is not on a kernel it is for, by its node; the record then says so."""
+    """target: the chip. reasons: why a product is not on a kernel it is for, by node, for its record."""
 
+    target: Target
     reasons: Mapping[fx.Node, str] = field(default_factory=dict)
     name: ClassVar[str] = "expand"
 
     def apply(self, graph: fx.Graph) -> None:
         """Replace the quantized GEMMs of `graph` without a kernel by aten GEMMs, named in their tags."""
-        expander = _Expander(graph, self.reasons)
+        expander = _Expander(graph, self.target, self.reasons)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
@@ -66,16 +69,18 @@ def _split_casts(graph: fx.Graph, build: Builder) -> None:
         graph.erase_node(node)
 
 
-def working_dtype(out: torch.dtype) -> torch.dtype:
-    """What the operands of a product are dequantized to, by the dtype of its result."""
-    return torch.bfloat16 if out is torch.bfloat16 else torch.float32
+def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
+    """The dtype to which `target` dequantizes the operands of a product, by the dtype of its result."""
+    narrow = out is torch.bfloat16 and out not in target.slow_dtypes
+    return torch.bfloat16 if narrow else torch.float32
 
 
 class _Expander:
     """State of one run."""
 
-    def __init__(self, graph: fx.Graph, reasons: Mapping[fx.Node, str]) -> None:
+    def __init__(self, graph: fx.Graph, target: Target, reasons: Mapping[fx.Node, str]) -> None:
         self._graph = graph
+        self._target = target
         self._reasons = reasons
         self.build = self._build = Builder(graph, Expand.name)
         self._operands = Operands(self._build)
@@ -84,7 +89,7 @@ class _Expander:
         """Replace `node`, a product of mx operands."""
         out = tensor(node)
         assert out is not None
-        dtype = working_dtype(out.dtype)
+        dtype = working_dtype(out.dtype, self._target)
         qa, sa, qb, sb = (argument(node, index) for index in range(4))
         extra: Any = node.args[4]
         words = (*map(str, node.args[6:]), "", "")[:2]

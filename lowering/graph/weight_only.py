@@ -25,7 +25,7 @@ from mxcompile.formats import ELEM_TYPES
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, argument, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
-from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
+from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering.cpu import MOST_ROWS, parts_of
 from mxcompile.lowering.graph.expand import working_dtype
@@ -96,15 +96,17 @@ class WeightOnly:
         if not (_is_input(qdata) and _is_input(scale)):
             return False
         if self._on_cpu:
-            return hint(out.shape[0]) <= MOST_ROWS or bool(parts_of(weight.shape, working_dtype(out.dtype)))
-        return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype))
+            return hint(out.shape[0]) <= MOST_ROWS or bool(
+                parts_of(weight.shape, working_dtype(out.dtype, self.target))
+            )
+        return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
     def _replace(self, node: fx.Node, build: Builder, operands: Operands) -> None:
         out = tensor(node)
         assert out is not None
         qa, sa, qb, sb = (argument(node, index) for index in range(4))
         with build.graph.inserting_before(node):
-            x = operands.value(qa, sa, -1, working_dtype(out.dtype), node)
+            x = operands.value(qa, sa, -1, working_dtype(out.dtype, self.target), node)
             self._emit(node, build, x, stored(qb, sb), node.args[4])
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
@@ -112,7 +114,16 @@ class WeightOnly:
         weight, scale, turned = _stored_parts(made)
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
+            x = self._widened(x, node, build)
             self._emit(node, build, x, (weight, scale, swapped != turned), bias)
+
+    def _widened(self, x: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
+        """`x` in the dtype of the vendor's GEMM, if `node` has too many rows for the kernel of a CPU."""
+        out, value = value_of(node), value_of(x)
+        dtype = working_dtype(out.dtype, self.target)
+        if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS or value.dtype is dtype:
+            return x
+        return build.call(torch.ops.prims.convert_element_type.default, x, dtype, like=node)
 
     @property
     def _on_cpu(self) -> bool:

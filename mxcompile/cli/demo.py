@@ -1,5 +1,7 @@
 """``mxcompile demo``: train a small Llama in BF16, in MXFP8 and in too few bits, and compare the losses.
 
+On a CPU that multiplies BF16 slowly it trains an FP32 model, beside FP32.
+
 With ``--serve``, `demo_serve` instead.
 """
 
@@ -13,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from mxcompile.cli.arguments import add_folder, check_plots, device, positive
 from mxcompile.cli.demo_serve import serve
+from mxcompile.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from mxcompile.demo import Comparison, Run
-
-_RUNNING = "{desc:<30} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
 
 
 def add_to(commands: Any) -> None:
@@ -51,9 +52,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from tqdm import tqdm
-
-    with tqdm(desc="starting", total=1, disable=None, leave=False, bar_format=_RUNNING) as bar:
+    with progress_bar("starting") as bar:
         if options.serve:
             serve(options, bar)
             return 0
@@ -72,8 +71,8 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
     from mxcompile.demo.compare import variants
     from mxcompile.policy import Policy
 
-    plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]])
     settings = demo.quick_settings(device(options.device), options.steps)
+    plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]], settings.baseline)
     seeds = options.seeds or 2
     bar.reset(total=len(plan) * seeds * settings.steps)
     bar.set_description("reading text")
@@ -84,6 +83,8 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
         f" source; {len(plan)} ways × {seeds} seeds × {settings.steps} steps of"
         f" {settings.batch}×{settings.length} bytes, on {settings.device}.",
     )
+    if note := demo.why_fp32(settings):
+        _say(bar, note)
 
     runs: list[demo.Run] = []
 
@@ -124,7 +125,7 @@ def _say(bar: Any, text: str) -> None:
 
 
 def _conclude(found: Comparison, out: Path) -> int:
-    """Print the reports and the losses, write the files, and say how far the policies are from BF16."""
+    """Print the reports and the losses, write the files, and say the policies' gap."""
     from tabulate import tabulate
 
     from mxcompile.demo.compare import CONTROL, GAP_LIMIT
@@ -144,11 +145,12 @@ def _conclude(found: Comparison, out: Path) -> int:
 
     written = _write(found, out)
     print(f"\nwritten to {out}/: {', '.join(written)}")
-    print(f"BF16 itself moves by {found.spread:.2%} from seed to seed; the control, {CONTROL.split()[-1]},")
+    name = found.baseline.upper()
+    print(f"{name} itself moves by {found.spread:.2%} from seed to seed; the control, {CONTROL.split()[-1]},")
     print(f"is {found.gap(CONTROL):+.2%} off: that is what a bad format looks like.")
     worst = max((found.gap(label) for label in found.policies), key=abs)
     verdict = "within" if abs(worst) <= GAP_LIMIT else "OUTSIDE"
-    print(f"mean validation gap {worst:+.3%}: {verdict} {GAP_LIMIT:.2%} of BF16")
+    print(f"mean validation gap {worst:+.3%}: {verdict} {GAP_LIMIT:.2%} of {name}")
     print(f"open {out / 'report.html'} in a browser")
     return 0 if abs(worst) <= GAP_LIMIT else 1
 

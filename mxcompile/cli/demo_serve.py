@@ -1,11 +1,11 @@
-"""``mxcompile demo --serve``: one model in BF16, with stored weights, and with MXFP8 activations too."""
+"""``mxcompile demo --serve``: one model as it is, with stored weights, and with MXFP8 activations too."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mxcompile.cli.arguments import check_folder, device
 from mxcompile.errors import OptionError
 
 if TYPE_CHECKING:
-    from mxcompile.demo import Quality, Speed
+    from mxcompile.demo import Quality, Speed, Way
 
 _STEPS = 150
 
@@ -34,34 +34,37 @@ def serve(options: argparse.Namespace, bar: Any) -> None:
     from mxcompile.cli.quiet import quiet
 
     settings = demo.quick_settings(device(options.device), options.steps or _STEPS)
-    size = demo.Wide(device=settings.device)
+    size = demo.Wide(device=settings.device, dtype=settings.dtype)
+    ways = demo.ways(settings.dtype)
     bar.reset(total=settings.steps)
     bar.set_description("reading text")
     text = demo.standard_library()
-    bar.set_description("training in bf16")
+    bar.set_description(f"training in {settings.baseline}")
 
     def progress(step: int, loss: float) -> None:
-        bar.set_description("training in bf16", refresh=False)
+        bar.set_description(f"training in {settings.baseline}", refresh=False)
         bar.set_postfix_str(f" loss {loss:.3f}", refresh=False)
         bar.update()
 
+    if note := demo.why_fp32(settings):
+        bar.clear()
+        print(note, flush=True)
+
     with quiet():
         model = demo.trained(settings, text, progress)
-        found = list(_shown(bar, "quality", demo.quality(model, settings, text)))
-        fast = list(_shown(bar, "speed", demo.speed(demo.wide(size), size)))
+        found = list(_shown(bar, "quality", ways, demo.quality(model, settings, text, ways)))
+        fast = list(_shown(bar, "speed", ways, demo.speed(demo.wide(size), size, ways)))
     bar.close()
     _print_quality(found, settings)
     _print_speed(fast, size)
     _write(options.output, found, fast)
 
 
-def _shown(bar: Any, what: str, measured: Iterator[Any]) -> Iterator[Any]:
+def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) -> Iterator[Any]:
     """What is measured, with its progress: a step for each way of serving."""
-    from mxcompile.demo.serving import WAYS
-
-    bar.reset(total=len(WAYS))
+    bar.reset(total=len(ways))
     bar.set_postfix_str("")
-    for way in WAYS:
+    for way in ways:
         bar.set_description(f"{what}, {way.label}"[:30])
         yield next(measured)
         bar.update()
@@ -72,7 +75,7 @@ def _print_quality(found: list[Quality], settings: Any) -> None:
 
     print(
         "What ran with stored weights alone: weights are read from MXFP8 (`stored` below), products and"
-        " activations stay in BF16.\n"
+        " activations stay in the model's dtype.\n"
     )
     print(found[1].report)
     print(
@@ -104,7 +107,7 @@ def _print_speed(found: list[Speed], size: Any) -> None:
         )
         for each in found
     ]
-    headers = ["served", "prefill", "tokens/s", "over bf16", "all weights"]
+    headers = ["served", "prefill", "tokens/s", f"over {found[0].label}", "all weights"]
     print(tabulate(rows, headers=headers, disable_numparse=True))
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import platform
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mxcompile.lowering.targets import Target
 
 
 def add_to(commands: Any) -> None:
@@ -19,6 +22,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
     from tabulate import tabulate
 
+    from mxcompile.lowering.cpu.features import features
     from mxcompile.lowering.targets import TARGETS, of_device
     from mxcompile.private_names import USED, missing
     from mxcompile.versions import TESTED
@@ -29,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
         ["python", platform.python_version()],
         *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
         ["private names", f"missing: {', '.join(lacking)}" if lacking else f"all {used} there"],
+        ["CPU", features().consequence],
         ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
     ]
     print(tabulate(rows, tablefmt="plain"))
@@ -37,17 +42,18 @@ def run(options: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         devices += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     here = {of_device(torch.device(device)).name: device for device in reversed(devices)}
+    here |= {name: "cpu" for name, target in TARGETS.items() if target.device in devices}
     table = [
-        [
-            target.name,
-            target.chips,
-            target.mma or "emulated: dequantize, then the vendor's BF16 GEMM",
-            here.get(target.name, "not here"),
-        ]
+        [target.name, target.chips, target.mma or _emulation(target), here.get(target.name, "not here")]
         for target in TARGETS.values()
     ]
     print(tabulate(table, headers=["target", "chips", "MX GEMM of the chip", "device"]))
     return 0 if devices else 1
+
+
+def _emulation(target: Target) -> str:
+    dtype = "FP32" if target.slow_dtypes else "BF16"
+    return f"emulated: dequantize, then the vendor's {dtype} GEMM"
 
 
 def _version(name: str) -> str:

@@ -18,7 +18,7 @@ from mxcompile.compiler.options import Options
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.targets import CPU_FP32, Target
 from mxcompile.passes import pipeline as passes
 from mxcompile.passes.account import cached_copies, num_casts, saved_bytes, weight_bytes, wire_bytes
 from mxcompile.passes.compress import Compress
@@ -72,7 +72,8 @@ class Compilation:
 
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
-        base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name}"
+        slow_dtypes = sorted(map(str, self.target.slow_dtypes))
+        base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name} {slow_dtypes}"
         mode = list_mode_options(self.options.mode) if self.options.mode else {}
         asked = {**mode, **dict(self.options.inductor)}
         return {
@@ -180,7 +181,7 @@ class Compilation:
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""
         start = time.perf_counter()
-        lowering.run(graph, self.target, self.found.device)
+        lowering.run(graph, self.target, self.found.device, promotes=self._promotes)
         self.lowered = True
         copies = {name: how for name, *how in self.part.copies} | cached_copies(graph, self._count)
         self._update(
@@ -188,6 +189,11 @@ class Compilation:
             copies=tuple((name, size, times) for name, (size, times) in copies.items()),
         )
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
+
+    @property
+    def _promotes(self) -> bool:
+        """Whether slow products run in FP32 in every graph: not if the policy quantizes nothing."""
+        return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """What runs GEMMs, by their index in the graph: when it is lowered, and when Inductor has chosen."""

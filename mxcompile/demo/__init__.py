@@ -1,8 +1,8 @@
-"""The demonstration: a small Llama trained on text in BF16, MXFP8 and too few bits; models served."""
+"""The demonstration: a small Llama trained on text as it is, in MXFP8 and in too few bits; models served."""
 
-from mxcompile.demo.compare import CONTROL, Comparison, quick_settings
+from mxcompile.demo.compare import CONTROL, Comparison, quick_settings, why_fp32
 from mxcompile.demo.plot import plot
-from mxcompile.demo.serving import Quality, Speed, Way, Wide, quality, speed, trained, wide
+from mxcompile.demo.serving import Quality, Speed, Way, Wide, quality, speed, trained, ways, wide
 from mxcompile.demo.training import Run, Settings, Text, Trainee, standard_library, train
 
 __all__ = [
@@ -23,5 +23,7 @@ __all__ = [
     "standard_library",
     "train",
     "trained",
+    "ways",
+    "why_fp32",
     "wide",
 ]

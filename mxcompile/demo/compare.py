@@ -1,7 +1,9 @@
-"""Several seeds of BF16, of policies and of a control that is bad on purpose: what a gap means.
+"""Several seeds of a baseline, of policies and of a control that is bad on purpose: what a gap means.
 
-    gap     loss / loss of BF16 with the same seed − 1, signed
-    spread  (largest − smallest loss of BF16 over seeds) / their mean
+    gap     loss / loss of the baseline with the same seed − 1, signed
+    spread  (largest − smallest loss of the baseline over seeds) / their mean
+
+The baseline is BF16 under Inductor, or FP32 on a CPU that multiplies BF16 slowly.
 
 A gap far below the spread is one that another seed outweighs; the control shows that a gap would be seen.
 """
@@ -12,10 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mxcompile.demo.training import Run, Settings
+from mxcompile.lowering.cpu.features import features
+from mxcompile.lowering.targets import of_device
 from mxcompile.policy import Policy
 
-BASELINE = "bf16"
 CONTROL = "control: mxfp4"
 GAP_LIMIT = 0.0025
 """Largest mean gap of a policy, as a share."""
@@ -34,17 +39,35 @@ class Variant:
         return ("inductor", None) if self.policy is None else ("mxfp8", {"policy": self.policy})
 
 
-def variants(policies: Iterable[Policy]) -> list[Variant]:
-    """BF16, each of `policies`, and the control: all that they quantize in 4 bits."""
+def variants(policies: Iterable[Policy], baseline: str = "bf16") -> list[Variant]:
+    """The baseline, each of `policies`, and the control: all that they quantize in 4 bits."""
     roles = ["qkv", "attn_out", "ffn_in", "ffn_out"]
     control = {"version": 1, "rules": [{"match": {"role": roles}, "use": "mxfp4"}]}
     named = [Variant(label=f"policy {p.label.removeprefix('preset ')}", policy=p) for p in policies]
-    return [Variant(label=BASELINE), *named, Variant(label=CONTROL, policy=Policy.resolve(control))]
+    return [Variant(label=baseline), *named, Variant(label=CONTROL, policy=Policy.resolve(control))]
 
 
 def quick_settings(device: str = "cpu", steps: int | None = None) -> Settings:
     """The size of the demonstration: a few minutes on two cores for three variants and two seeds."""
-    return Settings(device=device, batch=16, steps=steps or 150, validate_every=25, validation_batches=8)
+    slow = of_device(torch.device(device)).slow_dtypes
+    return Settings(
+        device=device,
+        dtype=torch.float32 if torch.bfloat16 in slow else torch.bfloat16,
+        batch=16,
+        steps=steps or 150,
+        validate_every=25,
+        validation_batches=8,
+    )
+
+
+def why_fp32(settings: Settings) -> str:
+    """Returns the line that says why runs of `settings` are in FP32; "" if they are not."""
+    if settings.dtype is not torch.float32:
+        return ""
+    return (
+        f"This CPU ({features().name}) has no instructions for BF16 products, so the model and its baseline"
+        " are in FP32."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +86,18 @@ class Comparison:
         return list(dict.fromkeys(run.label for run in self.runs))
 
     @property
+    def baseline(self) -> str:
+        """The label of the first runs, to which all others are compared."""
+        return self.labels[0]
+
+    @property
     def policies(self) -> list[str]:
         """The variants between baseline and control."""
-        return [label for label in self.labels if label not in (BASELINE, CONTROL)]
+        return [label for label in self.labels if label not in (self.baseline, CONTROL)]
 
     def gaps(self, label: str, step: int | None = None) -> list[float]:
-        """Gap of each run to BF16's of the same seed, after the last step or after `step`."""
-        pairs = zip(self.of(label), self.of(BASELINE), strict=True)
+        """Gap of each run to the baseline's of the same seed, after the last step or after `step`."""
+        pairs = zip(self.of(label), self.of(self.baseline), strict=True)
         return [_loss(run, step) / _loss(base, step) - 1 for run, base in pairs]
 
     def gap(self, label: str) -> float:
@@ -79,8 +107,8 @@ class Comparison:
 
     @property
     def spread(self) -> float:
-        """How far BF16's losses lie apart from seed to seed, as a share; 0 for one seed."""
-        losses = [run.final for run in self.of(BASELINE)]
+        """How far the baseline's losses lie apart from seed to seed, as a share; 0 for one seed."""
+        losses = [run.final for run in self.of(self.baseline)]
         return (max(losses) - min(losses)) / (sum(losses) / len(losses))
 
 

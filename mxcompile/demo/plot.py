@@ -1,11 +1,11 @@
-"""The demonstration's picture: losses on the left, gaps to BF16 on the right, one line a seed."""
+"""The demonstration's picture: losses on the left, gaps to the baseline on the right, one line a seed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from mxcompile.demo.compare import BASELINE, CONTROL, GAP_LIMIT, Comparison
+from mxcompile.demo.compare import CONTROL, GAP_LIMIT, Comparison
 
 _LINEAR = 0.5
 """Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
@@ -18,12 +18,12 @@ def plot(found: Comparison, path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=130)
     left, right = figure.subplots(1, 2)
     for index, label in enumerate(found.labels):
-        style = _style(label, index)
+        style = _style(label, index, found.baseline)
         for number, run in enumerate(found.of(label)):
             named = label if number == 0 else None
             steps = sorted(run.validation)
             left.plot(steps, [run.validation[step] for step in steps], label=named, **style)
-            if label != BASELINE:
+            if label != found.baseline:
                 gaps = [100 * found.gaps(label, step)[number] for step in steps]
                 right.plot(steps, gaps, label=named, **style)
     left.set(xlabel="step", ylabel="nats per byte", title="Validation loss, a line for each seed")
@@ -32,7 +32,7 @@ def plot(found: Comparison, path: Path) -> None:
     right.axhline(0, color="#8a8f98", linewidth=1)
     right.set_yscale("symlog", linthresh=_LINEAR)
     right.yaxis.set_major_formatter("{x:g}")
-    right.set(xlabel="step", ylabel="%", title="Gap to BF16 with the same seed")
+    right.set(xlabel="step", ylabel="%", title=f"Gap to {found.baseline} with the same seed")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
@@ -40,9 +40,9 @@ def plot(found: Comparison, path: Path) -> None:
     figure.savefig(path)
 
 
-def _style(label: str, index: int) -> dict[str, Any]:
-    """BF16 broad and pale, so that a line upon it can be seen; the control broken."""
-    if label == BASELINE:
+def _style(label: str, index: int, baseline: str) -> dict[str, Any]:
+    """The baseline broad and pale, so that a line upon it can be seen; the control broken."""
+    if label == baseline:
         return {"color": "#b8c4d6", "linewidth": 6, "solid_capstyle": "round"}
     if label == CONTROL:
         return {"color": "#d1495b", "linewidth": 1.3, "linestyle": ":", "marker": "x", "markersize": 4}

@@ -1,7 +1,7 @@
-"""The demonstration of serving: a model in BF16, with weights stored in MXFP8, with MXFP8 activations too.
+"""The demonstration of serving: a model as it is, with weights stored in MXFP8, with MXFP8 activations too.
 
     quality    of a small Llama trained on text: perplexity a byte on text held out, e^(mean loss), and the
-               distance of its logits from BF16's, ‖l − l_bf16‖ / ‖l_bf16‖
+               distance of its logits from the first way's, ‖l − l_first‖ / ‖l_first‖
     speed      of blocks as wide as a large model's, whose weights are random: a prompt, then tokens one by
                one, by Hugging Face's `generate` with a static cache
 
@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.demo.training import VOCABULARY, Settings, Text, Trainee, batches
+from mxcompile.demo.training import BASELINES, VOCABULARY, Settings, Text, Trainee, batches
 from mxcompile.errors import OptionError
 from mxcompile.report import Report, clear_reports, reports
 from mxcompile.serving import quantize_weights_, static_cache
 from mxcompile.storage import MXTensor
 
-BASELINE = "bf16"
 _WINDOWS = 8
 """Windows of text in a batch."""
 
@@ -51,8 +50,7 @@ def _store(model: nn.Module) -> None:
         quantize_weights_(model, progress=False)
 
 
-WAYS = (
-    Way(label=BASELINE),
+STORED = (
     Way(label="stored weights", backend="mxfp8", options={"policy": "bf16"}, prepare=_store),
     Way(
         label="stored weights, mxfp8 activations",
@@ -61,14 +59,19 @@ WAYS = (
         prepare=_store,
     ),
 )
-"""What the demonstration compares, in an order that one model can go through."""
+"""What the demonstration compares with the model as it is, in an order that one model can go through."""
+
+
+def ways(dtype: torch.dtype) -> tuple[Way, ...]:
+    """Returns all that the demonstration compares: a model of `dtype` under Inductor first."""
+    return Way(label=BASELINES[dtype]), *STORED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
     """What a model of text is worth, served one way.
 
-    perplexity: e to the mean loss a byte. logits_gap: norm of the difference from BF16's over theirs.
+    perplexity: e to the mean loss a byte. logits_gap: distance from the first way's over their norm.
     weight_bytes: of all parameters. report: of what was compiled, None without mxcompile.
     """
 
@@ -109,6 +112,7 @@ class Wide:
     tokens: int = 16
     repeats: int = 2
     device: str = "cpu"
+    dtype: torch.dtype = torch.bfloat16
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:
@@ -121,10 +125,10 @@ def trained(
     progress: Callable[[int, float], None],
     compile_model: Callable[[nn.Module], Callable[..., Any]] = _as_it_is,
 ) -> nn.Module:
-    """A model trained in BF16 for `settings.steps`; `progress` gets step and loss after each.
+    """A model trained for `settings.steps`; `progress` gets step and loss after each.
 
     compile_model: gives what is trained; a model of this size takes longer to compile than some hundred
-    steps. Its parameters are in BF16 then, buffers such as a rotary embedding's stay in FP32.
+    steps. Its parameters are in `settings.dtype` then, buffers such as a rotary embedding's stay in FP32.
     """
     models: list[nn.Module] = []
 
@@ -133,8 +137,10 @@ def trained(
         return compile_model(model)
 
     last = replace(settings, validate_every=settings.steps, validation_batches=1)
-    Trainee(BASELINE, last, text, keep).run(settings.seed, lambda run, step: progress(step, run.train[-1]))
-    return _in_bf16(models[0])
+    Trainee(settings.baseline, last, text, keep).run(
+        settings.seed, lambda run, step: progress(step, run.train[-1])
+    )
+    return _in(settings.dtype, models[0])
 
 
 def wide(size: Wide) -> nn.Module:
@@ -156,10 +162,11 @@ def wide(size: Wide) -> nn.Module:
         num_key_value_heads=size.key_value_heads,
         max_position_embeddings=size.prompt + size.tokens + 1,
         tie_word_embeddings=False,
-        dtype="bfloat16",
+        dtype=str(size.dtype).removeprefix("torch."),
     )
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config).bfloat16()
+        model: Any = LlamaForCausalLM(config)
+        model.to(size.dtype)
     model.to_empty(device=size.device)
     model.model.rotary_emb = LlamaRotaryEmbedding(config).to(size.device)  # its buffers are no parameters
     numbers = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(size.device)
@@ -169,18 +176,18 @@ def wide(size: Wide) -> nn.Module:
         scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         whole.copy_(numbers * scale)
         flat[whole.numel() :].copy_(numbers[: flat.numel() - whole.numel()] * scale)
-    return _in_bf16(model)
+    return _in(size.dtype, model)
 
 
-def _in_bf16(model: nn.Module) -> nn.Module:
+def _in(dtype: torch.dtype, model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def quality(
-    model: nn.Module, settings: Settings, text: Text, ways: Iterable[Way] = WAYS, count: int = 4
+    model: nn.Module, settings: Settings, text: Text, ways: Iterable[Way], count: int = 4
 ) -> Iterator[Quality]:
     """`Quality` of `model` served in each of `ways`, on `count` batches of text; the first is the baseline.
 
@@ -203,7 +210,7 @@ def quality(
 
 
 @torch.no_grad()
-def speed(model: nn.Module, size: Wide, ways: Iterable[Way] = WAYS) -> Iterator[Speed]:
+def speed(model: nn.Module, size: Wide, ways: Iterable[Way]) -> Iterator[Speed]:
     """`Speed` of `model` served in each of `ways`; its weights are what the last way made of them."""
     prompt = torch.arange(size.prompt, device=size.device)[None] % VOCABULARY
     for way in ways:
@@ -277,7 +284,7 @@ def _cache(model: Any, size: Wide, way: Way) -> Any:
     room = size.prompt + 1 + size.tokens
     cache = static_cache(model, room) if way.cached else StaticCache(model.config, room)
     head_dim, device = size.width // size.heads, torch.device(size.device)
-    cache.early_initialization(1, size.key_value_heads, head_dim, torch.bfloat16, device)
+    cache.early_initialization(1, size.key_value_heads, head_dim, size.dtype, device)
     return cache
 
 

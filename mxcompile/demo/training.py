@@ -1,8 +1,8 @@
 """Training a small Llama on real text, as often as asked for with one compile.
 
 Text is CPython's own standard library source, one token a byte. Runs of one seed share first weights, data
-order and schedule, so that what differs is the precision of the linear layers. Master weights are FP32, the
-rest autocast to BF16.
+order and schedule, so that what differs is the precision of the linear layers. Weights are FP32; products and
+activations are BF16 by autocast, or FP32 where the CPU multiplies BF16 slowly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from mxcompile.errors import OptionError
 from mxcompile.report import Report, clear_reports, reports
 
 VOCABULARY = 256
+BASELINES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""What runs without mxcompile are called, by the dtype of their products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Size of the model, of the data and of the run. Defaults take about a minute on two cores.
+
+    dtype: of products and activations; BF16 by autocast, FP32 without.
 
     Nothing that was tried (width, learning rate, warm-up, length) keeps the gap of one seed from moving by
     0.1 to 0.2 % with chance; `benchmarks/parity.py` averages over seeds.
@@ -46,6 +50,12 @@ class Settings:
     validate_every: int = 50
     seed: int = 0
     device: str = "cpu"
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def baseline(self) -> str:
+        """Label of the runs without mxcompile."""
+        return BASELINES[self.dtype]
 
 
 @dataclass(kw_only=True)
@@ -53,7 +63,7 @@ class Run:
     """One training run.
 
     train: loss of every step. validation: by step. step_ms: median. report: of what was compiled, None for
-    BF16 and where an earlier run of the same model compiled it.
+    the baseline and where an earlier run of the same model compiled it.
     """
 
     label: str
@@ -171,7 +181,7 @@ class Trainee:
         times = []
         for step in range(1, settings.steps + 1):
             start = time.perf_counter()
-            loss = _loss(self._compiled, next(data))
+            loss = _loss(self._compiled, next(data), settings.dtype)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             optimizer.step()
@@ -208,8 +218,8 @@ def _factor(step: int, settings: Settings) -> float:
     return 0.5 * (1 + math.cos(math.pi * rest))
 
 
-def _loss(compiled: Callable[..., Any], window: Tensor) -> Tensor:
-    with torch.autocast(window.device.type, torch.bfloat16):
+def _loss(compiled: Callable[..., Any], window: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.autocast(window.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
         logits = compiled(input_ids=window[:, :-1]).logits
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
 
@@ -217,5 +227,5 @@ def _loss(compiled: Callable[..., Any], window: Tensor) -> Tensor:
 def validate(compiled: Callable[..., Any], settings: Settings, text: Text) -> float:
     """Mean loss over the validation batches, always the same. Gradients stay on: no second compile."""
     data = batches(text.validation, settings, seed=1)
-    losses = [_loss(compiled, next(data)).item() for _ in range(settings.validation_batches)]
+    losses = [_loss(compiled, next(data), settings.dtype).item() for _ in range(settings.validation_batches)]
     return sum(losses) / len(losses)

@@ -92,6 +92,12 @@ class Policy:
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
         return Decision(**choices, saved=use.saved or Saved.COLUMNWISE, weights=use.weights or Weights.CAST)
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether the policy can quantize any layer."""
+        wishes = (rule.use.wants(gemm) for rule in self.rules for gemm in Gemm)
+        return bool(self.base.gemms) or any(wish is not None and wish.quantizes for wish in wishes)
+
     def rule_for(self, layer: Layer) -> int | None:
         """Index of the rule that decides for `layer`, or None for the preset."""
         for index, rule in enumerate(self.rules):

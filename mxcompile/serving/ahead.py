@@ -21,6 +21,7 @@ from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tensor
 from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering import targets
+from mxcompile.lowering.cpu.features import features
 from mxcompile.policy import Gemm
 
 
@@ -31,7 +32,7 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
     `TargetError` for an unknown target.
     """
     targets.check(target)
-    uuid = f"{sources_hash()} ahead of time {target}"
+    uuid = f"{sources_hash()} ahead of time {target} {features().name}"
     chosen = GraphPass(lambda graph: _lower(graph, target), uuid, config.post_grad_custom_pre_pass)
     return {"post_grad_custom_pre_pass": chosen}
 
@@ -44,7 +45,7 @@ def _lower(graph: fx.Graph, target: str) -> None:
         if packet(node) in (aten.mm, aten.addmm) and value is not None:
             device = value.device
             set_tag(node, _tag(node))
-    lowering.run(graph, targets.resolve(target, device), device)
+    lowering.run(graph, targets.resolve(target, device), device, promotes=target == targets.CPU_FP32)
 
 
 def _tag(node: fx.Node) -> GemmTag:

@@ -47,7 +47,7 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(demo, "quick_settings", lambda device, steps: SMALL)
-    monkeypatch.setattr(demo, "Wide", lambda device: WIDE)
+    monkeypatch.setattr(demo, "Wide", lambda **_: WIDE)
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--serve", "--out", "out"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["serving.html", "serving.json"]

@@ -191,7 +191,7 @@ def test_a_product_not_taken_says_why():
     (node,) = (node for node in module.graph.nodes if node.target is ops.scaled_mm)
     set_tag(node, TAG)
     taken = WeightOnly(target=TARGETS["sm_90"], device="cpu").products(module.graph)
-    Expand(reasons=dict.fromkeys(taken, "too old")).apply(module.graph)
+    Expand(target=TARGETS["sm_90"], reasons=dict.fromkeys(taken, "too old")).apply(module.graph)
     assert kernels(module) == ["aten.mm (bfloat16, dequantized); too old"]
 
 

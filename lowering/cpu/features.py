@@ -1,0 +1,120 @@
+"""What this machine's CPU multiplies well: the one place that knows.
+
+A CPU without matrix instructions for BF16 (or FP16) computes such products in a loop of scalar conversions,
+4 to 40 times slower than the same product in FP32 (pytorch issue 146508). So the dtypes without instructions
+are multiplied in FP32, in which their values are exact. The decision rests on instructions alone, never on a
+timing: one machine decides the same way every time.
+
+Source: ``torch.cpu.get_capabilities`` (cpuinfo), limited as ``ONEDNN_MAX_CPU_ISA`` limits oneDNN, which
+computes PyTorch's products.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_ISA = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI",
+        "AVX512_CORE_BF16", "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX",
+        "AVX10_1_512_AMX_FP16", "AVX512_CORE_AMX_FP16", "AVX10_2_512")  # fmt: skip
+"""Values of ``ONEDNN_MAX_CPU_ISA``, each a superset of those before it as far as BF16 and FP16 go."""
+
+_BF16 = {
+    "amx_bf16": ("AMX BF16", "AVX10_1_512_AMX"),
+    "avx10_2": ("AVX10.2", "AVX10_2_512"),
+    "avx512_bf16": ("AVX-512 BF16", "AVX512_CORE_BF16"),
+    "sve_bf16": ("SVE BF16", ""),
+    "bf16": ("NEON BF16", ""),
+}
+_FP16 = {
+    "amx_fp16": ("AMX FP16", "AVX10_1_512_AMX_FP16"),
+    "avx10_2": ("AVX10.2", "AVX10_2_512"),
+    "avx512_fp16": ("AVX-512 FP16", "AVX10_1_512"),
+}
+_VECTORS = {
+    "avx512_f": ("AVX-512", "AVX512_CORE"),
+    "avx2": ("AVX2", "AVX2"),
+    "sve": ("SVE", ""),
+    "neon": ("NEON", ""),
+}
+"""What to call the instructions, and the least ISA of oneDNN that uses them, "" on ARM; the best first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """What a CPU has instructions for.
+
+    vectors: its widest vector instructions, such as "AVX2". bf16, fp16: those that multiply matrices or
+    vectors of BF16 or FP16, "" if it has none. int8: those that multiply bytes on ARM ("I8MM"), for `env`.
+    """
+
+    vectors: str
+    bf16: str
+    fp16: str
+    int8: str = ""
+
+    @property
+    def slow_dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes whose products this CPU computes faster in FP32."""
+        pairs = ((torch.bfloat16, self.bf16), (torch.float16, self.fp16))
+        return frozenset(dtype for dtype, instructions in pairs if not instructions)
+
+    @property
+    def name(self) -> str:
+        """The class of CPU, such as "AVX2" or "AVX-512 BF16": what a measurement should name."""
+        return self.bf16 or self.vectors
+
+    @property
+    def consequence(self) -> str:
+        """What follows for what mxcompile compiles, in one line."""
+        matrices = ", ".join(filter(None, (self.bf16, self.fp16, self.int8)))
+        has = f"{self.vectors}, {matrices}" if matrices else self.vectors
+        slow = [word for word, own in (("BF16", self.bf16), ("FP16", self.fp16)) if not own]
+        if not slow:
+            return f"{has}: products run in the model's dtype"
+        return f"{has}: no instructions for {' and '.join(slow)} products, which run in FP32"
+
+
+@functools.cache
+def features() -> Features:
+    """Returns what the CPU of this machine has instructions for."""
+    return features_of(_capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+
+
+def features_of(capabilities: Mapping[str, Any], max_isa: str = "") -> Features:
+    """Returns the features that `capabilities`, by the names of ``torch.cpu.get_capabilities``, stand for.
+
+    max_isa: value of ``ONEDNN_MAX_CPU_ISA``; "" or an unknown word limits nothing.
+    """
+    known = max_isa.upper() in _ISA
+    allowed = ("", *_ISA[: _ISA.index(max_isa.upper()) + 1]) if known else ("", *_ISA)
+
+    def first(table: Mapping[str, tuple[str, str]]) -> str:
+        """The name of the first instructions of `table` that the CPU has and oneDNN may use."""
+        names = (name for key, (name, isa) in table.items() if capabilities.get(key) and isa in allowed)
+        return next(names, "")
+
+    return Features(
+        vectors=first(_VECTORS) or "no vectors",
+        bf16=first(_BF16),
+        fp16=first(_FP16),
+        int8="I8MM" if capabilities.get("i8mm") else "",
+    )
+
+
+def _capabilities() -> Mapping[str, Any]:
+    asked = getattr(torch.cpu, "get_capabilities", None)
+    if asked is not None:
+        known: Mapping[str, Any] = asked()
+        return known
+    return {  # older versions of PyTorch
+        "avx2": torch.cpu._is_avx2_supported(),
+        "avx512_f": torch.cpu._is_avx512_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+    }

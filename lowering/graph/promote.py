@@ -1,0 +1,150 @@
+"""promote: products in a dtype that the CPU multiplies slowly run in FP32.
+
+    mm(a, b)  →  to(mm(to(a, FP32), to(b, FP32)), BF16)              attention, convolutions, … alike
+
+Values of BF16 and FP16 are exact in FP32, so the result is the product accumulated in FP32 and rounded once,
+as on a CPU with instructions for that dtype, up to the order of accumulation. An operand that is dequantized
+in front of the product is dequantized to FP32 instead. Other nodes stay in their dtype.
+
+A graph in which nothing is quantized, of a policy that quantizes nothing, stays as Inductor would have it
+unless `always`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, packet
+from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering.targets import Target
+
+_PRODUCTS = frozenset(
+    {
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten.mv,
+        aten.addmv,
+        aten.addbmm,
+        aten._grouped_mm,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    }
+    | CONVOLUTIONS
+    | CONVOLUTION_BACKWARD
+)
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promote:
+    """target: a CPU. always: whether graphs without MX data are promoted too."""
+
+    target: Target
+    always: bool = True
+    name: ClassVar[str] = "promote"
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Widen the operands of the slow products of `graph`, and name their kernels in their tags."""
+        slow = self.target.slow_dtypes
+        if not slow or not (self.always or any(_is_mx(node) for node in graph.nodes)):
+            return
+        promoter = _Promoter(graph, slow)
+        for node in list(graph.nodes):
+            if packet(node) in _PRODUCTS and promoter.is_slow(node):
+                promoter.promote(node)
+        graph.eliminate_dead_code()
+
+
+def _is_mx(node: fx.Node) -> bool:
+    return str(packet(node)).startswith("mx.")
+
+
+class _Promoter:
+    """State of one run. Each operand is widened once."""
+
+    def __init__(self, graph: fx.Graph, slow: frozenset[torch.dtype]) -> None:
+        self._graph = graph
+        self._slow = slow
+        self._build = Builder(graph, Promote.name)
+        self._wide: dict[fx.Node, fx.Node] = {}
+
+    def is_slow(self, node: fx.Node) -> bool:
+        """Whether `node` has an operand on the CPU in a slow dtype."""
+        values = [tensor(operand) for operand in node.all_input_nodes]
+        return any(value is not None and self._takes(value) for value in values)
+
+    def _takes(self, value: torch.Tensor) -> bool:
+        return value.dtype in self._slow and value.device.type == "cpu"
+
+    def promote(self, node: fx.Node) -> None:
+        """Let `node` compute in FP32, and round its results to the dtypes that they had."""
+        before = node.meta["val"]
+        with self._graph.inserting_before(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._widened)
+            target, args = _grouped(args) if packet(node) is aten._grouped_mm else (node.target, args)
+            product = self._build.call(target, *args, like=node, **_in_fp32(kwargs))
+        set_tag(product, *(replace(tag, kernel=_named(node, tag.kernel)) for tag in tags_of(node)))
+        if isinstance(before, torch.Tensor):
+            self._replace(node, product, before)
+            return
+        for user in list(node.users):
+            assert user.target is operator.getitem, f"{user} reads several results at once"
+            index: Any = user.args[1]
+            with self._graph.inserting_before(user):
+                result = self._build.pick(product, index, f"{user.name}_wide")
+            self._replace(user, result, before[index])
+        self._graph.erase_node(node)  # by hand: attention may drop out at random, so it counts as impure
+
+    def _replace(self, node: fx.Node, product: fx.Node, before: torch.Tensor | None) -> None:
+        """Put `product`, rounded to the dtype of `before`, in the place of `node`."""
+        value = tensor(product)
+        if value is not None and before is not None and value.dtype is not before.dtype:
+            with self._graph.inserting_before(node):
+                product = self._build.call(_CONVERT, product, before.dtype, like=node)
+        self._build.replace(node, product)
+
+    def _widened(self, operand: fx.Node) -> fx.Node:
+        """`operand` in FP32, if it is in a slow dtype. Made at the current insertion point."""
+        value = tensor(operand)
+        if value is None or not self._takes(value):
+            return operand
+        if operand not in self._wide:
+            self._wide[operand] = self._dequantized(operand) or self._build.call(
+                _CONVERT, operand, torch.float32, like=operand
+            )
+        return self._wide[operand]
+
+    def _dequantized(self, operand: fx.Node) -> fx.Node | None:
+        """`operand` in FP32 from its codes, where it is dequantized data; else None."""
+        source, swapped = untransposed(operand)
+        if source.target is not ops.dequantize:
+            return None
+        value = self._build.call(ops.dequantize, *source.args[:3], torch.float32, like=source)
+        return transpose(value, self._build) if swapped else value
+
+
+def _grouped(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The operator of a grouped product in FP32, and its arguments: operands and offsets."""
+    return ops.grouped_mm, args[:3]
+
+
+def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` where no result is asked for in another dtype."""
+    return {key: value for key, value in kwargs.items() if key != "out_dtype"}
+
+
+def _named(node: fx.Node, kernel: str) -> str:
+    """The kernel of `node`, which a pass before may have named, as a record says it."""
+    if not kernel:
+        return f"{packet(node)} (float32)"
+    return kernel.replace("(bfloat16", "(float32").replace("(float16", "(float32")

@@ -1,0 +1,52 @@
+"""What a CPU multiplies well, of the capabilities of real machines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxcompile.lowering.cpu.features import features, features_of
+from mxcompile.lowering.targets import TARGETS
+
+X86 = {"architecture": "x86_64", "avx2": True}
+AVX512 = X86 | {"avx512_f": True, "avx512_bw": True, "avx512_vnni": True}
+GENOA = AVX512 | {"avx512_bf16": True}
+SAPPHIRE_RAPIDS = GENOA | {"avx512_fp16": True, "amx_bf16": True, "amx_tile": True}
+ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True}
+GRAVITON3 = ARM | {"bf16": True, "i8mm": True, "sve": True, "sve_bf16": True}
+
+MACHINES = {
+    "Zen 3": (X86, "", "AVX2", {torch.bfloat16, torch.float16}),
+    "Ice Lake": (AVX512, "", "AVX-512", {torch.bfloat16, torch.float16}),
+    "Genoa": (GENOA, "", "AVX-512 BF16", {torch.float16}),
+    "Genoa, masked": (GENOA, "AVX2", "AVX2", {torch.bfloat16, torch.float16}),
+    "Genoa, masked in vain": (GENOA, "no such word", "AVX-512 BF16", {torch.float16}),
+    "Sapphire Rapids": (SAPPHIRE_RAPIDS, "", "AMX BF16", set()),
+    "Sapphire Rapids without AMX": (
+        {**SAPPHIRE_RAPIDS, "amx_bf16": False},
+        "avx512_core_bf16",
+        "AVX-512 BF16",
+        {torch.float16},
+    ),
+    "Cortex-A72": (ARM, "", "NEON", {torch.bfloat16, torch.float16}),
+    "Graviton 3": (GRAVITON3, "", "SVE BF16", {torch.float16}),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_follows_from_capabilities(name: str):
+    capabilities, max_isa, class_name, slow = MACHINES[name]
+    found = features_of(capabilities, max_isa)
+    assert found.name == class_name
+    assert found.slow_dtypes == slow
+    assert ("run in FP32" in found.consequence) == bool(slow)
+
+
+def test_this_machine_decides_the_target():
+    assert TARGETS["cpu"].slow_dtypes == features().slow_dtypes
+    has_bf16 = bool(features().bf16)
+    assert (torch.bfloat16 in TARGETS["cpu"].slow_dtypes) != has_bf16
+
+
+def test_vectors_follow_the_mask():
+    assert features_of(GENOA, "AVX2").vectors == "AVX2"

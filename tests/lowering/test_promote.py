@@ -1,0 +1,188 @@
+"""Products in a dtype that the CPU multiplies slowly: which run in FP32, their values, their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import ops
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering import pipeline
+from mxcompile.lowering.graph.promote import Promote
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.policy import Gemm
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SLOW, FAST = TARGETS["cpu_fp32"], TARGETS["cpu_bf16"]
+TAG = GemmTag(
+    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "x")
+)
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def attention_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v))
+
+
+def convolution_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    return torch.autograd.grad((F.conv2d(x, w, padding=1) ** 2).sum(), (x, w))
+
+
+HEADS = (2, 4, 24, 16)
+PRODUCTS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "mm": (torch.mm, ((5, 70), (70, 9))),
+    "transposed": (lambda a, b: a @ b.t(), ((5, 70), (9, 70))),
+    "addmm": (torch.addmm, ((9,), (5, 70), (70, 9))),
+    "bmm": (torch.bmm, ((3, 5, 70), (3, 70, 9))),
+    "baddbmm": (torch.baddbmm, ((3, 5, 9), (3, 5, 70), (3, 70, 9))),
+    "mv": (torch.mv, ((5, 70), (70,))),
+    "attention": (F.scaled_dot_product_attention, (HEADS, HEADS, HEADS)),
+    "attention with a mask": (F.scaled_dot_product_attention, (HEADS, HEADS, HEADS, (24, 24))),
+    "attention's gradients": (attention_gradients, (HEADS, HEADS, HEADS)),
+    "convolution": (F.conv2d, ((2, 3, 8, 8), (4, 3, 3, 3))),
+    "convolution's gradients": (convolution_gradients, ((2, 3, 8, 8), (4, 3, 3, 3))),
+}
+
+
+def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The graph of `function`, its products tagged."""
+    graph_module = make_fx(function, tracing_mode="fake")(*inputs)
+    for node in graph_module.graph.nodes:
+        if packet(node) in (aten.mm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu):
+            set_tag(node, TAG)
+    return graph_module
+
+
+def flat(values: Any) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_rounded_once(name: str, dtype: torch.dtype):
+    """The result is FP64's within what FP32 sums and one rounding may add, and has the dtype that it had.
+
+    Gradients read results that were rounded before.
+    """
+    function, shapes = PRODUCTS[name]
+    inputs = [randn(*shape, dtype=dtype) for shape in shapes]
+    graph_module = captured(function, *inputs)
+    Promote(target=SLOW).apply(graph_module.graph)
+    graph_module.recompile()
+    results = flat(graph_module(*inputs))
+    exact = flat(function(*(x.double() for x in inputs)))
+    rounding = torch.finfo(dtype).eps / 2
+    for result, expected in zip(results, exact, strict=True):
+        assert result.dtype is dtype
+        before = 4 * rounding if "gradients" in name else 1e-5
+        bound = 1.01 * rounding * expected.abs() + before * expected.abs().max()
+        assert bool(((result.double() - expected).abs() <= bound).all())
+    for node in graph_module.graph.nodes:
+        if packet(node) in (aten.mm, aten.bmm, aten._scaled_dot_product_flash_attention_for_cpu):
+            value = flat(node.meta["val"])[0]
+            assert value.dtype is FP32
+
+
+@pytest.mark.parametrize("target", [FAST, TARGETS["sm_100"]], ids=lambda target: target.name)
+def test_fast_dtypes_stay(target: Any):
+    graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
+    before = str(graph_module.graph)
+    Promote(target=target).apply(graph_module.graph)
+    assert str(graph_module.graph) == before
+
+
+def test_fp32_products_stay():
+    graph_module = captured(torch.mm, randn(5, 70, dtype=FP32), randn(70, 9, dtype=FP32))
+    before = str(graph_module.graph)
+    Promote(target=SLOW).apply(graph_module.graph)
+    assert str(graph_module.graph) == before
+
+
+def test_an_operand_is_widened_once():
+    graph_module = captured(lambda x, a, b: (x @ a, x @ b), randn(5, 70), randn(70, 9), randn(70, 9))
+    Promote(target=SLOW).apply(graph_module.graph)
+    widened = [n for n in graph_module.graph.nodes if n.args[1:] == (FP32,)]
+    assert len(widened) == 3
+
+
+def test_dequantized_operands_are_dequantized_to_fp32():
+    codes, scales = ops.quantize(randn(9, 70), -1, torch.float8_e4m3fn, "rceil")
+    graph_module = captured(
+        lambda x, q, s: x @ ops.dequantize(q, s, -1, BF16).t(), randn(5, 70), codes, scales
+    )
+    Promote(target=SLOW, always=False).apply(graph_module.graph)
+    (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.dequantize)
+    assert made.args[3] is FP32
+    assert made.meta["val"].dtype is FP32
+
+
+def test_records_say_so():
+    graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
+    pipeline.run(graph_module.graph, SLOW, torch.device("cpu"))
+    (product,) = (node for node in graph_module.graph.nodes if tags_of(node))
+    assert tags_of(product)[0].kernel == "aten.mm (float32)"
+
+
+class Block(nn.Module):
+    """A feed-forward network and a head, in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+def compiled(target: str, policy: str) -> tuple[Tensor, list[Tensor | None], list[Any]]:
+    """Result, gradients and records of the block."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    model, x = Block().bfloat16(), randn(8, 64)
+    options = {"target": target, "policy": policy}
+    backend = {"backend": "mxfp8", "options": options} if target else {"backend": "inductor"}
+    result = torch.compile(model, **backend)(x)
+    result.float().square().sum().backward()
+    return result, [p.grad for p in model.parameters()], [g for r in mxcompile.reports() for g in r.gemms]
+
+
+def test_both_forms_of_a_model_agree():
+    """What a CPU without BF16 products computes is what one with them does, up to the order of sums."""
+    wide, wide_gradients, records = compiled("cpu_fp32", "nvidia")
+    narrow, narrow_gradients, _ = compiled("cpu_bf16", "nvidia")
+    torch.testing.assert_close(wide, narrow, rtol=0.02, atol=0.02)
+    for ours, theirs in zip(wide_gradients, narrow_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+    kernels = {record.name: record.kernel for record in records if record.gemm == "fprop"}
+    assert kernels["up"] == "aten.addmm (float32, dequantized)"
+    assert kernels["head"] == "aten.addmm (float32)"
+    assert all("(float32" in record.kernel for record in records)
+
+
+def test_a_policy_that_quantizes_nothing_is_inductor_bit_for_bit():
+    result, gradients, records = compiled("auto", "bf16")
+    expected, expected_gradients, _ = compiled("", "")
+    assert torch.equal(result, expected)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not any("float32" in record.kernel for record in records)
+
+
+def test_it_can_be_asked_for():
+    _, _, records = compiled("cpu_fp32", "bf16")
+    assert all(record.kernel.endswith("(float32)") for record in records)
