@@ -84,7 +84,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from mxcompile.audit import audit, form_of
+    from mxcompile.analysis.audit import audit, form_of
     from mxcompile.cli.quiet import quiet
 
     if options.compare is not None:
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print the policies side by side."""
-    from mxcompile.audit.compare import compare
+    from mxcompile.analysis.audit.compare import compare
     from mxcompile.cli.quiet import quiet
 
     others = {"--output": options.output, "--by": options.by, "--plots": options.plots}

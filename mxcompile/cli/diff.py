@@ -12,7 +12,7 @@ from mxcompile.cli.arguments import share
 from mxcompile.errors import OptionError, not_allowed
 
 if TYPE_CHECKING:
-    from mxcompile.audit.diff import AuditDifference
+    from mxcompile.analysis.audit.diff import AuditDifference
     from mxcompile.report.diff import Difference
 
 
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]:
     """What changed in the reports, and in the numerics if the files are audits."""
-    from mxcompile.audit.diff import compare_audits
-    from mxcompile.audit.measure import Audit
+    from mxcompile.analysis.audit.diff import compare_audits
+    from mxcompile.analysis.audit.measure import Audit
     from mxcompile.report import Report, schema
     from mxcompile.report.diff import compare
     from mxcompile.report.files import load

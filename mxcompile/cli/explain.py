@@ -67,10 +67,10 @@ def _picture(path: Path) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    from mxcompile.analysis.explain.compare import compare
+    from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.explain.compare import compare
-    from mxcompile.explain.explainer import explain
     from mxcompile.formats import labels
     from mxcompile.report import form_of
 
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _sweep(options: argparse.Namespace, report: Report) -> int:
     """Print the estimates at other numbers of tokens, and draw them."""
-    from mxcompile.explain.sweep import TOKENS, sweep
+    from mxcompile.analysis.explain.sweep import TOKENS, sweep
     from mxcompile.policy import Policy
 
     found = sweep(report, options.sweep or TOKENS)

@@ -151,9 +151,9 @@ def run_schema(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
     """The report of the model that `options` names, under `policy`."""
+    from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
-    from mxcompile.explain.explainer import explain
 
     with quiet():
         loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)

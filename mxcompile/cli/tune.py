@@ -46,8 +46,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if the bound cannot be met."""
+    from mxcompile.analysis.tune import Bounds, tune
     from mxcompile.cli.quiet import quiet
-    from mxcompile.tune import Bounds, tune
 
     check_output(options)
     bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)

@@ -4,6 +4,10 @@
 exported program would be the model as it was. The function that every form of export goes through therefore
 looks for modules compiled by this backend first. A plain function compiled inside an exported module is not
 found. Where torch has no such function (it is not public) nothing is checked.
+
+The check is in place once Dynamo or a user asks for the backend, which loads `backend`. The first compile
+would be too late, because a compiled model can be exported before it runs.
+``import mxcompile`` alone changes nothing.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
-from mxcompile.explain.roofline import estimate
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.lowering.targets import TARGETS, Target, check
 from mxcompile.offline import bounds

@@ -10,7 +10,7 @@
 x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
 What is worst has most harm: an error counts by the arithmetic it gets into, and SQNR, to which small elements
 are nothing, does not hide that a cast loses many of them.
-Nothing is measured here (see `mxcompile.audit`), and tensors are not kept.
+Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxcompile.audit import audit
-from mxcompile.audit.compare import compare
+from mxcompile.analysis.audit import audit
+from mxcompile.analysis.audit.compare import compare
 from mxcompile.cli import main
 from mxcompile.errors import OptionError, PolicyError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mxcompile.audit import Audit
-from mxcompile.audit.diff import compare_audits
+from mxcompile.analysis.audit import Audit
+from mxcompile.analysis.audit.diff import compare_audits
 from mxcompile.cli import main
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, Report, TensorNumerics
 from mxcompile.report.record import Part

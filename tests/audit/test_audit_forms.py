@@ -18,9 +18,9 @@ from recorded_bars import recorded_bars
 from torch import nn
 
 import mxcompile
-from mxcompile.audit import Audit, Outcome, Session, audit
-from mxcompile.audit.plot import plot
-from mxcompile.audit.text import to_text
+from mxcompile.analysis.audit import Audit, Outcome, Session, audit
+from mxcompile.analysis.audit.plot import plot
+from mxcompile.analysis.audit.text import to_text
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
@@ -87,7 +87,7 @@ def test_views(result: Audit) -> None:
 
 
 def test_the_bar_is_there_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    bars = recorded_bars(monkeypatch, "mxcompile.audit.measure")
+    bars = recorded_bars(monkeypatch, "mxcompile.analysis.audit.measure")
 
     seen: list[int] = []
     run = Session.run

@@ -12,7 +12,7 @@ from blocks import WIDTH, SwiGLU, features
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mxcompile.audit import Audit, audit
+from mxcompile.analysis.audit import Audit, audit
 from mxcompile.errors import ModelError, PolicyError
 
 EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

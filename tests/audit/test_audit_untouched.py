@@ -17,7 +17,7 @@ from reference import sqnr_db
 from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.audit import Run, Session, audit
+from mxcompile.analysis.audit import Run, Session, audit
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 

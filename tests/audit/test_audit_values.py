@@ -11,8 +11,8 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from mxcompile.audit import Audit, audit
-from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.analysis.audit import Audit, audit
+from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import Format
 from mxcompile.formats.numerics import quantize_tensors
 from mxcompile.report import GemmNumerics, TensorNumerics

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxcompile.audit import audit
+from mxcompile.analysis.audit import audit
+from mxcompile.analysis.tune import tune
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
-from mxcompile.tune import tune
 
 WORDS = ("mxfp4", "mxfp8", "fp8_tensor")
 

@@ -12,13 +12,13 @@ import torch
 from recorded_bars import recorded_bars
 from torch import Tensor, nn
 
-from mxcompile.audit import audit
+from mxcompile.analysis.audit import audit
+from mxcompile.analysis.tune import Exempt, tune
+from mxcompile.analysis.tune.tuned import exempting
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Report, Summary
-from mxcompile.tune import Exempt, tune
-from mxcompile.tune.tuned import exempting
 
 FLOOR: dict[str, Any] = {
     "version": 1,
@@ -224,7 +224,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_bar_says_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    bars = recorded_bars(monkeypatch, "mxcompile.tune.search")
+    bars = recorded_bars(monkeypatch, "mxcompile.analysis.tune.search")
     model, inputs, _ = made()
     tune(model, *inputs, policy=FLOOR, min_sqnr=200.0)
     (bar,) = bars

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mxcompile
+from mxcompile.analysis.explain.compare import compare
 from mxcompile.errors import OptionError, PolicyError
-from mxcompile.explain.compare import compare
 
 
 def model() -> nn.Module:

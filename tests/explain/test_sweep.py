@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import mxcompile
+from mxcompile.analysis.explain.sweep import at_tokens, sweep
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
-from mxcompile.explain.sweep import at_tokens, sweep
 from mxcompile.report.forms.words import tokens_of
 
 

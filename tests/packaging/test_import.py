@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import mxcompile
 
 HEAVY = (
     "networkx", "triton", "torchao", "yaml", "tabulate", "tqdm", "transformers", "matplotlib", "sympy",
@@ -50,14 +53,26 @@ def test_the_backend_is_found_without_an_import():
     assert python(*lines) == ["True False", "mxcompile.compiler.backend mxfp8"]
 
 
-def test_operators_are_registered_in_either_order():
-    """A graph saved with mx operators loads once both are imported; torch is as without us."""
-    ask = "print(hasattr(torch.ops.mx, 'quantize'), type(torch.__loader__).__name__, torch.__spec__.name)"
-    expected = ["True SourceFileLoader torch"]
-    assert python("import mxcompile", "import torch", ask) == expected
-    assert python("import torch", "import mxcompile", ask) == expected
-    assert python("import mxcompile", "import torch.nn", "import torch", ask) == expected
-    assert python("from mxcompile import Policy", "import torch", ask) == expected
+def test_import_changes_nothing():
+    """Neither how Python imports nor what the package is; torch is as without it, whichever comes first."""
+    lines = ("import sys", "before = [*sys.meta_path]", "import mxcompile", "print(before == sys.meta_path)")
+    assert python(*lines, "print(type(mxcompile).__name__)") == ["True", "module"]
+    ask = "print(hasattr(torch.ops.mx, 'quantize'), type(torch.__loader__).__name__)"
+    assert python("import mxcompile, torch", ask) == ["False SourceFileLoader"]
+    assert python("import torch, mxcompile", ask) == ["False SourceFileLoader"]
+
+
+def test_the_first_use_registers_operators():
+    ask = "print(hasattr(torch.ops.mx, 'quantize'))"
+    assert python("import mxcompile", "import torch", "mxcompile.Policy", ask) == ["True"]
+    assert python("from mxcompile import Policy", "import torch", ask) == ["True"]
+
+
+def test_no_public_name_is_the_name_of_a_module():
+    """Python would put the module in the place of the name when the module is imported."""
+    modules = {path.stem for path in Path(mxcompile.__file__).parent.iterdir()}
+    assert len(modules) > 15
+    assert set(mxcompile.__all__) & modules == set()
 
 
 def test_without_torch_the_package_still_imports():

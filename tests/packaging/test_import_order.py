@@ -55,7 +55,7 @@ def test_no_module_is_in_a_circle():
 
 ROOMS = (
     "errors", "formats", "policy", "ops", "report", "storage", "graph", "passes lowering", "rules", "plan",
-    "compiler", "explain audit offline serving distributed checkpoint", "tune demo", "cli",
+    "compiler", "analysis offline serving distributed checkpoint", "demo", "cli",
 )  # fmt: skip
 """As docs/architecture.md has them, from the lowest. On one level they may use each other, but for passes."""
 

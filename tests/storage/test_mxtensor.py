@@ -242,9 +242,10 @@ def test_loads_under_weights_only():
     assert isinstance(plain.weight, MXTensor)
 
 
-def test_loads_under_weights_only_where_nothing_but_the_package_was_imported(tmp_path):
+def test_loads_under_weights_only_where_nothing_but_the_class_was_imported(tmp_path):
     torch.save({"w": mxcompile.quantize(torch.ones(2, 32))}, tmp_path / "w.pt")
-    script = f"import mxcompile, torch; print(torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True))"
+    load = f"torch.load({str(tmp_path / 'w.pt')!r}, weights_only=True)"
+    script = f"import torch; from mxcompile import MXTensor; print({load})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "MXTensor((2, 32)" in done.stdout, done.stderr
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.audit.collect import numerics
-from mxcompile.audit.interpreter import Run
-from mxcompile.audit.session import LossFunction, Session
+from mxcompile.analysis.audit.collect import numerics
+from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
@@ -35,13 +35,13 @@ class Audit:
     numerics: Numerics
 
     def __str__(self) -> str:
-        from mxcompile.audit.text import to_text
+        from mxcompile.analysis.audit.text import to_text
 
         return to_text(self.numerics, rows=20)
 
     def view(self, by: str) -> str:
         """The numbers as a table of another order: one of `VIEWS`. Raises `OptionError` for another word."""
-        from mxcompile.audit.text import view
+        from mxcompile.analysis.audit.text import view
 
         return view(self.numerics, by)
 
@@ -75,19 +75,19 @@ class Audit:
 
         Needs matplotlib. Raises `OptionError` without it.
         """
-        from mxcompile.audit.plot import plot
+        from mxcompile.analysis.audit.plot import plot
 
         return plot(self.numerics, Path(folder))
 
 
 def _text(audit: Audit) -> str:
-    from mxcompile.audit.text import to_text
+    from mxcompile.analysis.audit.text import to_text
 
     return f"{to_text(audit.numerics)}\n\n{audit.report}\n"
 
 
 def _markdown(audit: Audit) -> str:
-    from mxcompile.audit.text import to_markdown
+    from mxcompile.analysis.audit.text import to_markdown
 
     return to_markdown(audit.numerics)
 

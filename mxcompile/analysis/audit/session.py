@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
-from mxcompile.audit.graphs import Graphs
-from mxcompile.audit.interpreter import Run
-from mxcompile.audit.keep import Kept, fresh, uncompiled
-from mxcompile.audit.sites import Sites
+from mxcompile.analysis.audit.graphs import Graphs
+from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.keep import Kept, fresh, uncompiled
+from mxcompile.analysis.audit.sites import Sites
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.graph.names import user_path

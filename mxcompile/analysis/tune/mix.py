@@ -21,17 +21,26 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.audit import Audit, Run, Session, audit, loss_gap
-from mxcompile.audit.interpreter import Key
-from mxcompile.audit.session import LossFunction
-from mxcompile.audit.text import decibels
+from mxcompile.analysis.audit import Audit, Run, Session, audit, loss_gap
+from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.audit.text import decibels
+from mxcompile.analysis.tune.bounds import Bounds
+from mxcompile.analysis.tune.candidates import (
+    BF16,
+    Candidate,
+    Cost,
+    Costs,
+    Mix,
+    Option,
+    mixed,
+    quantized_layers,
+)
+from mxcompile.analysis.tune.measure import lowest_sqnr, quantizes
+from mxcompile.analysis.tune.tuned import Chosen, Tuned
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
 from mxcompile.report.numerics import lowest
-from mxcompile.tune.bounds import Bounds
-from mxcompile.tune.candidates import BF16, Candidate, Cost, Costs, Mix, Option, mixed, quantized_layers
-from mxcompile.tune.measure import lowest_sqnr, quantizes
-from mxcompile.tune.tuned import Chosen, Tuned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.analysis.explain.advice import advised
+from mxcompile.analysis.explain.memory import with_memory
+from mxcompile.analysis.explain.parts import eager_records, moved
+from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.trace import trace
-from mxcompile.explain.advice import advised
-from mxcompile.explain.memory import with_memory
-from mxcompile.explain.parts import eager_records, moved
-from mxcompile.explain.roofline import estimate
 from mxcompile.graph.names import user_path
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
 from mxcompile.plan.assumed import Assuming

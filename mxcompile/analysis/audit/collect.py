@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mxcompile.audit.interpreter import Run
-from mxcompile.audit.session import Outcome, Session
-from mxcompile.audit.sites import CastSite, ProductSite
-from mxcompile.audit.stats import PIECE, CastStats, ProductStats, Sums
+from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.session import Outcome, Session
+from mxcompile.analysis.audit.sites import CastSite, ProductSite
+from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.audit.sites import MARK, CastSite, ProductSite, Sites, observed
-from mxcompile.audit.stats import CastStats, ProductStats
+from mxcompile.analysis.audit.sites import MARK, CastSite, ProductSite, Sites, observed
+from mxcompile.analysis.audit.stats import CastStats, ProductStats
 
 Key = tuple[str, str]
 """Layer and GEMM."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.errors import OptionError
-from mxcompile.explain.roofline import estimate
 from mxcompile.formats import labels
 from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import GemmRecord, Report

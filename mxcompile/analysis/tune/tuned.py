@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from mxcompile.audit import Audit
-from mxcompile.audit.text import decibels
+from mxcompile.analysis.audit import Audit
+from mxcompile.analysis.audit.text import decibels
+from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.formats import KEPT, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
@@ -20,7 +21,6 @@ from mxcompile.report import Report
 from mxcompile.report.files import save
 from mxcompile.report.forms.tables import drawn, fitted, wrapped
 from mxcompile.rules import layers_of
-from mxcompile.tune.bounds import Bounds
 
 _WIDTH = 110
 

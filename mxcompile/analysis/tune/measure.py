@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mxcompile.audit import Run, Session
-from mxcompile.audit.interpreter import Key
+from mxcompile.analysis.audit import Run, Session
+from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.formats import is_quantized
 from mxcompile.report import Report
 from mxcompile.report.numerics import lowest
-from mxcompile.tune.bounds import Bounds
 
 
 def quantizes(report: Report, bounds: Bounds) -> bool:

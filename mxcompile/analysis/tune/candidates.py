@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mxcompile.analysis.explain.roofline import estimate, operand_bytes
+from mxcompile.analysis.tune.tuned import without_idle
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.explain.roofline import estimate, operand_bytes
 from mxcompile.formats import KEPT, PRECISIONS, Choices, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.model import Preset
@@ -21,7 +22,6 @@ from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.rules import layers_of
-from mxcompile.tune.tuned import without_idle
 
 _ALL = tuple(map(str, Gemm))
 _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from mxcompile.audit.measure import Audit, audit
-from mxcompile.audit.session import LossFunction
-from mxcompile.audit.text import decibels, percent
+from mxcompile.analysis.audit.measure import Audit, audit
+from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.audit.text import decibels, percent
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Gemm, Policy

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mxcompile.audit.measure import Audit
-from mxcompile.audit.text import decibels, percent
+from mxcompile.analysis.audit.measure import Audit
+from mxcompile.analysis.audit.text import decibels, percent
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 from mxcompile.report.diff import Difference, compare
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped

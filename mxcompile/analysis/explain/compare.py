@@ -13,8 +13,8 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
+from mxcompile.analysis.explain.explainer import explain
 from mxcompile.errors import OptionError
-from mxcompile.explain.explainer import explain
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Policy
 from mxcompile.report import Report

@@ -19,9 +19,9 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 
-from mxcompile.audit.interpreter import Interpreter, Run
-from mxcompile.audit.keep import Kept
-from mxcompile.audit.sites import Sites, mark
+from mxcompile.analysis.audit.interpreter import Interpreter, Run
+from mxcompile.analysis.audit.keep import Kept
+from mxcompile.analysis.audit.sites import Sites, mark
 from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table

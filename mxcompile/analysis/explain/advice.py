@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxcompile.explain.sweep import at_tokens
+from mxcompile.analysis.explain.sweep import at_tokens
 from mxcompile.formats import is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.report import Report

@@ -19,17 +19,17 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.audit import Run, Session, audit, loss_gap
-from mxcompile.audit.interpreter import Key
-from mxcompile.audit.session import LossFunction
+from mxcompile.analysis.audit import Run, Session, audit, loss_gap
+from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.tune.bounds import Bounds
+from mxcompile.analysis.tune.measure import lowest_sqnr, quantizes
+from mxcompile.analysis.tune.mix import Call, mix
+from mxcompile.analysis.tune.tuned import Exempt, Tuned, exempting
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
-from mxcompile.tune.bounds import Bounds
-from mxcompile.tune.measure import lowest_sqnr, quantizes
-from mxcompile.tune.mix import Call, mix
-from mxcompile.tune.tuned import Exempt, Tuned, exempting
 
 
 def tune(

@@ -1,0 +1,8 @@
+"""Audits: what quantization does to the numbers of a model, measured on a batch of the user's own."""
+
+from mxcompile.analysis.audit.collect import loss_gap, numerics
+from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.measure import Audit, audit, form_of
+from mxcompile.analysis.audit.session import Outcome, Session
+
+__all__ = ["Audit", "Outcome", "Run", "Session", "audit", "form_of", "loss_gap", "numerics"]

@@ -1,8 +1,0 @@
-"""Audits: what quantization does to the numbers of a model, measured on a batch of the user's own."""
-
-from mxcompile.audit.collect import loss_gap, numerics
-from mxcompile.audit.interpreter import Run
-from mxcompile.audit.measure import Audit, audit, form_of
-from mxcompile.audit.session import Outcome, Session
-
-__all__ = ["Audit", "Outcome", "Run", "Session", "audit", "form_of", "loss_gap", "numerics"]

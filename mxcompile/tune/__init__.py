@@ -1,7 +1,0 @@
-"""Tuning: the policy that keeps most in MXFP8 within a bound on its error, by measurement."""
-
-from mxcompile.tune.bounds import Bounds
-from mxcompile.tune.search import tune
-from mxcompile.tune.tuned import Exempt, Tuned
-
-__all__ = ["Bounds", "Exempt", "Tuned", "tune"]
