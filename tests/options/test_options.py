@@ -37,7 +37,7 @@ OPTIONS_ERRORS = {
     "unknown target": (
         {"target": "gfx95"},
         TargetError,
-        "unknown target 'gfx95' (did you mean 'gfx950'?); allowed: auto, cpu, sm_80",
+        "unknown target 'gfx95' (did you mean 'gfx950'?); allowed: auto, cpu, cpu_bf16, cpu_fp32, sm_80",
     ),
     "capitals in target": ({"target": "SM_120"}, TargetError, "(did you mean 'sm_120'?)"),
     "number for report": ({"report": 5}, OptionError, "option 'report' is a file path, found 5"),
