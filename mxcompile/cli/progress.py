@@ -67,12 +67,12 @@ class Lines:
         self._closed.set()
         self._thread.join()
 
+    def line(self) -> str:
+        """Seconds since the start, what runs, and how far it is."""
+        seconds = time.monotonic() - self._start
+        share = self._done / max(1, self._total)
+        return f"{seconds:4.0f} s  {self._description}: {share:.0%}{self._postfix}"
+
     def _write(self, interval_s: float) -> None:
         while not self._closed.wait(interval_s):
-            seconds = time.monotonic() - self._start
-            share = self._done / max(1, self._total)
-            print(
-                f"{seconds:4.0f} s  {self._description}: {share:.0%}{self._postfix}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(self.line(), file=sys.stderr, flush=True)
