@@ -79,7 +79,9 @@ class _Promoter:
         self._wide: dict[fx.Node, fx.Node] = {}
 
     def is_slow(self, node: fx.Node) -> bool:
-        """Whether `node` has an operand on the CPU in a slow dtype."""
+        """Whether `node` has an operand on the CPU in a slow dtype, and runs in FP32 too."""
+        if packet(node) is aten._grouped_mm and _offsets(node) is None:
+            return False
         values = [tensor(operand) for operand in node.all_input_nodes]
         return any(value is not None and self._takes(value) for value in values)
 
@@ -91,8 +93,10 @@ class _Promoter:
         before = node.meta["val"]
         with self._graph.inserting_before(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._widened)
-            target, args = _grouped(args) if packet(node) is aten._grouped_mm else (node.target, args)
-            product = self._build.call(target, *args, like=node, **_in_fp32(kwargs))
+            if packet(node) is aten._grouped_mm:
+                product = self._build.call(ops.grouped_mm, *args[:2], _offsets(node), like=node)
+            else:
+                product = self._build.call(node.target, *args, like=node, **_in_fp32(kwargs))
         set_tag(product, *(replace(tag, kernel=_named(node, tag.kernel)) for tag in tags_of(node)))
         if isinstance(before, torch.Tensor):
             self._replace(node, product, before)
@@ -133,9 +137,11 @@ class _Promoter:
         return transpose(value, self._build) if swapped else value
 
 
-def _grouped(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The operator of a grouped product in FP32, and its arguments: operands and offsets."""
-    return ops.grouped_mm, args[:3]
+def _offsets(node: fx.Node) -> fx.Node | None:
+    """The ends of the groups of `node`, a grouped product, if that is all that it has beside its operands."""
+    offsets, *others = (*node.args[2:], *node.kwargs.values())
+    plain = isinstance(offsets, fx.Node) and not any(isinstance(other, fx.Node) for other in others)
+    return offsets if plain else None
 
 
 def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:

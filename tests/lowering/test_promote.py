@@ -96,6 +96,24 @@ def test_a_product_is_rounded_once(name: str, dtype: torch.dtype):
             assert value.dtype is FP32
 
 
+@pytest.mark.parametrize("shapes", [((16, 40), (3, 40, 16)), ((40, 16), (16, 24))], ids=["rows", "K"])
+def test_groups(shapes: tuple[tuple[int, ...], ...]):
+    """Experts' products: of groups of rows, and of their gradient's groups along K."""
+    a, b = (randn(*shape) for shape in shapes)
+    ends = torch.tensor([3, 3, 16], dtype=torch.int32)
+    graph_module = make_fx(lambda a, b, ends: torch._grouped_mm(a, b, offs=ends), tracing_mode="fake")(
+        a, b, ends
+    )
+    Promote(target=SLOW).apply(graph_module.graph)
+    graph_module.recompile()
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=ops.grouped_mm)
+    assert product.meta["val"].dtype is FP32
+    expected = ops.grouped_mm(a.double(), b.double(), ends)
+    result = graph_module(a, b, ends)
+    assert result.dtype is BF16
+    torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("target", [FAST, TARGETS["sm_100"]], ids=lambda target: target.name)
 def test_fast_dtypes_stay(target: Any):
     graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
