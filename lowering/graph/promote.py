@@ -140,8 +140,9 @@ class _Promoter:
 def _offsets(node: fx.Node) -> fx.Node | None:
     """The ends of the groups of `node`, a grouped product, if that is all that it has beside its operands."""
     offsets, *others = (*node.args[2:], *node.kwargs.values())
-    plain = isinstance(offsets, fx.Node) and not any(isinstance(other, fx.Node) for other in others)
-    return offsets if plain else None
+    if any(isinstance(other, fx.Node) for other in others):
+        return None
+    return offsets if isinstance(offsets, fx.Node) else None
 
 
 def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:
