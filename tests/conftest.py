@@ -27,6 +27,26 @@ def pytest_addoption(parser):
     parser.addoption(
         "--drawn-every", type=int, default=1, help="run every so many of the fuzzer's tens and of random cuts"
     )
+    parser.addoption(
+        "--slow-cases", type=int, default=0, help="run so many cases of each slow test, spread evenly (0: all)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Thin out the cases of slow tests, as ``--slow-cases`` asks."""
+    most = config.getoption("--slow-cases")
+    if not most:
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for group in cases.values():
+        chosen = {len(group) * index // most for index in range(most)}
+        left_out |= {item for index, item in enumerate(group) if index not in chosen and len(group) > most}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
