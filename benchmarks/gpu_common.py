@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
-from mxcompile.lowering import pipeline
+from mxcompile.lowering import pipeline, targets
 from mxcompile.lowering.targets import Peak
 
 DEVICE = "cuda"
@@ -31,9 +31,8 @@ Operand = tuple[Tensor, Tensor]
 
 def register() -> None:
     """Make Inductor lower the operators as graphs of the backend have them lowered."""
-    obstacle = pipeline._obstacle() or pipeline._weight_only_obstacle()
-    if obstacle:
-        raise SystemExit(obstacle)
+    if obstacles := pipeline.obstacles(targets.of_device(torch.device("cuda"))):
+        raise SystemExit("; ".join(obstacles))
 
 
 def graph_times(runs: Mapping[str, Sequence[Call]], repeats: int) -> dict[str, float]:

@@ -1,31 +1,42 @@
-"""The lowering of one graph for one target, before Inductor takes over.
+"""The lowering of one graph for one target, before Inductor takes over: its passes, in order.
 
-``TORCH_LOGS="+mxcompile.lowering"`` prints the graph after it.
+``TORCH_LOGS="+mxcompile.lowering"`` prints the graph after every pass.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor import config
 
-from mxcompile.graph.opsets import packet
+from mxcompile.errors import VerificationError
 from mxcompile.graph.printer import Printed
-from mxcompile.graph.tags import set_tag, tags_of
+from mxcompile.graph.tags import add_fallback
+from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
 from mxcompile.lowering.cpu import kernel
+from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
+from mxcompile.lowering.graph.collect import Collect
+from mxcompile.lowering.graph.couple import Couple
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.fp8_layouts import FP8Layouts
+from mxcompile.lowering.graph.fuse import Fuse
+from mxcompile.lowering.graph.lowering_pass import LoweringPass
+from mxcompile.lowering.graph.name_kernels import NameKernels
+from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.pair import Pair
 from mxcompile.lowering.graph.promote import Promote
-from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
+from mxcompile.lowering.graph.split_casts import SplitCasts
+from mxcompile.lowering.graph.tile_scales import TileScales
+from mxcompile.lowering.graph.uncache import Uncache
+from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
+from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import cached as cached  # those of cached casts
 from mxcompile.lowering.inductor import casts as casts  # those of the other casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
@@ -35,8 +46,32 @@ from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
 
+JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8)
+"""The passes over a graph that holds forward and backward, after those of `mxcompile.passes`."""
+
+LOWERING: tuple[type[LoweringPass], ...] = (
+    AsMX,
+    Native,
+    Fuse,
+    Pair,
+    CachedAttention,
+    WeightOnly,
+    VendorFP8,
+    FP8Layouts,
+    Expand,
+    SplitCasts,
+    Uncache,
+    Promote,
+    Collect,
+    Couple,
+    NameKernels,
+)
+"""The passes over a forward, backward or inference graph. docs/architecture.md says what each does."""
+
 _EXACT = {"cpp.enable_unsafe_math_opt_flag": False, "cpp.enable_floating_point_contract_flag": "off"}
 """On CPUs loops round by additions and subtractions, which compilers could otherwise take out or fuse."""
+
+_SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 
 
 def config_patches(
@@ -52,7 +87,7 @@ def config_patches(
             if asked.get(key, operator.attrgetter(key)(config)) != value:
                 log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
         return dict(_EXACT)
-    if target.device != "cuda" or _obstacle():
+    if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
     from mxcompile.lowering.inductor.winners import Winners
@@ -65,62 +100,6 @@ def config_patches(
     return patches
 
 
-@functools.cache
-def _obstacle() -> str:
-    """Why the templates cannot be used with the installed torch and Triton; "" if they can.
-
-    They build on parts of Inductor that are not public, and on Triton, which not every machine has.
-    """
-    try:
-        from mxcompile.lowering.graph import collect, couple, fuse, native, pair, tile_scales  # noqa: F401
-        from mxcompile.lowering.inductor import prologues, winners  # noqa: F401
-        from mxcompile.lowering.templates import (  # noqa: F401
-            casts,
-            fp8_casts,
-            fused_quantize_mm,
-            operand_casts,
-            scaled_grouped_mm,
-            scaled_mm,
-        )
-    except (ImportError, AttributeError, TypeError) as error:
-        log.warning("MX GEMMs are dequantized: no templates with torch %s: %s", torch.__version__, error)
-        return f"no MX templates with torch {torch.__version__}: {error}"
-    return ""
-
-
-@functools.cache
-def _weight_only_obstacle() -> str:
-    """The same for the templates of what reads stored weights, keys and values."""
-    try:
-        from mxcompile.lowering.templates import cached_attention, weight_only  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as error:
-        log.warning(
-            "stored weights are dequantized: no templates with torch %s: %s", torch.__version__, error
-        )
-        return f"no template that reads what is stored with torch {torch.__version__}: {error}"
-    return ""
-
-
-def _reading_obstacle(target: Target) -> str:
-    """Why no kernel of `target`, a CPU or a chip with Triton, can read what is stored; "" if some can."""
-    if target.device == "cpu":
-        return kernel.obstacle()
-    return _weight_only_obstacle() if target.arch is not None else ""
-
-
-def _weight_only(graph: fx.Graph, target: Target, device: torch.device) -> dict[fx.Node, str]:
-    """Products of few rows on their kernel; or why those are not that it is for."""
-    if target.native or (target.arch is None and target.device != "cpu"):
-        return {}
-    from mxcompile.lowering.graph.weight_only import WeightOnly
-
-    chosen = WeightOnly(target=target, device=device.type)
-    if obstacle := _reading_obstacle(target):
-        return dict.fromkeys(chosen.products(graph), obstacle)
-    chosen.apply(graph)
-    return {}
-
-
 def uncached(target: Target) -> str:
     """Why weights are cast in every call on `target`, whatever the policy says; "" if they need not be."""
     if target.device != "cpu":
@@ -130,17 +109,16 @@ def uncached(target: Target) -> str:
     return kernel.obstacle()
 
 
+def obstacles(target: Target) -> list[str]:
+    """Why passes that are for `target` cannot be used here; [] if all can. Registers their templates."""
+    steps = [step(target=target, device=target.device) for step in (*JOINT_LOWERING, *LOWERING)]
+    found = (step.obstacle for step in steps if step.applies)
+    return list(dict.fromkeys(filter(None, found)))
+
+
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
     """What has to be decided where forward and backward are one graph; then as `run`."""
-    if not (target.native or target.fp8_tiles) or _obstacle():
-        return
-    from mxcompile.lowering.graph.tile_scales import TileScales
-
-    TileScales(target=target, device=device.type).apply(graph)
-    VendorFP8(target=target, device=device.type, transposes=True).apply(graph)
-    graph.eliminate_dead_code()
-    graph.lint()
-    log.debug("%s", Printed(graph, f"joint lowering for {target.name}"))
+    _apply(JOINT_LOWERING, graph, target, device)
 
 
 def run(graph: fx.Graph, target: Target, device: torch.device, *, promotes: bool = True) -> None:
@@ -148,43 +126,33 @@ def run(graph: fx.Graph, target: Target, device: torch.device, *, promotes: bool
 
     device: where the tensors of the graph are that stand for the target's; a graph may have others.
     promotes: whether products that stay in a dtype that `target` multiplies slowly run in FP32 although
-    nothing in the graph is quantized.
+    nothing in the graph is quantized. Raises `VerificationError` if a pass leaves an invalid graph.
     """
-    obstacle = _obstacle() if target.native else ""
-    if target.native and not obstacle:
-        from mxcompile.lowering.graph.as_mx import AsMX
-        from mxcompile.lowering.graph.couple import Couple
-        from mxcompile.lowering.graph.fuse import Fuse
-        from mxcompile.lowering.graph.native import Native
-        from mxcompile.lowering.graph.pair import Pair
-        from mxcompile.lowering.kernels import packed
+    _apply(LOWERING, graph, target, device, promotes)
 
-        AsMX(target=target, device=device.type).apply(graph)
-        Native(target=target, device=device.type).apply(graph)
-        Fuse(target=target).apply(graph)
-        Pair().apply(graph)
-        if packed.available(target):
-            Couple().apply(graph)
-    told = CachedAttention(target=target, obstacle=_reading_obstacle(target)).apply(graph)
-    reasons = _weight_only(graph, target, device)
-    written = bool(target.fp8_tiles) and not _obstacle()
-    reasons |= VendorFP8(target=target, device=device.type, transposes=written).apply(graph)
-    if written:
-        FP8Layouts().apply(graph)
-    Expand(target=target, reasons=reasons).apply(graph)
-    Promote(target=target, always=promotes).apply(graph)
-    if target.emulates and not _obstacle():
-        from mxcompile.lowering.graph.collect import Collect
-        from mxcompile.lowering.graph.couple import Couple
 
-        Collect(target=target, device=device.type).apply(graph)
-        Couple().apply(graph)
-    for node in graph.nodes:
-        tags = tags_of(node)
-        if tags and not tags[0].kernel:
-            kernel_of = "; ".join(filter(None, (str(packet(node)), told.get(node))))
-            set_tag(node, *(replace(tag, kernel=kernel_of) for tag in tags))
-        elif obstacle and tags and tags[0].formats is not None:
-            set_tag(node, *(replace(tag, kernel=f"{tag.kernel}; {obstacle}") for tag in tags))
-    graph.lint()
-    log.debug("%s", Printed(graph, f"lowering for {target.name}"))
+def _apply(
+    passes: Iterable[type[LoweringPass]],
+    graph: fx.Graph,
+    target: Target,
+    device: torch.device,
+    promotes: bool = False,
+) -> None:
+    """Apply those of `passes` that are for `target`. Tags say why one that is cannot be used here."""
+    for each in passes:
+        step = each(target=target, device=device.type, promotes=promotes)
+        if not step.applies:
+            continue
+        obstacle = step.obstacle
+        reasons = dict.fromkeys(step.candidates(graph), obstacle) if obstacle else step.apply(graph)
+        for node, reason in reasons.items():
+            add_fallback(node, reason)
+        _verify(graph, step.name)
+        log.debug("%s", Printed(graph, f"{step.name} for {target.name}"))
+
+
+def _verify(graph: fx.Graph, after: str) -> None:
+    try:
+        graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise VerificationError(f"after {after}: {error}") from error

@@ -37,7 +37,7 @@ def rendered(function: Function, inputs: Sequence[Tensor], target: Target) -> st
 
     target: may differ from its row of the table in the number of its processors.
     """
-    assert pipeline._obstacle() == ""
+    assert not pipeline.obstacles(target)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu") for x in inputs]
         graph = make_fx(lambda *given: tuple(function(*given)), table())(*fakes)

@@ -10,6 +10,7 @@ between powers of two, blocks of 16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,9 +21,9 @@ from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import Operands
-from mxcompile.lowering.targets import Target
 
 _AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
 
@@ -32,27 +33,31 @@ def _formats(node: fx.Node) -> list[Format]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AsMX:
-    """target: the chip, one with an MX GEMM. device: type of the device that stands for it."""
+class AsMX(NativePass):
+    """For chips with an MX GEMM."""
 
-    target: Target
-    device: str
     name: ClassVar[str] = "as_mx"
 
-    def apply(self, graph: fx.Graph) -> None:
-        """Replace those products of `graph` that the chip runs."""
-        build = Builder(graph, AsMX.name)
-        operands = Operands(build)
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """The products of other formats that the chip runs."""
         native = Native(target=self.target, device=self.device)
         for node in list(graph.nodes):
             if node.target in _AS and self.target.multiplies_mx(*_formats(node)) and native.runs(node):
-                with graph.inserting_before(node):
-                    sides: Any = (self._operand(build, operands, node, side) for side in (0, 1))
-                    arguments = [part for side in sides for part in side]
-                    made = build.call(_AS[node.target], *arguments, *node.args[4:6], like=node)
-                set_tag(made, *tags_of(node))
-                build.replace(node, made)
+                yield node
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replace those products of `graph`."""
+        build = Builder(graph, self.name)
+        operands = Operands(build)
+        for node in self.candidates(graph):
+            with graph.inserting_before(node):
+                sides: Any = (self._operand(build, operands, node, side) for side in (0, 1))
+                arguments = [part for side in sides for part in side]
+                made = build.call(_AS[node.target], *arguments, *node.args[4:6], like=node)
+            set_tag(made, *tags_of(node))
+            build.replace(node, made)
         graph.eliminate_dead_code()
+        return NO_REASONS
 
     def _operand(
         self, build: Builder, operands: Operands, node: fx.Node, side: int

@@ -10,7 +10,7 @@ record says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,8 +21,9 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import ATTENTION_FORWARD, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
-from mxcompile.lowering.cpu import MOST_ROWS
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering import optional
+from mxcompile.lowering.cpu import MOST_ROWS, kernel
+from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
 
 _FLOATS = (torch.bfloat16, torch.float32)
@@ -37,20 +38,30 @@ _FORMS = {
 """What PyTorch's attention is in a graph, by the kind of device."""
 _RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view})
 _STORED = "(keys and values mxfp8)"
+_DEQUANTIZED = "keys and values dequantized"
 KERNEL = f"mx_attention C++ {_STORED}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedAttention:
-    """target: the chip. obstacle: why there can be no kernel for it, if there is a reason."""
+class CachedAttention(LoweringPass):
+    """For all targets; on those without a kernel of it, the record of an attention says so."""
 
-    target: Target
-    obstacle: str = ""
     name: ClassVar[str] = "cached_attention"
+    templates: ClassVar[tuple[str, ...]] = ("templates.cached_attention",)
 
-    def apply(self, graph: fx.Graph) -> Mapping[fx.Node, str]:
-        """Replace what the kernel is for; why others that read such a cache are not, by node."""
-        build, reasons = Builder(graph, self.name), {}
+    @property
+    def obstacle(self) -> str:
+        """Why no kernel can read what a cache holds."""
+        if self.target.device == "cpu":
+            reason = kernel.obstacle()
+        elif self.target.arch is None:
+            reason = f"no kernel for {self.target.name} reads codes"
+        else:
+            reason = optional.obstacle(*self.templates)
+        return f"{_DEQUANTIZED}: {reason}" if reason else ""
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """The attentions that read such a cache."""
         for node in list(graph.nodes):
             if packet(node) in ATTENTION_FORWARD:
                 operands = [argument(node, index) for index in (1, 2)]
@@ -58,20 +69,23 @@ class CachedAttention:
                 operands = [each for each in node.all_input_nodes if tensor(each) is not None]
             else:
                 continue
-            if not any(map(_cached, operands)):
-                continue
-            if reason := self._obstacle(node):
-                reasons[node] = f"keys and values dequantized: {reason}"
+            if any(map(_cached, operands)):
+                yield node
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replace those that the kernel is for. Returns why others are not replaced."""
+        build, reasons = Builder(graph, self.name), {}
+        for node in self.candidates(graph):
+            if reason := self._reason(node):
+                reasons[node] = f"{_DEQUANTIZED}: {reason}"
             else:
                 _replace(node, build, self._kernel)
         graph.eliminate_dead_code()
         return reasons
 
-    def _obstacle(self, node: fx.Node) -> str:
+    def _reason(self, node: fx.Node) -> str:
         """Why `node`, which reads a cache, is not on the kernel; "" if it can be."""
         on_cpu = self.target.device == "cpu"
-        if not on_cpu and self.target.arch is None:
-            return f"no kernel for {self.target.name} reads codes"
         if packet(node) not in ATTENTION_FORWARD:
             return "scores and values are products of their own"
         if packet(node) not in _FORMS[self.target.device]:
@@ -84,7 +98,7 @@ class CachedAttention:
             return f"queries in {query.dtype}"
         if not on_cpu and query.shape[3] > MOST_DIMS:
             return f"head_dim {query.shape[3]}, the kernel is for up to {MOST_DIMS}"
-        return _form_obstacle(node, query) or self.obstacle
+        return _form_obstacle(node, query)
 
     def _kernel(self, query: torch.Tensor, keys: torch.Tensor) -> str:
         """The name of the kernel of `query` over `keys`."""

@@ -20,7 +20,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.templates.configs import single
 
 _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
@@ -54,18 +54,20 @@ class _Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Collect:
-    """target: the chip. device: type of the tensors that are the target's."""
+class Collect(LoweringPass):
+    """For GPUs without an MX GEMM."""
 
-    target: Target
-    device: str
     name: ClassVar[str] = "collect"
+    templates: ClassVar[tuple[str, ...]] = COLLECTED
 
-    def apply(self, graph: fx.Graph) -> None:
+    @property
+    def applies(self) -> bool:
+        """Where what MX operands stand for is multiplied."""
+        return self.target.emulates
+
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the casts of `graph`, each where the first of its matrix was."""
-        if not self.target.emulates:
-            return
-        build = Builder(graph, Collect.name)
+        build = Builder(graph, self.name)
         groups: dict[tuple[Any, ...], list[_Group]] = {}
         for node in graph.nodes:
             cast = self._cast(node)
@@ -79,6 +81,7 @@ class Collect:
         for waiting in groups.values():
             for group in waiting:
                 _write(build, group)
+        return NO_REASONS
 
     def _cast(self, node: fx.Node) -> _Cast | None:
         """What `node` is, if the template makes it."""

@@ -23,6 +23,9 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import hint, tensor
+from mxcompile.lowering import optional
+from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
+from mxcompile.lowering.templates import packing
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
@@ -38,14 +41,24 @@ class _Made:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Couple:
-    """No options."""
+class Couple(LoweringPass):
+    """For GPUs whose casts of two tensors have a template."""
 
     name: ClassVar[str] = "couple"
 
-    def apply(self, graph: fx.Graph) -> None:
+    @property
+    def applies(self) -> bool:
+        """Where casts are emulated, or made by chips that convert BF16 in pairs."""
+        return self.target.emulates or (self.target.native and packing.converts(self.target))
+
+    @property
+    def obstacle(self) -> str:
+        """Why there are no templates of those casts."""
+        return optional.obstacle(*(COLLECTED if self.target.emulates else NativePass.templates))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the couples of `graph`, each where its first cast was."""
-        build = Builder(graph, Couple.name)
+        build = Builder(graph, self.name)
         order = {node: place for place, node in enumerate(graph.nodes)}
         waiting: list[_Made] = []
         for node in list(graph.nodes):
@@ -58,6 +71,7 @@ class Couple:
             else:
                 waiting.remove(other)
                 _merge(build, other, made)
+        return NO_REASONS
 
 
 def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:

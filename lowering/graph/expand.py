@@ -14,8 +14,7 @@ backward stay FP8 (see `operands`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,47 +25,25 @@ from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import Operands
 from mxcompile.lowering.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expand:
-    """target: the chip. reasons: why a product is not on a kernel it is for, by node, for its record."""
+class Expand(LoweringPass):
+    """For all targets."""
 
-    target: Target
-    reasons: Mapping[fx.Node, str] = field(default_factory=dict)
     name: ClassVar[str] = "expand"
 
-    def apply(self, graph: fx.Graph) -> None:
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Replace the quantized GEMMs of `graph` without a kernel by aten GEMMs, named in their tags."""
-        expander = _Expander(graph, self.target, self.reasons)
+        expander = _Expander(graph, self.target)
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
-        _split_casts(graph, expander.build)
-        for cast in graph.find_nodes(op="call_function", target=ops.quantize_cached):
-            cast.target = ops.quantize  # what reads its codes takes no values: there is no copy to keep
         graph.eliminate_dead_code()
-
-
-def _split_casts(graph: fx.Graph, build: Builder) -> None:
-    """Make elements and scales of a cast apart, so that what needs one of them does not make both."""
-    for node in graph.find_nodes(op="call_function", target=ops.encode):
-        results = {user.args[1]: user for user in node.users}
-        with graph.inserting_before(node):
-            given = node.args[5] if len(node.args) > 5 else None
-            scale = given if given is not None else build.call(ops.scale_of, *node.args[:3], like=node)
-            parts = [None, scale]
-            if 0 in results and results[0].users:
-                source, *how = node.args[:5]
-                parts[0] = build.call(ops.encode_with, source, scale, *how, like=node)
-        for index, user in results.items():
-            made = parts[int(index)]
-            if made is not None:
-                user.replace_all_uses_with(made)
-            graph.erase_node(user)
-        graph.erase_node(node)
+        return NO_REASONS
 
 
 def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
@@ -78,11 +55,10 @@ def working_dtype(out: torch.dtype, target: Target) -> torch.dtype:
 class _Expander:
     """State of one run."""
 
-    def __init__(self, graph: fx.Graph, target: Target, reasons: Mapping[fx.Node, str]) -> None:
+    def __init__(self, graph: fx.Graph, target: Target) -> None:
         self._graph = graph
         self._target = target
-        self._reasons = reasons
-        self.build = self._build = Builder(graph, Expand.name)
+        self._build = Builder(graph, Expand.name)
         self._operands = Operands(self._build)
 
     def expand(self, node: fx.Node) -> None:
@@ -107,8 +83,7 @@ class _Expander:
             else:
                 result = self._product(a, b, None if after else extra, dtype, node)
             kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if after else 'dequantized'})"
-            kernel = "; ".join(filter(None, (kernel, self._reasons.get(node))))
-            set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+            set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if after:
                 result = self._scaled(result, sa, sb, extra, node)
             result = self._cast(result, out.dtype, node)

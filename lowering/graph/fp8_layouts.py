@@ -28,6 +28,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import untransposed
+from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, NO_REASONS, LoweringPass, Reasons
 
 _TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
 _EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
@@ -53,12 +54,18 @@ _Key = tuple[fx.Node, str, fx.Node | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FP8Layouts:
-    """No options."""
+class FP8Layouts(LoweringPass):
+    """For chips with an FP8 GEMM."""
 
     name: ClassVar[str] = "fp8_layouts"
+    templates: ClassVar[tuple[str, ...]] = FP8_CASTS
 
-    def apply(self, graph: fx.Graph) -> None:
+    @property
+    def applies(self) -> bool:
+        """Where the vendor's GEMM takes FP8 operands."""
+        return bool(self.target.fp8_tiles)
+
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the casts of `graph`, each where its first one was."""
         graph.eliminate_dead_code()  # views of elements that are read transposed instead
         build = Builder(graph, self.name)
@@ -66,6 +73,7 @@ class FP8Layouts:
             with graph.inserting_before(casts.first):
                 _write(build, key, casts)
         graph.eliminate_dead_code()
+        return NO_REASONS
 
 
 def fits(cast: fx.Node) -> bool:

@@ -21,21 +21,21 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.templates.configs import autotuning
-from mxcompile.lowering.templates.fused_quantize_mm import Tiles, tiles
+from mxcompile.lowering.templates.fused_tiles import Tiles, tiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fuse:
-    """target: the chip, one with an MX GEMM of its own."""
+class Fuse(NativePass):
+    """For chips with an MX GEMM."""
 
-    target: Target
     name: ClassVar[str] = "fuse"
+    templates: ClassVar[tuple[str, ...]] = (*NativePass.templates, "templates.fused_quantize_mm")
 
-    def apply(self, graph: fx.Graph) -> None:
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Fuse what pays among the products of `graph` that have a kernel, and name that in their tags."""
-        build = Builder(graph, Fuse.name)
+        build = Builder(graph, self.name)
         for node in list(graph.nodes):
             cast = cast_of(node)
             if cast is not None:
@@ -44,6 +44,7 @@ class Fuse:
                 found = tiles(self.target.name, *map(hint, out.shape))
                 if found:
                     self._fuse(build, node, cast, found)
+        return NO_REASONS
 
     def _fuse(self, build: Builder, node: fx.Node, cast: fx.Node, found: Tiles) -> None:
         qdata, scale, b, scale_b, bias, out_dtype = node.args

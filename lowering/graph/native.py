@@ -8,6 +8,7 @@ single result, and groups whose number is not known.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,27 +19,29 @@ from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
 from mxcompile.lowering.graph.epilogue import has_epilogue
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
-from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs, defaults
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Native:
-    """target: the chip, one with an MX GEMM of its own. device: type of the device that stands for it."""
+class Native(NativePass):
+    """For chips with an MX GEMM."""
 
-    target: Target
-    device: str
     name: ClassVar[str] = "native"
 
-    def apply(self, graph: fx.Graph) -> None:
-        """Name the kernel in the tags of the products that stay."""
-        for node in graph.nodes:
-            if packet(node) in ops.MX_PRODUCTS and self.runs(node):
-                kernel = f"{self._config(node)} ({self.target.mma})"
-                set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """The products that stay."""
+        return (node for node in graph.nodes if packet(node) in ops.MX_PRODUCTS and self.runs(node))
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Name the kernel in the tags of those products."""
+        for node in self.candidates(graph):
+            kernel = f"{self._config(node)} ({self.target.mma})"
+            set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+        return NO_REASONS
 
     def _config(self, node: fx.Node) -> str:
         """The template and its tile, or that Inductor is to choose them."""

@@ -18,19 +18,20 @@ from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 
 _OPTIONAL = (False, ScaleLayout.ROW_MAJOR)  # what a cast's last two arguments are where it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """No options."""
+class Pair(NativePass):
+    """For chips with an MX GEMM."""
 
     name: ClassVar[str] = "pair"
 
-    def apply(self, graph: fx.Graph) -> None:
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the pairs of `graph`, each where its first cast was."""
-        build = Builder(graph, Pair.name)
+        build = Builder(graph, self.name)
         waiting: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
             key = _key(node)
@@ -42,6 +43,7 @@ class Pair:
                 waiting[key] = node
             else:
                 _merge(build, first=other, second=node)
+        return NO_REASONS
 
 
 def _key(node: fx.Node) -> tuple[Any, ...] | None:

@@ -7,7 +7,7 @@ as on a CPU with instructions for that dtype, up to the order of accumulation. A
 in front of the product is dequantized to FP32 instead. Other nodes stay in their dtype.
 
 A graph in which nothing is quantized, of a policy that quantizes nothing, stays as Inductor would have it
-unless `always`.
+unless `promotes`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, packet
-from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 
 _PRODUCTS = frozenset(
     {
@@ -46,23 +46,26 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Promote:
-    """target: a CPU. always: whether graphs without MX data are promoted too."""
+class Promote(LoweringPass):
+    """For CPUs without instructions for a dtype."""
 
-    target: Target
-    always: bool = True
     name: ClassVar[str] = "promote"
 
-    def apply(self, graph: fx.Graph) -> None:
+    @property
+    def applies(self) -> bool:
+        """Where products in some dtype are slow."""
+        return bool(self.target.slow_dtypes)
+
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Widen the operands of the slow products of `graph`, and name their kernels in their tags."""
-        slow = self.target.slow_dtypes
-        if not slow or not (self.always or any(_is_mx(node) for node in graph.nodes)):
-            return
-        promoter = _Promoter(graph, slow)
+        if not (self.promotes or any(_is_mx(node) for node in graph.nodes)):
+            return NO_REASONS
+        promoter = _Promoter(graph, self.target.slow_dtypes)
         for node in list(graph.nodes):
             if packet(node) in _PRODUCTS and promoter.is_slow(node):
                 promoter.promote(node)
         graph.eliminate_dead_code()
+        return NO_REASONS
 
 
 def _is_mx(node: fx.Node) -> bool:
@@ -97,7 +100,7 @@ class _Promoter:
                 product = self._build.call(ops.grouped_mm, *args[:2], _offsets(node), like=node)
             else:
                 product = self._build.call(node.target, *args, like=node, **_in_fp32(kwargs))
-        set_tag(product, *(replace(tag, kernel=_named(node, tag.kernel)) for tag in tags_of(node)))
+        set_tag(product, *(replace(tag, kernel=_named(node, tag)) for tag in tags_of(node)))
         if isinstance(before, torch.Tensor):
             self._replace(node, product, before)
             return
@@ -150,8 +153,8 @@ def _in_fp32(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != "out_dtype"}
 
 
-def _named(node: fx.Node, kernel: str) -> str:
+def _named(node: fx.Node, tag: GemmTag) -> str:
     """The kernel of `node`, which a pass before may have named, as a record says it."""
-    if not kernel:
-        return f"{packet(node)} (float32)"
-    return kernel.replace("(bfloat16", "(float32").replace("(float16", "(float32")
+    if not tag.kernel:
+        return tag.with_fallbacks(f"{packet(node)} (float32)")
+    return tag.kernel.replace("(bfloat16", "(float32").replace("(float16", "(float32")

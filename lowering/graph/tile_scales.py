@@ -24,22 +24,23 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import untransposed
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
-from mxcompile.lowering.targets import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TileScales:
-    """target: the chip. device: type of the device that stands for it."""
+class TileScales(NativePass):
+    """For chips whose MX GEMM reads tiled scales."""
 
-    target: Target
-    device: str
     name: ClassVar[str] = "tile_scales"
 
-    def apply(self, graph: fx.Graph) -> None:
+    @property
+    def applies(self) -> bool:
+        """Where tiles are what the MX GEMM reads fastest."""
+        return self.target.scale_layout is ScaleLayout.TILED_128X4
+
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Change the casts of `graph` whose scales only the target's own products read."""
-        if self.target.scale_layout is not ScaleLayout.TILED_128X4:
-            return
         build = Builder(graph, self.name)
         native = Native(target=self.target, device=self.device)
         for cast in graph.find_nodes(op="call_function", target=ops.quantize):
@@ -47,6 +48,7 @@ class TileScales:
             if uses and _can_tile(cast) and all(_takes_tiles(native, *use) for use in uses):
                 _tile(build, cast, uses)
         graph.eliminate_dead_code()
+        return NO_REASONS
 
 
 def _can_tile(cast: fx.Node) -> bool:

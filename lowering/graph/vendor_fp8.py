@@ -34,8 +34,9 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering import optional
 from mxcompile.lowering.graph.fp8_layouts import fits
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
 
 _MULTIPLE = 16
 """Of the sizes of the right operand."""
@@ -50,21 +51,23 @@ _BLOCKS_SINCE = (12, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VendorFP8:
-    """target: the chip. device: type of the device that stands for it. transposes: casts write transposes."""
+class VendorFP8(LoweringPass):
+    """For chips with an FP8 GEMM."""
 
-    target: Target
-    device: str
-    transposes: bool = False
     name: ClassVar[str] = "vendor_fp8"
 
-    def apply(self, graph: fx.Graph) -> dict[fx.Node, str]:
-        """Replace those products and name their kernel in their tags. Why others are not, by node."""
+    @property
+    def applies(self) -> bool:
+        """Where the vendor's GEMM takes FP8 operands."""
+        return bool(self.target.fp8_tiles)
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replace those products and name their kernel in their tags. Returns why others are not replaced."""
         reasons: dict[fx.Node, str] = {}
-        build = Builder(graph, VendorFP8.name)
-        copies = _Copies(build, self.transposes, self.target.fp8_fnuz)
+        build = Builder(graph, self.name)
+        copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
-            if packet(node) is ops.encoded_mm.overloadpacket and self.target.fp8_tiles:
+            if packet(node) is ops.encoded_mm.overloadpacket:
                 reason = self._obstacle(node)
                 if reason is None:
                     _replace(node, copies)
@@ -73,6 +76,7 @@ class VendorFP8:
                     _along_k(node, copies)
                 if reason:
                     reasons[node] = reason
+        graph.eliminate_dead_code()
         return reasons
 
     def _obstacle(self, node: fx.Node) -> str | None:
@@ -107,6 +111,13 @@ class VendorFP8:
         if bias is not None and (bias.ndim != 1 or bias.dtype is not out.dtype or out.dtype not in _HALVES):
             return "the FP8 GEMM takes a vector of its result's half precision as bias"
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointVendorFP8(VendorFP8):
+    """The same on the joint graph, where casts write the transposes that the GEMM reads."""
+
+    templates: ClassVar[tuple[str, ...]] = FP8_CASTS
 
 
 def _formats(node: fx.Node) -> list[Format]:

@@ -27,10 +27,11 @@ from mxcompile.graph.opsets import VIEWS, argument, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.lowering.cpu import MOST_ROWS, parts_of
+from mxcompile.lowering import optional
+from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import working_dtype
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import Operands, stored
-from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
 
 _Parts = tuple[fx.Node, fx.Node, bool]
@@ -40,30 +41,40 @@ _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightOnly:
-    """target: the chip, one without an MX GEMM. device: type of the device that stands for it."""
+class WeightOnly(LoweringPass):
+    """For CPUs, and GPUs without an MX GEMM."""
 
-    target: Target
-    device: str
     name: ClassVar[str] = "weight_only"
+    templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
 
-    def products(self, graph: fx.Graph) -> Iterator[fx.Node]:
+    @property
+    def applies(self) -> bool:
+        """Where a kernel that decodes weights is faster than what the target has."""
+        return not self.target.native and (self._on_cpu or self.target.arch is not None)
+
+    @property
+    def obstacle(self) -> str:
+        """Why no such kernel can be used."""
+        return kernel.obstacle() if self._on_cpu else optional.obstacle(*self.templates)
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of `graph` that the kernel is for."""
         for node in list(graph.nodes):
             taken = self._takes if packet(node) is ops.scaled_mm.overloadpacket else self._takes_plain
             if taken(node):
                 yield node
 
-    def apply(self, graph: fx.Graph) -> None:
+    def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products, and name their kernel in their tags."""
-        build = Builder(graph, WeightOnly.name)
+        build = Builder(graph, self.name)
         operands = Operands(build)
-        for node in self.products(graph):
+        for node in self.candidates(graph):
             if packet(node) is ops.scaled_mm.overloadpacket:
                 self._replace(node, build, operands)
             else:
                 self._replace_plain(node, build)
         graph.eliminate_dead_code()
+        return NO_REASONS
 
     def _takes(self, node: fx.Node) -> bool:
         return self._fits(node, argument(node, 0), stored(argument(node, 2), argument(node, 3)))
@@ -138,8 +149,8 @@ class WeightOnly:
         if not swapped:
             weight, scale = (transpose(each, build) for each in (weight, scale))
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, like=node)
-        kernel = f"mx_weight_only_mm {self._form(hint(out.shape[0]), weight, given.dtype)}"
-        set_tag(result, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
+        words = f"mx_weight_only_mm {self._form(hint(out.shape[0]), weight, given.dtype)}"
+        set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
         build.replace(node, result)
 
     def _form(self, rows: int, weight: fx.Node, dtype: torch.dtype) -> str:

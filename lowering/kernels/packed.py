@@ -16,15 +16,10 @@ The instructions that Triton does not make of its own are PTX in the constants b
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 
 from mxcompile import formats
-from mxcompile.lowering.targets import Target
-
-_PTX = (9, 1)  # the first whose conversion to FP8 reads BF16: that of CUDA 13.1, in Triton from 3.7 on
 
 BLOCK = tl.constexpr(formats.BLOCK)
 
@@ -115,24 +110,6 @@ SIGMOID = tl.constexpr("""{
     rcp.approx.ftz.f32 $0, t;
 }""")
 """1 / (1 + 2^(−x · log2 e)), FP32; see `sigmoid`."""
-
-
-@cache
-def available(target: Target) -> bool:
-    """Whether `target` has the instructions and the installed Triton an assembler that knows them."""
-    if not isinstance(target.arch, int) or target.arch < 100:
-        return False
-    try:
-        from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
-
-        return bool(ptx_get_version(get_ptxas(target.arch).version) >= 10 * _PTX[0] + _PTX[1])
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        return False  # a Triton that names them otherwise: `tiles` serves
-
-
-def calculates(target: Target) -> bool:
-    """Whether `target` calculates in pairs of BF16 and of 16-bit integers."""
-    return isinstance(target.arch, int) and target.arch >= 90
 
 
 @triton.constexpr_function

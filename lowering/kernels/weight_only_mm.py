@@ -8,8 +8,9 @@ device functions of ``templates.weight_only``, each of which sums a span of K:
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
 
-Where the tiles of N are too few for the chip, K is split too (`split`); the parts are written out in FP32 and
-summed in a fixed order by a second kernel, so that a result does not depend on timing.
+Where the tiles of N are too few for the chip, K is split too (`templates.weight_only_forms.split`). The parts
+are written out in FP32 and summed in a fixed order by a second kernel, so that a result does not depend on
+timing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ import triton
 import triton.language as tl
 
 from mxcompile.lowering.kernels import tiles
-from mxcompile.lowering.kernels.configs import MatmulConfig
-from mxcompile.lowering.targets import Target
-
-_PROGRAMS_PER_PROCESSOR = 2
-"""K is split until there are so many programs for every multiprocessor."""
 
 
 @triton.jit
@@ -149,12 +145,3 @@ def dot_sums(
         )
         accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
     return accumulator
-
-
-def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
-    """Into how many parts K is split, and the length of one, a multiple of block_k."""
-    programs = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    steps = triton.cdiv(k, config.block_k)
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
-    span = triton.cdiv(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
-    return max(1, triton.cdiv(steps, max(span, 1))), max(span, 1) * config.block_k

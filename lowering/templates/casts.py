@@ -36,10 +36,9 @@ from mxcompile.formats import BLOCK, ScaleLayout, elem_type
 from mxcompile.formats.scale_tiles import TILE_ROWS
 from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.inductor.tiling import tiled_size
-from mxcompile.lowering.kernels import packed
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates import configs, packing
 from mxcompile.lowering.templates.producers import Producing
 
 _IMPORTS = r"""
@@ -265,7 +264,7 @@ def _cast(
     for other in others:
         other.realize()
     inputs = [*sources, *(other.data for other in others)]
-    fast = x.get_dtype() == torch.bfloat16 and packed.available(target)
+    fast = x.get_dtype() == torch.bfloat16 and packing.converts(target)
     roomy = fast and all(configs.light(_operators(source)) for source in sources)
     tile = configs.cast(target, layout if second is None else "two", packed=roomy)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)

@@ -35,9 +35,8 @@ from torch.utils._sympy.functions import CeilDiv
 from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.kernels import packed
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates import configs, packing
 from mxcompile.lowering.templates.producers import Producing
 
 _SIDES = ("ROWS", "COLUMNS")
@@ -155,7 +154,7 @@ def lower_quantize_operands(
     target = of_device(x.get_device_or_error())
     wanted = _results(sources[0].get_size(), len(sources), elem_dtype, dtype, (rows, columns), target)
     narrow = x.get_dtype() is dtype is torch.bfloat16
-    is_packed = narrow and rows != "squares" and packed.calculates(target)
+    is_packed = narrow and rows != "squares" and packing.calculates(target)
     settings = {
         "PACKED": is_packed,
         "ROWS": repr(rows),
@@ -163,7 +162,7 @@ def lower_quantize_operands(
         "ELEM": repr(elem_type(elem_dtype).name),
         "ROUNDING": repr(rounding),
         "VALUE": triton_type(dtype),
-        "NATIVE": packed.available(target) if is_packed else target.encodes_fp8,
+        "NATIVE": packing.converts(target) if is_packed else target.encodes_fp8,
         "STORES_FP8": target.stores_fp8,
     }
     made = _call(sources, wanted, target, settings)

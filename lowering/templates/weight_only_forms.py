@@ -16,8 +16,10 @@ import torch
 from torch._inductor import config
 
 from mxcompile.lowering.kernels.configs import WEIGHT_ONLY_MM, Absent, MatmulConfig, WeightOnlyChoices
-from mxcompile.lowering.kernels.weight_only_mm import split
 from mxcompile.lowering.targets import Target
+
+_PROGRAMS_PER_PROCESSOR = 2
+"""K is split until there are so many programs for every multiprocessor."""
 
 _DOT_ROWS = 16  # the least a tensor core takes
 _WIDE_ROWS = 32  # more rows at a time, so that a weight is read once
@@ -102,3 +104,16 @@ def _tiles(rows: int, dtype: torch.dtype, target: Target) -> Iterator[MatmulConf
             tile = replace(tile, block_m=_WIDE_ROWS)
         stages = min(tile.num_stages, _AMD_STAGES) if target.warp_size > 32 else tile.num_stages
         yield replace(tile, num_stages=stages)
+
+
+def split(m: int, n: int, k: int, config: MatmulConfig, target: Target) -> tuple[int, int]:
+    """Into how many parts K is split, and the length of one, a multiple of block_k."""
+    programs = _ceil_div(m, config.block_m) * _ceil_div(n, config.block_n)
+    steps = _ceil_div(k, config.block_k)
+    wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(programs, 1))
+    span = _ceil_div(steps, max(1, min(wanted, steps // 2)))  # a part takes at least two steps
+    return max(1, _ceil_div(steps, max(span, 1))), max(span, 1) * config.block_k
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)

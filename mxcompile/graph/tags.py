@@ -61,7 +61,8 @@ class GemmTag:
     the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
     evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or a part, from
     the model's plan; None where the graph shows all of it. choice, formats (of the operands; None unless the
-    GEMM goes to MXFP8), saved, weights: from `decide`. kernel: from the lowering.
+    GEMM goes to MXFP8), saved, weights: from `decide`. kernel: from the lowering. fallbacks: from there too,
+    the reasons why a kernel that is for such a GEMM does not run it.
     """
 
     layer: str
@@ -86,6 +87,7 @@ class GemmTag:
     saved: Saved = Saved.COLUMNWISE
     weights: Weights = Weights.CAST
     kernel: str = ""
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -96,6 +98,10 @@ class GemmTag:
         """The same, of a GEMM that is decided, with a further reason for its choice."""
         assert self.choice is not None
         return replace(self, choice=replace(self.choice, reason=f"{self.choice.reason}; {more}"))
+
+    def with_fallbacks(self, kernel: str) -> str:
+        """`kernel` and why no other runs the GEMM, in words."""
+        return "; ".join((kernel, *self.fallbacks))
 
     def as_layer(self) -> Layer:
         """The layer as a policy rule sees it; for a forward GEMM."""
@@ -128,6 +134,15 @@ def tag_of(node: fx.Node) -> GemmTag | None:
 def set_tag(node: fx.Node, *tags: GemmTag) -> None:
     """Make `tags` those of `node`."""
     node.meta[KEY] = tags
+
+
+def add_fallback(node: fx.Node, reason: str) -> None:
+    """Note on the tags of `node` why a kernel that is for such a GEMM does not run it, once."""
+    known = (
+        tag if reason in tag.fallbacks else replace(tag, fallbacks=(*tag.fallbacks, reason))
+        for tag in tags_of(node)
+    )
+    set_tag(node, *known)
 
 
 def linear_layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:

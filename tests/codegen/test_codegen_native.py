@@ -7,7 +7,7 @@ import torch
 from paces import mostly_slow
 
 import mxcompile
-from mxcompile.lowering import pipeline
+from mxcompile.lowering import optional
 from mxcompile.lowering.targets import TARGETS
 
 HYBRID = {
@@ -164,11 +164,11 @@ def test_odd_sizes_stay_native(target, widths, tokens, kernel):
 
 
 def test_without_templates_operands_are_dequantized_and_the_record_says_why(monkeypatch):
-    monkeypatch.setattr(pipeline, "_obstacle", lambda: "no MX templates with torch 1.0: too old")
+    monkeypatch.setattr(optional, "_missing", lambda module: f"no {module} with torch 1.0: too old")
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     layer = torch.nn.Linear(64, 64, device="meta")
     result = mxcompile.codegen(layer, torch.empty(64, 64), target="sm_100", training=False, policy=policy)
     (gemm,) = result.report.gemms
     assert gemm.precision == "mxfp8"
-    assert gemm.kernel.endswith("(float32, dequantized); no MX templates with torch 1.0: too old")
+    assert gemm.kernel.endswith("(float32, dequantized); no templates.casts with torch 1.0: too old")
     assert not any("dot_scaled" in kernel.source for kernel in result.kernels)

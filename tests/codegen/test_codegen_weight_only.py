@@ -13,7 +13,7 @@ from llama_block import HEADS as QUERY_HEADS
 from paces import mostly_slow
 from stored_weights import with_stored_weights
 
-from mxcompile.lowering import pipeline
+from mxcompile.lowering import optional
 from mxcompile.offline import CodegenResult, codegen
 
 KV = WIDTH * KV_HEADS // QUERY_HEADS
@@ -152,7 +152,8 @@ def test_native_targets_multiply_natively():
 
 
 def test_without_the_template_weights_are_dequantized_and_the_record_says_why(monkeypatch):
-    monkeypatch.setattr(pipeline, "_weight_only_obstacle", lambda: "no weight-only template with torch 1.0")
+    lacking = {"templates.weight_only": "no weight-only template with torch 1.0"}
+    monkeypatch.setattr(optional, "_missing", lambda module: lacking.get(module, ""))
     with torch.device("meta"):
         model = with_stored_weights(torch.nn.Sequential(torch.nn.Linear(64, 64)))
         x = torch.empty(2, 64)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mxcompile import ops
 from mxcompile.lowering.graph.couple import Couple
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import codegen
 
 E4M3 = torch.float8_e4m3fn
@@ -24,7 +25,7 @@ def _inputs(count: int) -> list[Tensor]:
 def _coupled(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[str]]:
     """The graph after the pass, and its casts."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    Couple().apply(module.graph)
+    Couple(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]

@@ -15,7 +15,7 @@ from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
 from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates.fused_quantize_mm import NARROW
+from mxcompile.lowering.templates.fused_tiles import NARROW
 from mxcompile.policy import Gemm
 
 E4M3 = torch.float8_e4m3fn
@@ -44,7 +44,7 @@ def _fused(
 ) -> fx.GraphModule:
     """The same after the pass."""
     module = _marked(function, *inputs, native=native)
-    Fuse(target=TARGETS[target]).apply(module.graph)
+    Fuse(target=TARGETS[target], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -121,7 +121,7 @@ def test_a_result_read_twice_over_stays():
     with module.graph.inserting_before(output):
         again = module.graph.call_function(operator.getitem, (cast, 1))
     output.args = ((*module.graph.output_node().all_input_nodes, again),)
-    Fuse(target=TARGETS["sm_100"]).apply(module.graph)
+    Fuse(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     assert "quantize_mm" not in _operators(module)
 

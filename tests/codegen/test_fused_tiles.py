@@ -11,7 +11,7 @@ from torch._inductor import config
 
 from mxcompile.lowering.graph import fuse
 from mxcompile.lowering.templates import fused_quantize_mm
-from mxcompile.lowering.templates.fused_quantize_mm import NARROW, tiles
+from mxcompile.lowering.templates.fused_tiles import NARROW, tiles
 from mxcompile.offline import codegen
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

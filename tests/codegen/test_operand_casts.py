@@ -26,7 +26,7 @@ def _collected(function, *inputs: Tensor) -> tuple[fx.GraphModule, list[str]]:
     """The graph after the passes, and its casts."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
     Collect(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
-    Couple().apply(module.graph)
+    Couple(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     return module, [node.target.__name__ for node in module.graph.nodes if str(node.target).startswith("mx.")]

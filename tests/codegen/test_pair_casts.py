@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
 from mxcompile.lowering.graph.pair import Pair
+from mxcompile.lowering.targets import TARGETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -32,7 +33,7 @@ def test_a_pair_is_merged_and_means_the_same(dims):
     x = torch.randn(70, 96)
     module = _graph(both, x)
     expected = module(x)
-    Pair().apply(module.graph)
+    Pair(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.graph.lint()
     module.recompile()
     assert _casts(module) == ["quantize_both.default"]
@@ -52,7 +53,7 @@ def test_a_pair_is_merged_and_means_the_same(dims):
 )
 def test_casts_that_differ_stay(first, second):
     module = _graph(lambda x: (*ops.quantize(x, *first), *ops.quantize(x, *second)), torch.randn(64, 64))
-    Pair().apply(module.graph)
+    Pair(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert _casts(module) == ["quantize.default"] * 2
 
 
@@ -61,7 +62,7 @@ def test_casts_of_different_tensors_stay():
         return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x + 1, -2, E4M3, "rceil"))
 
     module = _graph(both, torch.randn(64, 64))
-    Pair().apply(module.graph)
+    Pair(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert _casts(module) == ["quantize.default"] * 2
 
 
@@ -72,7 +73,7 @@ def test_a_pair_of_a_batch_is_merged():
     x = torch.randn(2, 70, 96)
     module = _graph(both, x)
     expected = module(x)
-    Pair().apply(module.graph)
+    Pair(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     module.recompile()
     assert _casts(module) == ["quantize_both.default"]
     for got, wanted in zip(module(x), expected, strict=True):
@@ -84,5 +85,5 @@ def test_casts_along_a_batch_stay():
         return (*ops.quantize(x, -1, E4M3, "rceil"), *ops.quantize(x, 0, E4M3, "rceil"))
 
     module = _graph(both, torch.randn(2, 64, 64))
-    Pair().apply(module.graph)
+    Pair(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
     assert _casts(module) == ["quantize.default"] * 2

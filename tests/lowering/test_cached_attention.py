@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import mxcompile
 from mxcompile import ops
 from mxcompile.graph.tags import GemmTag, Kind, set_tag
-from mxcompile.lowering import pipeline
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.cached_attention import KERNEL, CachedAttention
 from mxcompile.lowering.targets import TARGETS
@@ -87,7 +86,10 @@ def lowered(function, given: list[Tensor], target: str = "cpu") -> tuple[fx.Grap
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
         set_tag(node, TAG)  # as `find` does
     chip = TARGETS[target]
-    reasons = CachedAttention(target=chip, obstacle=pipeline._reading_obstacle(chip)).apply(module.graph)
+    step = CachedAttention(target=chip, device="cpu")
+    candidates = list(step.candidates(module.graph))
+    reasons = dict.fromkeys(candidates, step.obstacle) if step.obstacle else step.apply(module.graph)
+    assert set(reasons) <= set(candidates)
     module.graph.lint()
     module.recompile()
     return module, list(reasons.values())

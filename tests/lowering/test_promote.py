@@ -80,7 +80,7 @@ def test_a_product_is_rounded_once(name: str, dtype: torch.dtype):
     function, shapes = PRODUCTS[name]
     inputs = [randn(*shape, dtype=dtype) for shape in shapes]
     graph_module = captured(function, *inputs)
-    Promote(target=SLOW).apply(graph_module.graph)
+    Promote(target=SLOW, device="cpu").apply(graph_module.graph)
     graph_module.recompile()
     results = flat(graph_module(*inputs))
     exact = flat(function(*(x.double() for x in inputs)))
@@ -104,7 +104,7 @@ def test_groups(shapes: tuple[tuple[int, ...], ...]):
     graph_module = make_fx(lambda a, b, ends: torch._grouped_mm(a, b, offs=ends), tracing_mode="fake")(
         a, b, ends
     )
-    Promote(target=SLOW).apply(graph_module.graph)
+    Promote(target=SLOW, device="cpu").apply(graph_module.graph)
     graph_module.recompile()
     (product,) = graph_module.graph.find_nodes(op="call_function", target=ops.grouped_mm)
     assert product.meta["val"].dtype is FP32
@@ -118,20 +118,20 @@ def test_groups(shapes: tuple[tuple[int, ...], ...]):
 def test_fast_dtypes_stay(target: Any):
     graph_module = captured(torch.mm, randn(5, 70), randn(70, 9))
     before = str(graph_module.graph)
-    Promote(target=target).apply(graph_module.graph)
+    Promote(target=target, device="cpu").apply(graph_module.graph)
     assert str(graph_module.graph) == before
 
 
 def test_fp32_products_stay():
     graph_module = captured(torch.mm, randn(5, 70, dtype=FP32), randn(70, 9, dtype=FP32))
     before = str(graph_module.graph)
-    Promote(target=SLOW).apply(graph_module.graph)
+    Promote(target=SLOW, device="cpu").apply(graph_module.graph)
     assert str(graph_module.graph) == before
 
 
 def test_an_operand_is_widened_once():
     graph_module = captured(lambda x, a, b: (x @ a, x @ b), randn(5, 70), randn(70, 9), randn(70, 9))
-    Promote(target=SLOW).apply(graph_module.graph)
+    Promote(target=SLOW, device="cpu").apply(graph_module.graph)
     widened = [n for n in graph_module.graph.nodes if n.args[1:] == (FP32,)]
     assert len(widened) == 3
 
@@ -141,7 +141,7 @@ def test_dequantized_operands_are_dequantized_to_fp32():
     graph_module = captured(
         lambda x, q, s: x @ ops.dequantize(q, s, -1, BF16).t(), randn(5, 70), codes, scales
     )
-    Promote(target=SLOW, always=False).apply(graph_module.graph)
+    Promote(target=SLOW, device="cpu", promotes=False).apply(graph_module.graph)
     (made,) = graph_module.graph.find_nodes(op="call_function", target=ops.dequantize)
     assert made.args[3] is FP32
     assert made.meta["val"].dtype is FP32

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile import ops
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, add_fallback, set_tag, tags_of
 from mxcompile.lowering.graph.expand import Expand
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import dequantized as dequantized  # registers the lowering
@@ -190,8 +190,9 @@ def test_a_product_not_taken_says_why():
     module = make_fx(lambda *arguments: linear(*arguments), tracing_mode="fake")(*arguments)
     (node,) = (node for node in module.graph.nodes if node.target is ops.scaled_mm)
     set_tag(node, TAG)
-    taken = WeightOnly(target=TARGETS["sm_90"], device="cpu").products(module.graph)
-    Expand(target=TARGETS["sm_90"], reasons=dict.fromkeys(taken, "too old")).apply(module.graph)
+    for taken in WeightOnly(target=TARGETS["sm_90"], device="cpu").candidates(module.graph):
+        add_fallback(taken, "too old")
+    Expand(target=TARGETS["sm_90"], device="cpu").apply(module.graph)
     assert kernels(module) == ["aten.mm (bfloat16, dequantized); too old"]
 
 

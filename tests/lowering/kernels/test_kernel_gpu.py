@@ -31,9 +31,10 @@ def chip():
     """What the device is; tensors are made there."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA or ROCm device")
-    assert pipeline._obstacle() == pipeline._weight_only_obstacle() == ""
+    target = targets.of_device(torch.device("cuda"))
+    assert not pipeline.obstacles(target)
     torch.set_default_device("cuda")
-    yield targets.of_device(torch.device("cuda"))
+    yield target
     torch.set_default_device(None)
 
 

@@ -1,0 +1,107 @@
+"""The list of lowering passes: which apply, what is missing here, and what is checked after each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+from mxcompile.errors import VerificationError
+from mxcompile.lowering import optional, pipeline
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import packing
+from mxcompile.offline import codegen
+
+CPU = torch.device("cpu")
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch, mxcompile
+from mxcompile.lowering import pipeline
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import packing
+print(pipeline.obstacles(TARGETS["cpu"]))
+print(len(pipeline.obstacles(TARGETS["sm_100"])), pipeline.obstacles(TARGETS["sm_100"])[0])
+graph = torch.fx.Graph()
+graph.output(graph.placeholder("x"))
+pipeline.run(graph, TARGETS["cpu"], torch.device("cpu"))
+pipeline.run(graph, TARGETS["sm_100"], torch.device("cpu"))
+"""
+
+
+def test_without_triton_templates_are_missing_and_cpus_need_none():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    on_cpu, on_gpu = done.stdout.splitlines()
+    assert on_cpu == "[]"
+    assert "triton" in on_gpu
+
+
+def test_an_error_in_a_template_of_our_own_is_raised(monkeypatch):
+    """It is no reason to do without the template: nobody would see the bug."""
+    module = "templates.fused_quantize_mm"
+    monkeypatch.setitem(sys.modules, f"mxcompile.lowering.{module}", None)
+    with pytest.raises(ImportError, match="fused_quantize_mm"):
+        optional._missing.__wrapped__(module)
+
+
+def test_a_missing_template_turns_off_its_pass_alone(monkeypatch):
+    lacking = {"templates.fused_quantize_mm": "no fused template with torch 1.0"}
+    monkeypatch.setattr(optional, "_missing", lambda module: lacking.get(module, ""))
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    layer = torch.nn.Linear(256, 256, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(16, 256, dtype=torch.bfloat16)
+    result = codegen(layer, x, target="sm_100", training=False, policy=policy)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel.startswith("mx_scaled_mm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breaks(LoweringPass):
+    name: ClassVar[str] = "breaks"
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        first, second, _ = graph.nodes
+        second.append(first)
+        return NO_REASONS
+
+
+def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
+    monkeypatch.setattr(pipeline, "LOWERING", (Breaks,))
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    with pytest.raises(VerificationError, match="after breaks: "):
+        pipeline.run(graph, TARGETS["cpu"], CPU)
+
+
+EVERYWHERE = ("cached_attention", "expand", "split_casts", "uncache", "name_kernels")
+NATIVE = {"as_mx", "native", "fuse", "pair"}
+
+
+@pytest.mark.parametrize(
+    ("target", "joint", "others"),
+    [
+        ("cpu_bf16", [], {"weight_only"}),
+        ("cpu_fp32", [], {"weight_only", "promote"}),
+        ("sm_80", [], {"weight_only", "collect", "couple"}),
+        ("gfx950", ["vendor_fp8"], NATIVE | {"vendor_fp8", "fp8_layouts"}),
+        ("sm_100", ["tile_scales", "vendor_fp8"], NATIVE | {"couple", "vendor_fp8", "fp8_layouts"}),
+    ],
+)
+def test_passes_of_a_target(monkeypatch, target: str, joint: list[str], others: set[str]):
+    monkeypatch.setattr(packing, "converts", lambda chip: chip.name.startswith("sm_1"))
+    chip = TARGETS[target]
+    names, before = (
+        [step.name for step in passes if step(target=chip, device="cpu").applies]
+        for passes in (pipeline.LOWERING, pipeline.JOINT_LOWERING)
+    )
+    assert before == joint
+    assert set(names) == others.union(EVERYWHERE)
+    assert [name for name in names if name in EVERYWHERE] == list(EVERYWHERE)
