@@ -66,9 +66,6 @@ def apart(what: str, which: str) -> dict[str, Any]:
     return row
 
 
-# -- planning --------------------------------------------------------------------------------------------
-
-
 def planned(layers: int) -> dict[str, Any]:
     """The plan of a model of 405B's width: seconds, memory."""
     sys.path.insert(0, str(common.ROOT / "tests" / "explain"))
@@ -94,9 +91,6 @@ def planned(layers: int) -> dict[str, Any]:
         "memory_gb": round((before + grown) / 2**20, 2),
         "of_which_planning_gb": round(grown / 2**20, 2),
     }
-
-
-# -- cold compile ----------------------------------------------------------------------------------------
 
 
 def cold(repeats: int) -> list[dict[str, Any]]:

@@ -120,8 +120,6 @@ class _Crossing:
         self._output.args = ((*self._results, *self._saved),)
         return True
 
-    # -- copies in forward -----------------------------------------------------------------------
-
     def _moved(self, cast: fx.Node) -> _Copy | None:
         """The cast of backward, done in forward; None of other formats, or if that lacks what it reads."""
         source = self._named.get(argument(cast).name)
@@ -163,8 +161,6 @@ class _Crossing:
                 for index, part in enumerate(("qdata", "scale"))  # a name that backward has not either
             )
         return _Copy(qdata=qdata, scale=scale, dim=_dim(cast), steps=steps)
-
-    # -- values in backward ----------------------------------------------------------------------
 
     def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
         """The value of `copy` in the shape of `node`, laid out as it is; None if a size is not at hand.

@@ -68,8 +68,6 @@ class Compilation:
         """A fresh one for the same graph."""
         return Compilation(self.options, self.found, gm, self.target, self._count, tapped=self._tapped)
 
-    # -- configuration ---------------------------------------------------------------------------
-
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
         slow_dtypes = sorted(map(str, self.target.slow_dtypes))
@@ -85,8 +83,6 @@ class Compilation:
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
             **lowering.config_patches(self.target, base, self.name_kernels, asked),
         }
-
-    # -- hooks -----------------------------------------------------------------------------------
 
     def run_joint(self, graph: fx.Graph) -> None:
         """The joint or inference graph, or a subgraph of one: the passes, and what the target wants."""

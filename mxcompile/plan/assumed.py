@@ -107,8 +107,6 @@ class Assuming(FakeTensorMode):
         finally:
             self._state.plain -= 1
 
-    # -- dispatch --------------------------------------------------------------------------------
-
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on fakes, and on their values where these are known."""
         kwargs = kwargs or {}
@@ -236,8 +234,6 @@ class Assuming(FakeTensorMode):
         self._note(value.assumed)
         return value.tensor
 
-    # -- assumptions -----------------------------------------------------------------------------
-
     def scalar(self, tensor: Tensor) -> Any:
         """The number that `tensor` holds, or one that is assumed."""
         value = self._value(tensor)
@@ -306,8 +302,6 @@ class Assuming(FakeTensorMode):
 
     def _note(self, sentences: frozenset[str]) -> None:
         self._state.notes.update(dict.fromkeys(sorted(sentences)))
-
-    # -- where -----------------------------------------------------------------------------------
 
     def _place(self) -> str:
         path, source = where(sys._getframe(1), self._paths)

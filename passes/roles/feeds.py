@@ -178,8 +178,6 @@ class _Sweeper:
         self.feeds.streams[node] = _latest(self.feeds.streams[node] | {max(earlier)})
         return self._source(node, Source.STREAM)
 
-    # -- elementwise -----------------------------------------------------------------------------
-
     def _union_streams(self, arguments: list[fx.Node]) -> frozenset[int]:
         merged = _NO_STREAMS
         for argument in arguments:
@@ -243,8 +241,6 @@ class _Sweeper:
         return not one and any(
             marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in made.items()
         )
-
-    # -- products --------------------------------------------------------------------------------
 
     def _matmul(self, node: fx.Node, kind: Kind) -> Made:
         feeds = self.feeds

@@ -106,8 +106,6 @@ class Site:
         made = model.feeds.made.get(data_operand(node), {})
         return cls(node=node, tag=tag, model=model, made=made, beyond=_beyond(made, model.feeds))
 
-    # -- what it is used for -----------------------------------------------------------------------
-
     def used(self, marks: int) -> bool:
         """Whether its result has one of the uses `marks`."""
         return bool(self.model.uses[self.node] & marks)
@@ -124,8 +122,6 @@ class Site:
     def all_followers(self, *roles: Role) -> bool:
         """Whether layers follow, and all are of `roles`."""
         return bool(self.followers) and all(self.role_of(other) in roles for other in self.followers)
-
-    # -- what it is made of ------------------------------------------------------------------------
 
     def sources(self, *kinds: Source) -> list[fx.Node]:
         """What its input is made of that is of one of `kinds`, seen through low-rank pairs."""

@@ -112,9 +112,6 @@ def compiled(model: nn.Module, policy: Any = POLICY, **how: Any) -> nn.Module:
     return torch.compile(model, backend=EagerBackend(policy=policy), **how)
 
 
-# -- ways: a model and what makes its gathers MXFP8, to the model and what computes one loss --------------
-
-
 def accumulated(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
     """Shards on the CPU; two micro-batches of different lengths, reduced once; copies that are kept."""
     policy = CACHED if gather(model) else POLICY
@@ -214,9 +211,6 @@ def hybrid(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
         return loss(call(ids(step)))
 
     return model, run
-
-
-# -- the ranks -------------------------------------------------------------------------------------------
 
 
 def loss(y: Tensor) -> Tensor:

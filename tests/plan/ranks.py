@@ -61,9 +61,6 @@ def train(model: nn.Module, run: Call) -> list[float]:
     return losses
 
 
-# -- ways ------------------------------------------------------------------------------------------------
-
-
 def shard(model: nn.Module, by_block: bool = True, **how: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -246,9 +243,6 @@ def checkpointed_run(model: nn.Module) -> Call:
         return run(ids)
 
     return call
-
-
-# -- the ranks -------------------------------------------------------------------------------------------
 
 
 def worker(rank: int, ways: list[Callable[[nn.Module], Call]], ranks: int, folder: str) -> None:

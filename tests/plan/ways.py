@@ -83,9 +83,6 @@ def values(family: Family, call: Call) -> dict[str, Tensor]:
     return found
 
 
-# -- ways ------------------------------------------------------------------------------------------------
-
-
 def whole(model: nn.Module, **options: Any) -> Call:
     return torch.compile(model, backend=EagerBackend(**options))
 
@@ -187,9 +184,6 @@ def around(way: str) -> Iterator[None]:
             yield
     else:
         yield
-
-
-# -- graph breaks ----------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -63,9 +63,6 @@ def outcome(decider: Policy, one: Layer) -> tuple[object, ...]:
     )
 
 
-# -- fits ----------------------------------------------------------------------------------------------
-
-
 def test_every_layer_is_of_one_rule_or_of_the_preset():
     layers = decoder()
     found = fits(
@@ -132,9 +129,6 @@ def test_everything_is_said_by_name():
         " move it up",
         "policy: rule 7 matched no layer",
     ]
-
-
-# -- the policy to start from --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -217,9 +211,6 @@ def test_a_starter_for_names_that_are_no_yaml():
 
 def test_a_starter_for_a_model_without_linear_layers():
     assert Policy.from_dict(yaml.safe_load(starter("ocp", [], "m"))) == Policy.preset("ocp")
-
-
-# -- what is printed -----------------------------------------------------------------------------------
 
 
 def test_matches_lists_every_layer_once():

@@ -30,9 +30,6 @@ def step(path: Path | None = None, backend=None) -> None:
     torch.compile(model, backend=backend)(torch.randn(4, 64)).sum().backward()
 
 
-# -- the place of a file -------------------------------------------------------------------------------
-
-
 def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_compiled(tmp_path: Path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.json").mkdir()
@@ -62,9 +59,6 @@ def test_checking_a_path_leaves_no_file_and_keeps_the_old_one(tmp_path: Path):
 def test_a_placeholder_that_is_not_known(tmp_path: Path, name: str):
     with pytest.raises(OptionError, match=r"unknown placeholder .* allowed: {rank}"):
         Options.parse(None, {"report": tmp_path / name})
-
-
-# -- a file that cannot be written later ---------------------------------------------------------------
 
 
 def test_a_disk_that_fills_up_is_a_warning_and_the_old_file_stays(tmp_path: Path, caplog):
@@ -135,9 +129,6 @@ def test_a_text_that_is_no_utf8_leaves_no_file(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-# -- ranks ---------------------------------------------------------------------------------------------
-
-
 def test_a_rank_writes_its_own_file_or_none(tmp_path: Path, monkeypatch):
     own, common = tmp_path / "{rank}" / "mx_{rank}.json", tmp_path / "mx.json"
     assert files.of_rank(own) == tmp_path / "0" / "mx_0.json"
@@ -154,9 +145,6 @@ def test_a_compile_on_a_rank(tmp_path: Path, monkeypatch):
     step(tmp_path / "mx.json")
     assert [p.name for p in tmp_path.iterdir()] == ["mx_5.json"]
     assert Report.load(tmp_path / "mx_5.json") == mxcompile.reports()[0]
-
-
-# -- merging -------------------------------------------------------------------------------------------
 
 
 def test_equal_ranks_are_one_report():
@@ -225,9 +213,6 @@ def test_the_command(tmp_path: Path, capsys):
     assert main(["merge", *map(str, paths)]) == 0
     assert "layers.0-1.up" in capsys.readouterr().out
     assert main(["merge", str(paths[0]), str(tmp_path / "no.json")]) == 2
-
-
-# -- one report per model ------------------------------------------------------------------------------
 
 
 class Broken(nn.Module):

@@ -95,8 +95,6 @@ class Session:
         graphs = self._graphs
         return Report.of(graphs.parts, target=graphs.target, policy=self.options.policy.label)
 
-    # -- running -----------------------------------------------------------------------------------
-
     @contextmanager
     def _untouched(self, run: Run) -> Iterator[None]:
         """The graphs do what `run` says in here; the model is as it was, after."""
@@ -131,9 +129,6 @@ class Session:
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         return {name: each for name, each in zip(named, found, strict=False) if each is not None}
-
-
-# -- outputs ---------------------------------------------------------------------------------------
 
 
 def loss_of(output: Any) -> Tensor | None:

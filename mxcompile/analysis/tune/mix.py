@@ -161,8 +161,6 @@ class _Search:
             failing |= self._exclude(index, {key: lowest(values) for key, values in by_key.items()})
         return failing
 
-    # -- choice ------------------------------------------------------------------------------------
-
     def run(self) -> Mix:
         """The cheapest mix that is in bounds as far as is known."""
         found = {layer: next(self._options(layer)) for layer in self.layers}
@@ -232,8 +230,6 @@ class _Search:
         gap = loss_gap(session.run(Run(quantized=lambda _: True)).loss, self._reference)
         self._bar.update()
         return math.nan if gap is None else gap
-
-    # -- result ------------------------------------------------------------------------------------
 
     def _word(self, option: Option) -> str:
         return "bf16" if option == BF16 else self._candidates[option.candidate].word

@@ -139,8 +139,6 @@ class _Search:
                 found.append(Exempt(name=layer, gemms=gemms, reason=reason, flop_share=share))
         return tuple(found)
 
-    # -- bound on SQNR -----------------------------------------------------------------------------
-
     def _meet_sqnr(self) -> None:
         self._trying("everything quantized", 1)
         failing = self._failing(self._sqnr(lambda key: True))
@@ -170,8 +168,6 @@ class _Search:
         for (layer, gemm), value in measured.items():
             found = "NaN" if math.isnan(value) else f"{value:.2f} dB"
             self._exempt((layer, gemm), f"{gemm} {found}, below {self._bounds.min_sqnr:g} dB")
-
-    # -- bound on the loss -------------------------------------------------------------------------
 
     def _meet_loss(self) -> None:
         self._trying("the loss of all together", 1)
