@@ -24,15 +24,15 @@ def run(options: argparse.Namespace) -> int:
 
     from mxcompile.lowering.cpu.features import features
     from mxcompile.lowering.targets import TARGETS, of_device
-    from mxcompile.private_names import USED, missing
+    from mxcompile.private_names import missing, used
     from mxcompile.versions import TESTED
 
-    lacking, used = missing(), sum(map(len, USED.values()))
+    lacking, number = missing(), sum(map(len, used().values()))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows = [
         ["python", platform.python_version()],
         *([name, _version(name)] for name in ("mxcompile", *TESTED, "torchao")),
-        ["private names", f"missing: {', '.join(lacking)}" if lacking else f"all {used} there"],
+        ["private names", f"missing: {', '.join(lacking)}" if lacking else f"all {number} there"],
         ["CPU", features().consequence],
         ["C++ compiler", compiler or "none: the CPU backend of torch.compile needs one"],
     ]

@@ -11,15 +11,15 @@ import ast
 import sys
 import zipfile
 
-from mxcompile.private_names import USED
+from mxcompile.private_names import used
 
 
 def absent(wheel: str) -> list[str]:
-    """Names of `USED` that `wheel` has the package for and does not define."""
+    """Names of `used` that `wheel` has the package for and does not define."""
     with zipfile.ZipFile(wheel) as archive:
         files = {*archive.namelist()}
         found = []
-        for module, names in USED.items():
+        for module, names in used().items():
             path = module.replace(".", "/")
             if f"{module.split('.')[0]}/__init__.py" not in files or module in ("torch", "torch._C"):
                 continue

@@ -1,20 +1,50 @@
-"""The table of private names is what the source uses, and what is installed has them."""
+"""The private names that the source uses are found in it, and what is installed has them."""
 
 from __future__ import annotations
 
+import ast
 import re
 import zipfile
 
+import pytest
 import torch
 from names_in_wheel import absent
-from private_uses import uses
 
 from mxcompile import private_names
 from mxcompile.cli import main
 
+SOURCE = """
+import torch
+from torch._inductor import config, ir as nodes
+from torch.overrides import _pop_mode, is_tensor_like
 
-def test_the_table_is_what_the_source_uses():
-    assert {module: {*names} for module, names in private_names.USED.items()} == uses()
+torch._dynamo.reset()
+config.max_autotune, config._pre_fusion_custom_pass, nodes.TensorBox
+torch.nn.Module.__init__, torch.compiler._is_compiling_flag.get
+"""
+
+
+def test_names_are_read_from_source():
+    assert set(private_names.uses_of(ast.parse(SOURCE))) == {
+        ("torch", "_dynamo"),
+        ("torch", "compiler._is_compiling_flag"),
+        ("torch._inductor", "config"),
+        ("torch._inductor", "config._pre_fusion_custom_pass"),
+        ("torch._inductor", "ir"),
+        ("torch.overrides", "_pop_mode"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch._inductor.select_algorithm", "TritonTemplate"),  # of lowering/
+        ("torch._subclasses.fake_tensor", "FakeTensor"),
+        ("triton.runtime", "_allocation"),
+    ],
+)
+def test_all_rooms_are_read(module: str, name: str):
+    assert name in private_names.used()[module]
 
 
 def test_the_installed_versions_have_them(capsys):
@@ -25,7 +55,8 @@ def test_the_installed_versions_have_them(capsys):
 
 def test_what_is_missing_is_said(monkeypatch, capsys):
     monkeypatch.delattr(torch._inductor.utils, "triton_type")
-    monkeypatch.setitem(private_names.USED, "torch._inductor.no_such_module", ("name",))
+    names = {**private_names.used(), "torch._inductor.no_such_module": ("name",)}
+    monkeypatch.setattr(private_names, "used", lambda: names)
     lacking = ["torch._inductor.utils.triton_type", "torch._inductor.no_such_module.name"]
     assert private_names.missing() == lacking
     main(["env"])
