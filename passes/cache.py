@@ -26,7 +26,7 @@ from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import WEIGHT_KEY, GemmTag, set_tag, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.passes.flow import graph_input, readers, viewed
-from mxcompile.policy import Gemm, Weights
+from mxcompile.policy import Code, Gemm, Reason, Weights
 
 _SOURCES = (torch.bfloat16, torch.float32)
 
@@ -46,7 +46,7 @@ class Cache:
         for node, tag, cast in _weights(graph):
             path, reason = self._judged(cast)
             if reason:
-                set_tag(node, tag.with_reason(f"the weight is cast in every call: {reason}"))
+                set_tag(node, tag.with_reason(Reason(Code.CAST_EACH_CALL, reason)))
             elif cast.target is ops.quantize:
                 _replace(cast, path, build)
         graph.eliminate_dead_code()

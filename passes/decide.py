@@ -19,7 +19,7 @@ from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
-from mxcompile.policy import Choice, Decision, Policy
+from mxcompile.policy import Choice, Code, Decision, Policy, Reason
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
@@ -59,7 +59,7 @@ class Decide:
         """`tag`, its reason with the cut that it was decided in the face of."""
         if not self.cut or tag.whole is not None or tag.choice is None:
             return tag
-        return tag.with_reason(f"of the model in sight: {self.cut}")
+        return tag.with_reason(Reason(Code.CUT, self.cut))
 
 
 def keep_products(graph: fx.Graph) -> None:
@@ -74,20 +74,19 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     """Why a node that is not a linear layer stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
-            known = tag.flops > 0
-            reason = f"opaque operator {packet(node)}" + ("" if known else ", FLOPs unknown")
+            reason = Reason(Code.OPAQUE if tag.flops else Code.UNCOUNTED, packet(node))
         case Kind.CONVOLUTION:
-            reason = convolution_words(node)
+            reason = Reason(Code.CONVOLUTION, convolution_words(node))
         case Kind.QUANTIZED:
-            reason = "quantized by the model"
+            reason = Reason(Code.BY_MODEL)
         case Kind.PRODUCT if tag.whole is not None:
-            reason = "its weight is taken from a parameter outside of the graph"
+            reason = Reason(Code.NO_PARAMETER)
         case _:
-            reason = f"role {tag.role}"
+            reason = Reason(Code.ROLE, tag.role)
     return Choice(precision=KEPT.name, reason=reason)
 
 
-def decided(tag: GemmTag, decision: Decision, hindered: str | None) -> GemmTag:
+def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTag:
     """`tag`, of a linear layer, with what `decision` says of it.
 
     hindered: what keeps its operands from being quantized (see `obstacle`), or None.
@@ -97,24 +96,24 @@ def decided(tag: GemmTag, decision: Decision, hindered: str | None) -> GemmTag:
     if choice.formats is not None and hindered is None:
         left, right = map(choice.formats.of, tag.tensors)
         formats = left, right
-    elif choice.formats is not None:
-        choice = Choice(precision=KEPT.name, reason=str(hindered))
+    elif hindered is not None and choice.formats is not None:
+        choice = Choice(precision=KEPT.name, reason=hindered)
     return replace(tag, choice=choice, formats=formats, saved=decision.saved, weights=decision.weights)
 
 
-def obstacle(node: fx.Node) -> str | None:
+def obstacle(node: fx.Node) -> Reason | None:
     """What keeps the operands of the GEMM `node` from being quantized, or None."""
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
-        return f"unsupported operator {packet(node)}"
+        return Reason(Code.OPERATOR, packet(node))
     for operand in operands(node):
         value = tensor(operand)
         if value is None:
-            return "unsupported operand"
+            return Reason(Code.OPERAND)
         if value.dtype not in _SOURCES:
-            return f"unsupported dtype {str(value.dtype).removeprefix('torch.')}"
+            return Reason(Code.DTYPE, str(value.dtype).removeprefix("torch."))
         if value.layout is not torch.strided:
-            return f"unsupported layout {str(value.layout).removeprefix('torch.')}"
+            return Reason(Code.LAYOUT, str(value.layout).removeprefix("torch."))
     factors: dict[str, Any] = {key: node.kwargs.get(key, 1) for key in ("alpha", "beta")}
     if any(not isinstance(factor, int | float) for factor in factors.values()):
-        return "unsupported alpha or beta"
+        return Reason(Code.FACTORS)
     return None

@@ -33,7 +33,7 @@ from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
 from mxcompile.passes.split import HALF
 from mxcompile.passes.states import States
-from mxcompile.policy import Gemm, Saved
+from mxcompile.policy import Code, Gemm, Reason, Saved
 
 Quantized = tuple[fx.Node, fx.Node]
 """qdata and scale."""
@@ -48,9 +48,6 @@ class _Cast:
 
 
 _Casts = tuple[_Cast, _Cast]
-
-_WITHOUT_STATE = "scales of the tensors at hand: the weight is no parameter of the graph"
-"""Of scales that cannot follow from calls before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +99,7 @@ class _Writer:
             mx = all(fmt.is_mx for fmt in formats)
             state = None if is_grouped(node) else self.states.of(tag, (left, right))
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
-                tag = tag.with_reason(_WITHOUT_STATE)
+                tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
             casts = _Cast(fmt=formats[0], mx=mx), _Cast(fmt=formats[1], mx=mx)
             if is_grouped(node):

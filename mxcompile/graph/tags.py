@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format
-from mxcompile.policy import Block, Choice, Gemm, Layer, Role, Saved, Weights
+from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Weights
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -94,10 +94,10 @@ class GemmTag:
         """Floating-point operations: two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
 
-    def with_reason(self, more: str) -> GemmTag:
+    def with_reason(self, more: Reason) -> GemmTag:
         """The same, of a GEMM that is decided, with a further reason for its choice."""
         assert self.choice is not None
-        return replace(self, choice=replace(self.choice, reason=f"{self.choice.reason}; {more}"))
+        return replace(self, choice=replace(self.choice, reason=self.choice.reason.also(more)))
 
     def with_fallbacks(self, kernel: str) -> str:
         """`kernel` and why no other runs the GEMM, in words."""

@@ -37,7 +37,7 @@ from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
 from mxcompile.plan.fakes import quiet
 from mxcompile.plan.record import record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
-from mxcompile.policy import Layer, Policy
+from mxcompile.policy import Layer, Policy, Reason
 from mxcompile.report import GemmRecord
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Plan:
     """
 
     tags: tuple[GemmTag, ...]
-    obstacles: Mapping[str, str] = field(default_factory=dict)
+    obstacles: Mapping[str, Reason] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
 
     @cached_property

@@ -17,11 +17,13 @@ from mxcompile.policy.model import (
     Weights,
 )
 from mxcompile.policy.policy import Policy
+from mxcompile.policy.reason import Code, Reason
 
 __all__ = [
     "ATTENTION_PRODUCTS",
     "Block",
     "Choice",
+    "Code",
     "Decision",
     "Ends",
     "Gemm",
@@ -29,6 +31,7 @@ __all__ = [
     "Limit",
     "Match",
     "Policy",
+    "Reason",
     "Role",
     "Rule",
     "Saved",

@@ -25,6 +25,7 @@ from mxcompile.formats import (
     Scales,
     Tile,
 )
+from mxcompile.policy.reason import Reason
 
 
 class Role(StrEnum):
@@ -281,7 +282,7 @@ class Choice:
     """The word for the precision of one GEMM, and why. formats: of the layer's operands; None if not cast."""
 
     precision: str
-    reason: str
+    reason: Reason
     formats: Operands | None = None
 
 

@@ -27,6 +27,7 @@ from mxcompile.policy.model import (
 )
 from mxcompile.policy.parse import Source, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
+from mxcompile.policy.reason import Code, Reason
 
 _NOTHING = Use()
 
@@ -117,30 +118,31 @@ class Policy:
         self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None, formats: Choices
     ) -> Choice:
         if wanted is not None:
-            reason = f"policy: rule {(index or 0) + 1}"
+            reason = Reason(Code.RULE, (index or 0) + 1)
         elif not self.base.gemms:
-            wanted, reason = KEPT, f"preset {self.base.name}"
+            wanted, reason = KEPT, Reason(Code.PRESET, self.base.name)
         elif layer.role not in self.base.roles:
-            wanted, reason = KEPT, f"role {layer.role}"
+            wanted, reason = KEPT, Reason(Code.ROLE, layer.role)
         elif gemm not in self.base.gemms:
-            wanted, reason = KEPT, f"preset {self.base.name}: no {gemm}"
+            wanted, reason = KEPT, Reason(Code.PRESET_GEMM, self.base.name, gemm)
         elif small := self._small_side(layer):
-            wanted, reason = KEPT, f"preset {self.base.name}: {small}"
+            wanted = KEPT
+            reason = Reason(Code.SMALL_SIDE, self.base.name, self.base.least_side, small)
         else:
-            wanted, reason = self.base.precision, f"preset {self.base.name}: role {layer.role}"
+            wanted = self.base.precision
+            reason = Reason(Code.PRESET_ROLE, self.base.name, layer.role)
         if wanted.quantizes:
             return Choice(precision=wanted.name, reason=reason, formats=wanted.formats(formats))
         near_miss = self._near_miss(gemm, layer, index)
-        return Choice(precision=wanted.name, reason=f"policy: {near_miss}" if near_miss else reason)
+        return Choice(precision=wanted.name, reason=Reason(Code.LIMIT, near_miss) if near_miss else reason)
 
     def _small_side(self, layer: Layer) -> str | None:
-        """The side of the layer's weight that the preset finds too small, or None.
+        """Returns the side of the layer's weight that the preset finds too small, ``n=4`` say, or None.
 
         Casting such a matrix costs more than its product saves: an adapter of low rank, a gate per head.
         """
         sides = (("n", layer.n), ("k", layer.k))
-        small = next((f"{key}={size}" for key, size in sides if size < self.base.least_side), None)
-        return small and f"a side under {self.base.least_side} ({small})"
+        return next((f"{key}={size}" for key, size in sides if size < self.base.least_side), None)
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as `from_dict` reads it."""

@@ -15,7 +15,9 @@ class Change:
 
     kind: see `KINDS`. names: full module paths. role: of the layers, now. gemms: "fprop", "dgrad", "wgrad",
     those that changed. what: which of precision, role, formats, kernel, reason and size it is, "" for new and
-    removed. before, after: its values, "" where there was or is none. reason: for the present precision.
+    removed. before, after: its values, "" where there was or is none. code: of the reason for the present
+    precision (see `mxcompile.policy.Reason`). reason: the sentence of the first layer, and how many others
+    there are.
     """
 
     kind: str
@@ -25,6 +27,7 @@ class Change:
     what: str
     before: str
     after: str
+    code: str
     reason: str
 
 

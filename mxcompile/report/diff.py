@@ -36,15 +36,25 @@ def compare(old: ReportData, new: ReportData) -> Difference:
     """What changed from `old` to `new`."""
     before, after = dict(_keyed(old.gemms)), dict(_keyed(new.gemms))
     found: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    sentences: dict[tuple[str, ...], dict[str, None]] = {}
     for key in dict.fromkeys((*after, *before)):
         name, _, kind, _ = key
         for alike in _changes(before.get(key), after.get(key)):
             found.setdefault(alike, {}).setdefault(name, set()).add(kind)
+            sentences.setdefault(alike, {})[_sentence(after.get(key), alike)] = None
     changes = [
         Change(
-            kind=kind, names=tuple(names), role=role, gemms=gemms, what=what, before=a, after=b, reason=reason
+            kind=kind,
+            names=tuple(names),
+            role=role,
+            gemms=gemms,
+            what=what,
+            before=a,
+            after=b,
+            code=code,
+            reason=_joined(sentences[role, kind, what, a, b, code]),
         )
-        for (role, kind, what, a, b, reason), layers in found.items()
+        for (role, kind, what, a, b, code), layers in found.items()
         for gemms, names in _by_gemms(layers)
     ]
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
@@ -81,18 +91,33 @@ _FIELDS: dict[str, Callable[[GemmRecord], str]] = {
 
 
 def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[str, ...]]:
-    """role, kind, what, before, after and reason of every change from `old` to `new`."""
+    """role, kind, what, before, after and code of the reason of every change from `old` to `new`."""
     if new is None:
         assert old is not None
         yield old.role, "removed", "", old.precision, "", ""
     elif old is None:
-        yield new.role, "new", "", "", new.precision, new.reason
+        yield new.role, "new", "", "", new.precision, _code(new)
     elif old.precision != new.precision:
         before, after = is_quantized(old.precision), is_quantized(new.precision)
         kind = "changed" if before and after else "gained" if after else "fell back"
-        yield new.role, kind, "precision", old.precision, new.precision, new.reason
+        yield new.role, kind, "precision", old.precision, new.precision, _code(new)
     else:
         for what, value in _FIELDS.items():
             if value(old) != value(new):
-                reason = "" if what == "reason" else new.reason
-                yield new.role, "changed", what, value(old), value(new), reason
+                code = "" if what == "reason" else _code(new)
+                yield new.role, "changed", what, value(old), value(new), code
+
+
+def _code(gemm: GemmRecord) -> str:
+    """What reasons are grouped by: the sentence, where a file has no code."""
+    return gemm.code or gemm.reason
+
+
+def _sentence(gemm: GemmRecord | None, alike: tuple[str, ...]) -> str:
+    """The reason of `gemm` as the change `alike` has it: "" where the reason is what changed."""
+    return "" if gemm is None or not alike[-1] else gemm.reason
+
+
+def _joined(sentences: Iterable[str]) -> str:
+    first, *others = sentences
+    return f"{first} and {len(others)} more" if others else first

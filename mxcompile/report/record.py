@@ -58,11 +58,12 @@ class GemmRecord:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
     its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
     of both operands in MXFP8; of a stored weight alone where the GEMM is not. kernel: what the lowering
-    chose, "" before lowering. reason: for the precision. source: ``file:line``. evidence: why it has its
-    role. nearest: the other role that came nearest, and what it lacks; "" if none did. block: number, from 0,
-    of the repeated block it lies in and how many there are. graph: position of its graph in the report.
-    estimate_us, estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets with
-    known peaks.
+    chose, "" before lowering. reason: for the precision, as a sentence. code, facts: of the reason (see
+    `mxcompile.policy.Reason`); "" in files of versions that had none. source: ``file:line``. evidence: why it
+    has its role. nearest: the other role that came nearest, and what it lacks; "" if none did. block: number,
+    from 0, of the repeated block it lies in and how many there are. graph: position of its graph in the
+    report. estimate_us, estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets
+    with known peaks.
     """
 
     name: str
@@ -80,6 +81,8 @@ class GemmRecord:
     source: str = ""
     evidence: str = ""
     nearest: str = ""
+    code: str = ""
+    facts: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
     graph: int = 0
     estimate_us: float | None = None

@@ -10,6 +10,7 @@ import pytest
 from made_reports import W, X, kept, record, report, training
 
 from mxcompile.cli.main import main
+from mxcompile.policy import Code, Reason
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.diff import compare
 
@@ -53,6 +54,21 @@ def test_layers_that_fell_back_alike_are_one_change():
     assert new.since(OLD).fell_back == ("layers.2.up", "layers.3.up")
     assert OLD.since(new).fell_back == ()
     assert [change.kind for change in OLD.since(new).changes] == ["gained"]
+
+
+def test_layers_that_fell_back_for_reasons_of_one_code_are_one_change():
+    reasons = {f"layers.{k}.up": Reason(Code.LIMIT, f"min_k 256 (k={k})") for k in (2, 3, 5)}
+    reasons["layers.4.up"] = Reason(Code.DTYPE, "int8")
+
+    def now(gemm: GemmRecord) -> GemmRecord:
+        why = reasons.get(gemm.name)
+        return gemm if why is None else replace(to_bf16(gemm, str(why)), code=str(why.code), facts=why.facts)
+
+    found = compare(OLD, report(*map(now, LAYERS), kept()))
+    assert [(change.names, change.code, change.reason) for change in found.changes] == [
+        (("layers.2.up", "layers.3.up", "layers.5.up"), "size limit", "policy: min_k 256 (k=2) and 2 more"),
+        (("layers.4.up",), "dtype", "unsupported dtype int8"),
+    ]
 
 
 def test_one_gemm_of_a_layer_is_enough_to_fall_back():

@@ -53,7 +53,8 @@ def test_a_long_name_is_whole_on_several_lines():
 
 def test_what_fits_is_shown_whole():
     name = "model.language_model.layers.0.mlp.up_proj"
-    text = str(report(record(name, reason="preset nvidia: role ffn_in", kernel="k" * 50)))
+    why = {"reason": "preset nvidia: role ffn_in", "code": "preset and role", "facts": ("nvidia", "ffn_in")}
+    text = str(report(record(name, **why, kernel="k" * 50)))
     assert name in text
     assert re.search(r"ffn_in .* preset nvidia$", text, re.MULTILINE)  # the role has a column
     assert "k" * 50 in text

@@ -2,6 +2,7 @@
 
 from made_reports import kept, record, report
 
+from mxcompile.policy import Code, Reason
 from mxcompile.report.forms.html import to_html
 
 OPAQUE = {"m": 0, "n": 0, "k": 0, "role": "other"}
@@ -26,7 +27,8 @@ def test_much_in_mxfp8_needs_no_reasons():
 
 
 def test_headline_says_what_is_not_in_the_share():
-    unknown = kept("attn", reason="opaque operator lib.attention, FLOPs unknown", **OPAQUE)
+    reason = Reason(Code.UNCOUNTED, "lib.attention")
+    unknown = kept("attn", reason=str(reason), code=str(reason.code), facts=reason.facts, **OPAQUE)
     made = report(record(), unknown, unknown)
     first = str(made).splitlines()[0]
     assert "100.0% of matmul FLOPs in MXFP8, 2 operators of unknown FLOPs not in it" in first

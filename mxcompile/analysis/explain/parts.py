@@ -18,10 +18,8 @@ from mxcompile.passes.follow import Follow
 from mxcompile.passes.record import records
 from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.plan.plan import Layers
-from mxcompile.policy import Choice, Gemm
+from mxcompile.policy import Choice, Code, Gemm, Reason
 from mxcompile.report import GemmRecord
-
-OUTSIDE = "outside the compiled graphs"
 
 
 def moved(gemms: Iterable[GemmRecord], first: Sequence[str], now: Sequence[str]) -> tuple[GemmRecord, ...]:
@@ -62,7 +60,7 @@ def eager_records(
     Find(blocks=blocks).apply(graph)
     Classify(cuts=Cuts(inputs=None, outputs=None)).apply(graph)
     Follow(known=known).apply(graph)
-    kept = Choice(precision=KEPT.name, reason=OUTSIDE)
+    kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:
         kernel = str(packet(node))
         set_tag(node, *(dataclasses.replace(tag, choice=kept, kernel=kernel) for tag in tags_of(node)))

@@ -19,6 +19,8 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
     total = sum(gemm.flops for gemm in gemms) or 1
     estimates = any(speedup(row.gemms) is not None for row in rows)
     roles = "".join(f"<option>{escape(role)}</option>" for role in dict.fromkeys(g.role for g in gemms))
+    codes = dict.fromkeys(gemm.code for gemm in gemms if gemm.code)
+    reasons = "".join(f"<option>{escape(code)}</option>" for code in codes)
     bodies = "".join(_row(number, row, total, estimates) for number, row in enumerate(rows))
     estimate = f'<th class="num" {SORTABLE}>est.</th>' if estimates else ""
     found = {gemm.precision for gemm in gemms}
@@ -33,6 +35,7 @@ def layers(rows: Sequence[Row], gemms: Sequence[GemmRecord]) -> str:
 <select id="role" aria-label="role"><option value="">all roles</option>{roles}</select>
 <select id="precision" aria-label="precision"><option value="">{" and ".join(said)}</option>
 {options}</select>
+<select id="reason" aria-label="reason"><option value="">all reasons</option>{reasons}</select>
 <button type="button" id="expand" aria-pressed="false">Expand all</button>
 <output id="found">{count(len(rows), "row")}</output></div>
 <div class="scroll"><table id="table"><thead><tr>
@@ -54,7 +57,8 @@ def _row(number: int, row: Row, total: int, estimates: bool) -> str:
     words = " ".join(sorted({gemm.precision for gemm in row.gemms}))
     reasons = "; ".join(dict.fromkeys(gemm.reason for gemm in row.gemms))
     inside = gemm_details(row.gemms, row.names)
-    return f"""<tbody data-role="{escape(first.role)}" data-precision="{escape(words)}">
+    codes = escape("|".join(dict.fromkeys(gemm.code for gemm in row.gemms)))
+    return f"""<tbody data-role="{escape(first.role)}" data-precision="{escape(words)}" data-reason="{codes}">
 <tr><td><button type="button" class="more" aria-expanded="false" aria-controls="m{number}">\
 {escape(row.name or "(root)")}</button></td>
 <td class="num" data-value="{row.count}">{f"×{row.count}" if row.count > 1 else ""}</td>

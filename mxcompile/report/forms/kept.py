@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
+from mxcompile.policy import Code
 from mxcompile.report.forms.words import count
 from mxcompile.report.record import GemmRecord, Summary
 
@@ -22,16 +23,16 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     said = []
     if summary.flop_share < LITTLE:
         said += _reasons(gemms, summary.flop_share)
-    unknown = Counter(gemm.reason for gemm in gemms if is_unknown(gemm))
+    unknown = Counter(" ".join(gemm.facts) for gemm in gemms if is_unknown(gemm))
     if unknown:
-        named = _listed(f"{reason.partition(',')[0]} (×{number})" for reason, number in unknown.most_common())
+        named = _listed(f"opaque operator {name} (×{number})" for name, number in unknown.most_common())
         said.append(f"not in the share, since their FLOPs are unknown: {named}")
     return said
 
 
 def is_unknown(gemm: GemmRecord) -> bool:
     """Whether nothing is known of the FLOPs of `gemm`, which an opaque operator hides."""
-    return gemm.flops == 0 and gemm.reason.endswith("FLOPs unknown")
+    return gemm.code == Code.UNCOUNTED
 
 
 def unknown_words(gemms: Iterable[GemmRecord]) -> str:

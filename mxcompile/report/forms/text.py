@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized, labels
+from mxcompile.policy import Code, Reason
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.forms.kept import kept_sentences, unknown_words
 from mxcompile.report.forms.tables import Table, bullets, drawn, fitted, markdown, markdown_table, wrapped
@@ -191,7 +192,10 @@ def _layer_table(rows: Sequence[Row]) -> Table:
 
 def _reason(gemm: GemmRecord) -> str:
     """The reason without the role, which has a column."""
-    return gemm.reason.removesuffix(f": role {gemm.role}")
+    if gemm.code != Code.PRESET_ROLE:
+        return gemm.reason
+    preset, _ = gemm.facts
+    return Reason(Code.PRESET, preset) + gemm.reason[len(Reason(Code.PRESET_ROLE, *gemm.facts)) :]
 
 
 def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:

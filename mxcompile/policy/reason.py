@@ -1,0 +1,90 @@
+"""Why a GEMM has its precision: a code of a closed set and facts, put into words in this one place."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+
+class Code(StrEnum):
+    """The kinds of reasons. Code asks for these; sentences are for people."""
+
+    RULE = "rule"
+    LIMIT = "size limit"
+    PRESET = "preset"
+    PRESET_ROLE = "preset and role"
+    PRESET_GEMM = "preset and gemm"
+    SMALL_SIDE = "small side"
+    ROLE = "role"
+    OPAQUE = "opaque operator"
+    UNCOUNTED = "unknown FLOPs"
+    CONVOLUTION = "convolution"
+    BY_MODEL = "quantized by the model"
+    NO_PARAMETER = "parameter outside"
+    NOT_COMPILED = "not compiled"
+    OPERATOR = "operator"
+    OPERAND = "operand"
+    DTYPE = "dtype"
+    LAYOUT = "layout"
+    FACTORS = "factors"
+    CUT = "part of a model"
+    CAST_EACH_CALL = "cast each call"
+    NO_HISTORY = "no history"
+
+
+_WORDS = {
+    Code.RULE: "policy: rule {}",
+    Code.LIMIT: "policy: {}",
+    Code.PRESET: "preset {}",
+    Code.PRESET_ROLE: "preset {}: role {}",
+    Code.PRESET_GEMM: "preset {}: no {}",
+    Code.SMALL_SIDE: "preset {}: a side under {} ({})",
+    Code.ROLE: "role {}",
+    Code.OPAQUE: "opaque operator {}",
+    Code.UNCOUNTED: "opaque operator {}, FLOPs unknown",
+    Code.CONVOLUTION: "{}",
+    Code.BY_MODEL: "quantized by the model",
+    Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
+    Code.NOT_COMPILED: "outside the compiled graphs",
+    Code.OPERATOR: "unsupported operator {}",
+    Code.OPERAND: "unsupported operand",
+    Code.DTYPE: "unsupported dtype {}",
+    Code.LAYOUT: "unsupported layout {}",
+    Code.FACTORS: "unsupported alpha or beta",
+    Code.CUT: "of the model in sight: {}",
+    Code.CAST_EACH_CALL: "the weight is cast in every call: {}",
+    Code.NO_HISTORY: "scales of the tensors at hand: the weight is no parameter of the graph",
+}
+
+
+class Reason(str):
+    """A reason. As a string it is the sentence.
+
+    code: of the closed set. facts: what the sentence names, in its order: ``Reason(Code.DTYPE, "int8")`` is
+    "unsupported dtype int8".
+    """
+
+    __slots__ = ("code", "facts")
+
+    code: Code
+    facts: tuple[str, ...]
+
+    def __new__(cls, code: Code, *facts: object, more: str = "") -> Self:  # noqa: D102
+        words = tuple(map(str, facts))
+        reason = super().__new__(cls, _WORDS[code].format(*words) + more)
+        reason.code, reason.facts = code, words
+        return reason
+
+    def also(self, other: Reason) -> Reason:
+        """Returns this reason with the sentence of `other` behind its own; code and facts stay."""
+        return Reason(self.code, *self.facts, more=f"{self._more()}; {other}")
+
+    def _more(self) -> str:
+        return self[len(_WORDS[self.code].format(*self.facts)) :]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (self.code, self.facts, self._more())
+
+
+def _rebuilt(code: Code, facts: tuple[str, ...], more: str) -> Reason:
+    return Reason(code, *facts, more=more)

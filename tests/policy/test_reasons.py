@@ -1,0 +1,51 @@
+"""Reasons: a code and facts, one sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from mxcompile.policy import Code, Layer, Policy, Reason, Role
+
+
+def test_the_sentence_names_the_facts():
+    reason = Reason(Code.DTYPE, "int8")
+    assert reason == "unsupported dtype int8"
+    assert (reason.code, reason.facts) == (Code.DTYPE, ("int8",))
+
+
+@pytest.mark.parametrize("code", Code)
+def test_every_code_has_a_sentence(code: Code):
+    assert Reason(code, "a", "b", "c")
+
+
+def test_a_further_reason_leaves_code_and_facts():
+    reason = Reason(Code.RULE, 2).also(Reason(Code.CUT, "x")).also(Reason(Code.NO_HISTORY))
+    assert reason.startswith("policy: rule 2; of the model in sight: x; scales of")
+    assert (reason.code, reason.facts) == (Code.RULE, ("2",))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda reason: pickle.loads(pickle.dumps(reason))])
+def test_a_copy_is_whole(copied):
+    reason = Reason(Code.LIMIT, "min_k 256 (k=48)").also(Reason(Code.CUT, "x"))
+    again = copied(reason)
+    assert (again, again.code, again.facts) == (reason, reason.code, reason.facts)
+
+
+def test_a_policy_gives_codes():
+    rules = [
+        {"match": {"name": "a"}, "use": "bf16"},
+        {"match": {"role": "qkv", "min_k": 256}, "use": "mxfp8"},
+    ]
+    policy = Policy.from_dict({"version": 1, "preset": "bf16", "rules": rules})
+
+    def code(name: str, role: Role, k: int) -> tuple[Code, tuple[str, ...]]:
+        reason = policy.decide(Layer(name=name, role=role, module="Linear", m=64, n=64, k=k)).fprop.reason
+        return reason.code, reason.facts
+
+    assert code("a", Role.QKV, 512) == (Code.RULE, ("1",))
+    assert code("b", Role.QKV, 512) == (Code.RULE, ("2",))
+    assert code("b", Role.QKV, 48) == (Code.LIMIT, ("min_k 256 (k=48)",))
+    assert code("b", Role.HEAD, 512) == (Code.PRESET, ("bf16",))
