@@ -3,9 +3,9 @@
 What ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
 to a model are classes, modules around modules, hooks and sharded parameters; the copy has the class before,
 no wrappers, no hooks of ``torch.distributed`` and parameters of the whole size. Modules are copied attribute
-by attribute: wrapped ones refuse ``copy.deepcopy``. Where ``torch.compile`` of a method is an attribute
-(``model.forward = torch.compile(model.forward)``) the copy has the method: what is compiled runs the model
-itself, whichever module it is called on.
+by attribute: wrapped ones refuse ``copy.deepcopy``, which knows nothing of closures either (see `rebind`).
+Where ``torch.compile`` of a method is an attribute (``model.forward = torch.compile(model.forward)``) the
+copy has the method of the copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -27,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from mxcompile.errors import ModelError
 from mxcompile.graph.names import PARALLEL, WRAPPERS
 from mxcompile.plan.fakes import Faker
-
-log = logging.getLogger(__name__)
+from mxcompile.plan.rebind import Rebinder
 
 _HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 _COMPILED = "_compiled_call_impl"
@@ -61,9 +59,10 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value)
+    copied = Rebinder(memo)
     with _AsFakes(fake, memo):
         for module in modules:
-            _fill(memo[id(module)], module, memo)
+            _fill(memo[id(module)], module, memo, copied)
         for module in model.modules():
             _unflatten(module, memo, fake)
     made: nn.Module = memo[id(model)]
@@ -102,20 +101,20 @@ def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for key in _HOOKS for hook in (module.__dict__.get(key) or {}).values()]
 
 
-def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
+def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebinder) -> None:
     """Give `made` the attributes of `module`."""
     for key, value in module.__dict__.items():
         if key == _COMPILED:
             made.__dict__[key] = None
         elif key in _HOOKS:
             kept = {number: hook for number, hook in value.items() if not _is_distributed(hook)}
-            made.__dict__[key] = type(value)(_copied(kept, memo))
+            made.__dict__[key] = type(value)(copied(kept))
         elif key == "_modules":
             made.__dict__[key] = {
                 name: None if child is None else memo[id(child)] for name, child in value.items()
             }
         else:
-            made.__dict__[key] = _copied(method_of(value), memo)
+            made.__dict__[key] = copied(value)
 
 
 def method_of(value: Any) -> Any:
@@ -155,14 +154,6 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
 def _put(made: nn.Module, name: str, parameter: Any) -> None:
     made.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
     made._parameters[name] = parameter
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:  # of whatever class the user keeps there
-        log.info("not copied with its model: %s: %s", type(value).__name__, error)
-        return value
 
 
 def _is_distributed(hook: Callable[..., Any]) -> bool:

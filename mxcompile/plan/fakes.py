@@ -96,9 +96,18 @@ def call(
 
 @contextmanager
 def quiet(*, compiling: bool = True) -> Iterator[None]:
-    """Run a model on fakes in here: apart from the compile around it, and, if `compiling`, as if compiled."""
+    """Run a model on fakes in here: apart from the compile around it, and, if `compiling`, as if compiled.
+
+    No compiled code runs: what was compiled runs as Python, and Dynamo compiles nothing of it.
+    """
     flag = torch.compiler._is_compiling_flag
-    with torch._guards.tracing(None), unset_fake_temporarily(), _without_function_modes(), values_read():
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch._guards.tracing(None),
+        unset_fake_temporarily(),
+        _without_function_modes(),
+        values_read(),
+    ):
         torch.compiler._is_compiling_flag = compiling  # a model asks `torch.compiler.is_compiling()`
         try:
             yield

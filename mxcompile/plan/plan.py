@@ -158,6 +158,7 @@ def _planned(
         except Exception as error:  # of the user's model
             what = str(error).strip().partition("\n")[0]
             raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
+        _check_apart(graph, model)
         Find(blocks=repeats.blocks).apply(graph)
         Classify().apply(graph)
         keep_products(graph)
@@ -170,6 +171,18 @@ def _planned(
         obstacles={name: reason for name, reason in obstacles.items() if reason},
         read=frozenset(_read(graph, repeats)),
     )
+
+
+def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises `ModelError` if `graph`, recorded of a copy, reads parameters of `model` itself."""
+    held = vars(graph.owning_module or fx.GraphModule({}, graph))
+    constants = {**held, **held["_parameters"], **held["_buffers"]}
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(constants.get(node.target)) in own for node in graph.find_nodes(op="get_attr")):
+        raise ModelError(
+            f"cannot plan the model: the forward of {type(model).__name__} reaches the model itself from its"
+            " copy, by an object that refuses to be copied"
+        )
 
 
 def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:

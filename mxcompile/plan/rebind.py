@@ -1,0 +1,212 @@
+"""What an attribute of a model holds of that model, in a copy of it: closures, methods, partials, callbacks.
+
+    m.forward = lambda *args: original(*args)     original: the method of m
+    copy.forward = the same code, with the copy's method in its cell
+
+``copy.deepcopy`` takes functions as they are, so a copied model would call the model itself, whose
+parameters are real and whose modules may be compiled. Here a function that leads to a module or a tensor of
+the model, by its cells, its defaults, its ``__wrapped__`` or the globals it names, is made anew; so is what
+leads to such a function. Everything else is left to ``copy.deepcopy``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import innermost_fn
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 50_000
+"""How many values are followed, of all attributes together: a callback may hold a whole trainer."""
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type})
+
+
+class Rebinder:
+    """Copies of values that know the copies of what they lead to.
+
+    memo: as ``copy.deepcopy``'s, with the copies of all modules and tensors of the model, by identity.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._targets = frozenset(memo)
+        self._children: dict[int, tuple[Any, ...]] = {}
+        self._values: dict[int, Any] = {}  # keeps them alive: they are known by identity
+        self._leading: set[int] = set()
+
+    def __call__(self, value: Any) -> Any:
+        """A copy of `value`; `value` itself where it cannot be copied."""
+        self._follow(value)
+        return self._copied(value)
+
+    def _follow(self, value: Any) -> None:
+        """Find which of the values that `value` holds lead to the model."""
+        holders: defaultdict[int, list[int]] = defaultdict(list)
+        pending, reached = [value], []
+        while pending and len(self._values) < _LIMIT:
+            one = pending.pop()
+            if id(one) in self._children:
+                continue
+            self._values[id(one)] = one
+            self._children[id(one)] = children = tuple(c for c in _held(one) if type(c) not in _ATOMS)
+            for child in children:
+                holders[id(child)].append(id(one))
+                if id(child) in self._targets or id(child) in self._leading:
+                    reached.append(id(one))
+                else:
+                    pending.append(child)
+        while reached:
+            key = reached.pop()
+            if key not in self._leading:
+                self._leading.add(key)
+                reached += holders[key]
+
+    def _copied(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if id(value) in self._leading:
+            return self._rebound(value)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:  # of whatever class the user keeps there
+            log.info("not copied with its model: %s: %s", type(value).__name__, error)
+            return value
+
+    def _rebound(self, value: Any) -> Any:
+        """A copy of `value`, which leads to the model, made before what it holds: that may hold it."""
+        made: Any
+        match value:
+            case FunctionType() if (inner := _compiled(value)) is not None:
+                made = self._copied(inner)
+                return torch.compiler.disable(made) if _is_disabled(value) else made
+            case FunctionType():
+                return self._function(value)
+            case MethodType():
+                return MethodType(self._copied(value.__func__), self._copied(value.__self__))
+            case functools.partial():
+                named = {name: self._copied(one) for name, one in value.keywords.items()}
+                return type(value)(self._copied(value.func), *map(self._copied, value.args), **named)
+            case weakref.ref():
+                return weakref.ref(self._copied(value()))
+            case tuple():
+                return tuple(map(self._copied, value))
+            case list():
+                made = self._memo[id(value)] = []
+                made += map(self._copied, value)
+            case set():
+                made = self._memo[id(value)] = set()
+                made.update(map(self._copied, value))
+            case dict():
+                made = self._memo[id(value)] = type(value)()
+                made.update((self._copied(key), self._copied(one)) for key, one in value.items())
+            case _:
+                made = self._memo[id(value)] = object.__new__(type(value))
+                vars(made).update((name, self._copied(one)) for name, one in vars(value).items())
+        return made
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        named = {name: one for name, one in _globals(function) if self._leads(one)}
+        scope = function.__globals__
+        if named:  # without a name it is not taken for the module that it is a copy of
+            scope = {name: one for name, one in scope.items() if name != "__name__"}
+        made = FunctionType(function.__code__, scope, function.__name__, None, cells)
+        self._memo[id(function)] = made
+        scope.update((name, self._copied(one)) for name, one in named.items())
+        for cell, own in zip(cells, function.__closure__ or (), strict=True):
+            for content in _content(own):
+                cell.cell_contents = self._copied(content) if self._leads(content) else content
+        made.__defaults__ = self._kept(function.__defaults__)
+        made.__kwdefaults__ = self._kept(function.__kwdefaults__)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        vars(made).update((name, self._kept(one)) for name, one in vars(function).items())
+        return made
+
+    def _leads(self, value: Any) -> bool:
+        return id(value) in self._targets or id(value) in self._leading
+
+    def _kept(self, value: Any) -> Any:
+        """`value` as it is, or its copy where it leads to the model."""
+        return self._copied(value) if self._leads(value) else value
+
+
+def _compiled(function: FunctionType) -> Any:
+    """What ``torch.compile``, or ``torch.compiler.disable``, made `function` of; None for any other."""
+    inner = innermost_fn(function)
+    return None if inner is function else inner
+
+
+def _is_disabled(function: FunctionType) -> bool:
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What `value` holds, where a copy of it could be told to hold something else."""
+    match value:
+        case FunctionType() if (inner := _compiled(value)) is not None:
+            return (inner,)
+        case FunctionType():
+            return _of_function(value)
+        case MethodType():
+            return value.__func__, value.__self__
+        case functools.partial():
+            return value.func, *value.args, *value.keywords.values()
+        case weakref.ref():
+            return () if (referent := value()) is None else (referent,)
+    if type(value) in _CONTAINERS:
+        return (*value.keys(), *value.values()) if isinstance(value, dict) else tuple(value)
+    return vars(value).values() if _is_plain(value) else ()
+
+
+def _of_function(function: FunctionType) -> Iterator[Any]:
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return
+    for cell in function.__closure__ or ():
+        yield from _content(cell)
+    yield from (one for one in (function.__defaults__, function.__kwdefaults__) if one)
+    yield from vars(function).values()
+    yield from (one for _, one in _globals(function))
+
+
+def _content(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals that `function` names, but for functions of other files: those know nothing of a model."""
+    scope = function.__globals__
+    for name in dict.fromkeys(_names(function.__code__)):
+        value = scope.get(name)
+        if not isinstance(value, FunctionType) or value.__globals__ is scope:
+            yield name, value
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is what its attributes are: of a class in Python that does not say how it is copied."""
+    kind = type(value)
+    return (
+        kind.__new__ is object.__new__
+        and hasattr(value, "__dict__")
+        and not hasattr(kind, "__deepcopy__")
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
