@@ -19,9 +19,10 @@ from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import capture
+from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import check_plan, publish
+from mxcompile.compiler.entry import publish
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
@@ -131,12 +132,10 @@ def compile_graph(
         config_patches=compilation.config_patches(),
         decompositions=table(),
     )
-    publish(compilation, gm, example_inputs)
+    code = publish(compilation, gm, example_inputs, cast(Compiled, compiled))
     if tapped is not None:
-        return histories.Stateful(
-            cast(Compiled, compiled), tapped, dict(compilation.part.histories), found.root
-        )
-    return cast(Compiled, compiled)
+        return histories.Stateful(code, tapped, dict(compilation.part.histories), found.root)
+    return code
 
 
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))

@@ -120,13 +120,17 @@ class Frame:
         return f"a frame inside {type(root).__name__}"
 
 
+def running() -> Iterator[nn.Module]:
+    """The modules whose calls are going on in this thread, innermost first."""
+    for frame in _frames():
+        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        if isinstance(module, nn.Module):
+            yield module
+
+
 def is_running(root: nn.Module) -> bool:
     """Whether a call of `root` is going on in this thread."""
-    calls = (frame for frame in _frames() if frame.f_code.co_name in _CALLS)
-    return any(
-        isinstance(module := frame.f_locals.get("self"), nn.Module) and users_own(module) is root
-        for frame in calls
-    )
+    return any(users_own(module) is root for module in running())
 
 
 def _frames() -> Iterator[FrameType]:

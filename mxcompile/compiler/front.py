@@ -2,6 +2,7 @@
 
     blocks: the members of the model's stacks        equal blocks with equal decisions share one code
     the rest: the modules outside that hold matrices, each by itself
+    a model without stacks is one block
 
 What distributes a model acts on modules (FSDP2 gathers a block, DDP waits for its gradients), so a block is
 the unit in which compiling does not get in its way, and one block's code serves a hundred. Roles and
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
+from mxcompile.compiler.first_call import watch
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.graph.names import joined, user_path
 from mxcompile.lowering.targets import AUTO
@@ -50,11 +52,14 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     model: bare, or in any of ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel``; they can
     be applied before or after. policy, report, target, strict, inductor, mode: as for ``torch.compile``.
     blocks: "auto", the members of the model's stacks (module lists, Sequentials); or paths of the modules
-    to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled by themselves.
+    to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled by themselves; a
+    model without stacks is compiled whole.
 
     The policy is held against the whole model when it is first called, before anything is compiled: there a
-    rule that fits no layer is reported, and `strict` raises. Raises `ModelError`, `OptionError`,
-    `PolicyError` or `TargetError`.
+    rule that fits no layer is reported, and `strict` raises. After that call a warning, or with `strict` an
+    error, tells of layers that ran outside of compiled code, or that nothing was compiled.
+
+    Raises `ModelError`, `OptionError`, `PolicyError` or `TargetError`.
     """
     check_module("compile", model)
     root = users_own(model)
@@ -76,6 +81,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     )
     for part in chosen.values():
         _compile(part, backend)
+    watch(root, backend.options, tuple(chosen))
     return model
 
 
@@ -95,6 +101,9 @@ def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, 
     """The modules of `root` to compile, by the user's path."""
     if blocks == "auto":
         found = dict(_stacked("", root))
+        if not found and _is_called(root):
+            yield "", root
+            return
     elif isinstance(blocks, str):
         raise OptionError(not_allowed("blocks", blocks, ["auto"]) + ", or a list of paths")
     else:
@@ -118,7 +127,7 @@ def _stacked(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         members = {name: child for name, child in _children(module) if any(True for _ in child.children())}
         kinds = Counter(plain_class(users_own(child)) for child in members.values())
         for name, child in members.items():
-            if kinds[plain_class(users_own(child))] > 1:
+            if _is_called(child) and kinds[plain_class(users_own(child))] > 1:
                 yield joined(path, name), child
             else:
                 yield from _stacked(joined(path, name), child)
@@ -133,10 +142,15 @@ def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str,
         inside = joined(path, name)
         if inside in blocks:
             continue
-        if any(block.startswith(f"{inside}.") for block in blocks):
+        if any(block.startswith(f"{inside}.") for block in blocks) or not _is_called(child):
             yield from _rest(inside, child, blocks)
         elif any(_holds_matrix(part) for part in child.modules()):
             yield inside, child
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether `module` can be called: one that only holds others, like a list, has no forward."""
+    return "forward" in vars(module) or plain_class(module).forward is not nn.Module.forward
 
 
 def _holds_matrix(module: nn.Module) -> bool:

@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mxcompile import ops
 from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.frames import running
 from mxcompile.compiler.trace import copied
 from mxcompile.policy import Policy
 
@@ -238,10 +239,9 @@ class Stateful:
         """The module that has `weight`, and the name of the buffer beside it."""
         if weight not in self._owned:
             root = self._root() if self._root is not None else None
-            for module in root.modules() if root is not None else ():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        self._owned[parameter] = weakref.ref(module), f"{name}{SUFFIX}"
+            self._learn(() if root is None else root.modules())
+        if weight not in self._owned:  # of the next model of its class, for which Dynamo runs this code too
+            self._learn(module for caller in running() for module in caller.modules())
         if weight not in self._owned:
             log.warning("a weight is not one of the model's: its amax history is not saved with the model")
             self._apart.append(nn.Module())
@@ -250,6 +250,13 @@ class Stateful:
         module = reference()
         assert module is not None
         return module, name
+
+    def _learn(self, modules: Iterable[nn.Module]) -> None:
+        """The parameters of `modules` are theirs."""
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owned[parameter] = weakref.ref(module), f"{name}{SUFFIX}"
 
 
 def _in_backward() -> bool:

@@ -78,6 +78,12 @@ def planned(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     return _PLANS.get(root) or _PLANS.setdefault(root, _made(root, args, kwargs))
 
 
+def known_plan(root: nn.Module) -> Plan | None:
+    """The plan of `root`, if one was made."""
+    known = _PLANS.get(root)
+    return None if known is None else known.plan
+
+
 def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:
     start = time.perf_counter()
     try:

@@ -56,7 +56,7 @@ def guard(found: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     if unlimited:
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
     elif len(kinds) > limit:
-        name = type(found.root.get_submodule(_raw(found.root, found.prefix))).__name__
+        name = type(named(found.root, found.prefix)).__name__
         raise PolicyError(
             f"{policy.label} tells {len(kinds)} kinds of {name} apart, and Dynamo keeps no more than {limit}"
             " codes of one function; compile the model with mxcompile.compile(model, policy=…)"
@@ -89,7 +89,7 @@ def _install(holds: Callable[[object], bool]) -> Callable[[Any, Guard], None]:
 def _alike(found: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
     """The modules of the class that `found` is compiled for, and what is decided for each."""
     assert found.root is not None
-    module = found.root.get_submodule(_raw(found.root, found.prefix))
+    module = named(found.root, found.prefix)
     below = _decided(found, policy)
     for path, other in _modules(found.root):
         if plain_class(other) is plain_class(module):
@@ -114,6 +114,11 @@ def _decided(found: Capture, policy: Policy) -> Callable[[str], Signature]:
         )
 
     return below
+
+
+def named(root: nn.Module, path: str) -> nn.Module:
+    """The module of `root` at the user's `path`, that of the innermost of wrappers."""
+    return root.get_submodule(_raw(root, path))
 
 
 def _modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

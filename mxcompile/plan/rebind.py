@@ -203,7 +203,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _is_plain(value: Any) -> bool:
     """Whether `value` is what its attributes are: of a class in Python that does not say how it is copied."""
-    kind = type(value)
+    kind: Any = type(value)
     return (
         kind.__new__ is object.__new__
         and hasattr(value, "__dict__")

@@ -50,6 +50,12 @@ class Ledger:
         self.frame: object = None
         self.parts: list[Part] = []
 
+    def of(self, model: nn.Module) -> Ledger:
+        """One of the same compile for `model`, without parts."""
+        other = Ledger(target=self.target, policy=self.policy, group=self.group, model=model)
+        other.frame, other.path = self.frame, self.path
+        return other
+
 
 def _reference(model: nn.Module) -> weakref.ref[nn.Module]:
     """A key for `model` that does not keep it alive and outlives it."""
@@ -70,7 +76,8 @@ class Registry:
     def open(self, key: object, fresh: Ledger) -> Ledger:
         """The ledger of the compile `key`, a context of Dynamo's or anything else; `fresh` if it has none."""
         with self._lock:
-            fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)
+            if fresh.frame is None:
+                fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)
             return self._ledgers.setdefault(key, fresh)
 
     def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord]) -> None:
@@ -119,6 +126,12 @@ class Registry:
             policy=last.policy,
             planned=tuple(planned),
         )
+
+    def knows(self, model: nn.Module, group: str) -> bool:
+        """Whether anything of `model` was compiled under the options `group`."""
+        with self._lock:
+            whose = _reference(model)
+            return any(own.model == whose and own.group == group for own in self._ledgers.values())
 
     def pending(self, model: nn.Module, group: str) -> list[GemmRecord]:
         """What is planned of `model` under the options `group`, and in no graph that was compiled."""

@@ -16,9 +16,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import capture
+from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import check_plan, publish
+from mxcompile.compiler.entry import publish
 from mxcompile.compiler.options import Options
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
@@ -87,7 +88,7 @@ class EagerBackend:
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
         compilation.lowered = True  # there is nothing to lower, and nothing to look up
-        publish(compilation, gm, example_inputs)
+        compiled = publish(compilation, gm, example_inputs, compiled)
         if tapped is not None:
             return histories.Stateful(compiled, tapped, dict(compilation.part.histories), found.root)
         return compiled

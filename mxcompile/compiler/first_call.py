@@ -1,0 +1,37 @@
+"""The first call of a model whose parts are compiled: what was not compiled of it is told.
+
+Dynamo decides what it compiles, and asks the backend about nothing else: a module whose forward it leaves to
+Python, or that the model never calls, is left as it was without a word. So the first call is compared with
+the plan. It is the model's ``_compiled_call_impl``, which copies of the model do not have, and it goes once
+it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mxcompile.compiler.checks import check_call
+from mxcompile.compiler.options import Options
+
+
+def watch(root: nn.Module, options: Options, parts: Sequence[str]) -> None:
+    """Look at the first call of `root`, of which the modules at `parts` are compiled with `options`.
+
+    Of that call, `UnsupportedError` is raised in strict mode, else there is a warning, for layers that the
+    policy quantizes and that ran outside of compiled code, and where nothing was compiled at all.
+    """
+    inner = root._compiled_call_impl
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the whole of it, by another torch.compile
+            return root._call_impl(*args, **kwargs)
+        root._compiled_call_impl = inner
+        result = root(*args, **kwargs)
+        check_call(root, options, parts, args, kwargs)
+        return result
+
+    root._compiled_call_impl = first

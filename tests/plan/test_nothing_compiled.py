@@ -1,0 +1,234 @@
+"""Whatever the shape of a model, its first call has compiled it, or says what it has not and why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from torch import Tensor, nn
+from ways import front_door, pending, report_of_all, rows
+
+import mxcompile
+from mxcompile.errors import ModelError, UnsupportedError
+
+WIDTH = 8
+POLICY = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": "mxfp8"}]}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+class Gated(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).sigmoid())
+
+
+class Model(nn.Module):
+    """Runs its parts in turn: modules in lists, in dicts, in lists of lists."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["order"] = tuple(parts)
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = run(getattr(self, name), x)
+        return x
+
+
+def run(part: nn.Module, x: Tensor) -> Tensor:
+    match part:
+        case nn.ModuleList():
+            members = list(part)
+        case nn.ModuleDict():
+            members = list(part.values())
+        case _:
+            return part(x)
+    for member in members:
+        x = run(member, x)
+    return x
+
+
+class Apart(nn.Module):
+    """Only holds others, like a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Gated()
+
+
+class OfApart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Apart()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self.blocks, self.held.second(self.held.first(x)))
+
+
+class OwnMatrix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "a linear layer": lambda: nn.Linear(WIDTH, WIDTH),
+    "a Sequential": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)),
+    "a block": Block,
+    "a matrix of its own": OwnMatrix,
+    "one block in a list": lambda: Model(blocks=nn.ModuleList([Block()])),
+    "one block in a list, and a head": lambda: Model(
+        blocks=nn.ModuleList([Block()]), head=nn.Linear(WIDTH, WIDTH)
+    ),
+    "one block in a dict": lambda: Model(blocks=nn.ModuleDict({"0": Block()})),
+    "two blocks": lambda: Model(blocks=nn.ModuleList([Block(), Block()])),
+    "two different blocks": lambda: Model(blocks=nn.ModuleList([Block(), Gated()])),
+    "two equal blocks and another": lambda: Model(blocks=nn.ModuleList([Block(), Gated(), Block()])),
+    "blocks as attributes": lambda: Model(block1=Block(), block2=Block()),
+    "blocks in a dict": lambda: Model(blocks=nn.ModuleDict({"a": Block(), "b": Block()})),
+    "lists of lists": lambda: Model(
+        stages=nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])])
+    ),
+    "lists of one": lambda: Model(
+        stages=nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"a": Gated()})])
+    ),
+    "a stack beside a list of one": lambda: Model(
+        stem=nn.ModuleList([Gated()]), blocks=nn.ModuleList([Block(), Block()])
+    ),
+    "a stack beside linear layers in a list": lambda: Model(
+        stem=nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), blocks=nn.ModuleList([Block(), Block()])
+    ),
+    "a module that only holds": OfApart,
+}
+
+
+def step(call: Callable[..., Tensor]) -> Tensor:
+    y = call(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH))
+    y.sum().backward()
+    return y.detach()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_of_any_shape_is_compiled(shape: str, caplog: pytest.LogCaptureFixture):
+    torch.manual_seed(0)
+    model = SHAPES[shape]()
+    expected = rows(mxcompile.explain(model, torch.randn(4, WIDTH), policy=POLICY, target="cpu"))
+    plain = step(model)
+    with caplog.at_level(logging.WARNING, "mxcompile"):
+        found = step(front_door(model, policy=POLICY, strict=True))
+    assert not torch.equal(found, plain), "the values are those of MXFP8"
+    assert rows(report_of_all()) == expected
+    assert not pending(report_of_all())
+    assert not [record for record in caplog.records if record.name.startswith("mxcompile")]
+
+
+class ByAnotherMethod(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.run(x)
+        return x
+
+
+class OneByAnotherMethod(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1].run(self.blocks[0](x))
+
+
+class Disabled(Block):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def _pair() -> nn.ModuleList:
+    return nn.ModuleList([Block(), Block()])
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "by another method": (
+        lambda: ByAnotherMethod(blocks=_pair()), "nothing of ByAnotherMethod was compiled.*blocks.0, blocks.1"
+    ),
+    "disabled": (Disabled, "nothing of Disabled was compiled"),
+    "one of two": (lambda: OneByAnotherMethod(blocks=_pair()), r"ran outside of compiled code.*blocks\.1\."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", LEFT)
+def test_what_is_not_compiled_is_told(shape: str, caplog: pytest.LogCaptureFixture):
+    make, said = LEFT[shape]
+    with pytest.raises(UnsupportedError, match=said):
+        step(front_door(make(), policy=POLICY, strict=True))
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    call = front_door(make(), policy=POLICY)
+    with caplog.at_level(logging.WARNING, "mxcompile"):
+        step(call)
+        step(call)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("mxcompile")]
+    assert len(told) == 1
+    assert re.search(said, told[0])
+    assert "not compiled yet" in report_of_all().summary.warnings[0]
+
+
+@pytest.mark.parametrize("what", [lambda x: x, Block().forward], ids=["function", "method"])
+def test_only_modules_are_compiled_in_place(what: Any):
+    with pytest.raises(ModelError, match=r"compile takes a .*Module"):
+        mxcompile.compile(what)
+
+
+def test_functions_and_methods_are_compiled_by_torch_compile():
+    block = Block()
+    plain = step(block)
+    for function in (block.forward, block.run, lambda x: block(x)):
+        compiled = torch.compile(function, backend=EagerBackend(policy=POLICY))
+        assert not torch.equal(step(compiled), plain)
+        assert {gemm.precision for gemm in report_of_all().gemms} == {"mxfp8"}
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+
+
+@pytest.mark.parametrize("way", [front_door, torch.compile], ids=["mxcompile.compile", "torch.compile"])
+def test_the_second_model_of_a_class_has_a_report_of_its_own(way: Any):
+    backend, compiles = EagerBackend(policy=POLICY), []
+    backend.before = compiles.append
+
+    def compiled(model: nn.Module) -> Any:
+        if way is torch.compile:
+            return torch.compile(model, backend=backend)
+        with mock.patch("mxcompile.compiler.front.Backend", return_value=backend):
+            return mxcompile.compile(model)
+
+    step(compiled(SHAPES["two blocks"]()))
+    first = rows(report_of_all())
+    mxcompile.clear_reports()
+    graphs = len(compiles)
+    second = compiled(SHAPES["two blocks"]())
+    step(second)
+    assert len(compiles) == graphs, "Dynamo runs the code of the first"
+    assert rows(report_of_all()) == first
+    step(second)
+    assert len(mxcompile.reports()) == 1
+    step(compiled(SHAPES["two different blocks"]()))
+    assert len(mxcompile.reports()) == 2
