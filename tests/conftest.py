@@ -28,7 +28,10 @@ def pytest_addoption(parser):
         "--drawn-every", type=int, default=1, help="run every so many of the fuzzer's tens and of random cuts"
     )
     parser.addoption(
-        "--slow-cases", type=int, default=0, help="run so many cases of each slow test, spread evenly (0: all)"
+        "--slow-cases",
+        type=int,
+        default=0,
+        help="run so many cases of each slow test, spread evenly (0: all)",
     )
 
 

@@ -26,8 +26,8 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
             return {"x": torch.randn(1, *size, dtype=dtype)}
     raise ModelError(
-        f"what the layers of a {type(model).__name__} do is seen in a call of it, and what it takes is not"
-        " known: pass args=(…) or kwargs={…}, of any values"
+        f"cannot trace {type(model).__name__} without inputs: pass args=(…) or kwargs={{…}}; values do not"
+        " matter"
     )
 
 

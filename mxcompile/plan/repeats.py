@@ -9,6 +9,7 @@ stands for the rest: ends can differ in what surrounds them, the middle cannot.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import re
@@ -189,6 +190,8 @@ def _setting(value: Any) -> Any:
             return _tensor(value)
         case FunctionType():
             return value.__module__, value.__qualname__, id(value.__closure__) if value.__closure__ else 0
+        case functools.partial():
+            return "partial", _setting(value.func), _setting(value.args), _setting(value.keywords)
         case MethodType():
             return type(value.__self__).__qualname__, value.__func__.__qualname__
         case nn.Module():

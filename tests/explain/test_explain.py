@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_only_some_of_equal_layers_are_traced():
     folded = repeats.fold(model, mxcompile.Policy())
     assert folded.standing_for == {"layers.1": tuple(f"layers.{i}" for i in range(2, 7))}
     assert list(model.layers._modules) == ["0", "1", "7"]
+
+
+def test_layers_with_a_partial_each_are_equal():
+    model = Model(blocks=8)
+    for index, layer in enumerate(model.layers):
+        layer.act = functools.partial(nn.functional.gelu, approximate="none" if index == 3 else "tanh")
+    repeats.fold(model, mxcompile.Policy())
+    assert list(model.layers._modules) == ["0", "1", "3", "7"]
 
 
 @pytest.mark.parametrize(
