@@ -8,12 +8,14 @@
 // part the result is 0. Threads share heads, and parts of the keys where there are few heads.
 //
 //   Loops      any ISA: values in FP32, one row after the other
+//   InOrder    AVX2 and NEON: codes become FP32 by FP16 (`lanes.h`), scales multiply as below; tiles that hold NaN codes or
+//              extreme scales are left to the loops
 //   Registers  AVX-512 with byte permutations: 64 codes at a time become FP32 by a table; scales multiply partial sums of
 //              keys and the weights of values, so that elements need no scaling
 #ifndef MXCOMPILE_ATTENTION_H
 #define MXCOMPILE_ATTENTION_H
 
-#include "elements.h"
+#include "lanes.h"
 #include <memory>
 
 MXCOMPILE_VECTORIZED
@@ -197,6 +199,100 @@ struct Registers {
 };
 #endif
 
+#ifdef MXCOMPILE_LANES
+template <class Elem>
+struct InOrder : Loops<Elem> {
+  static constexpr int PARTS = BLOCK / WIDTH, CHUNK = CODES / WIDTH;
+
+  static const Scales<raised<Elem>>& powers() { return Scales<raised<Elem>>::all(); }
+
+  static bool usual(const Attention& a, const Rows& rows) {
+    return largest(rows.scales, rows.count * a.blocks()) <= powers().most &&
+           !has_nan<Elem>(rows.codes, rows.count * a.dim);
+  }
+
+  // `CODES` codes from `d` on of a row; there are zeros behind its end
+  static inline __attribute__((always_inline)) void unpack_some(const Attention& a, const uint8_t* row, int64_t d,
+                                                                Lanes* out) {
+    if (d + CODES <= a.dim) return unpack<Elem>(row + d, out);
+    uint8_t some[CODES] = {};
+    if (d < a.dim) std::memcpy(some, row + d, a.dim - d);
+    unpack<Elem>(some, out);
+  }
+
+  template <int rows>
+  static void scores_of(const Attention& a, const float* q, const Rows& keys, const uint8_t* soon, float* out) {
+    for (int64_t key = 0; key < keys.count; key++) {
+      const uint8_t *codes = keys.codes + key * a.dim, *scales = keys.scales + key * a.blocks();
+      Lanes total[rows];
+      for (int r = 0; r < rows; r++) total[r] = zeros();
+      for (int64_t block = 0; block < a.blocks(); block++) {
+        const int64_t d = block * BLOCK;
+        if (block % 2 == 0) fetch(soon + key * a.dim + d);
+        Lanes part[PARTS];
+        for (int64_t i = 0; i < BLOCK; i += CODES) unpack_some(a, codes, d + i, part + i / WIDTH);
+        const Lanes scale = everywhere(powers().value[scales[block]]);
+        for (int r = 0; r < rows; r++) {
+          const float* query = q + r * a.padded() + d;
+          Lanes dot = product(part[0], load(query));
+          for (int i = 1; i < PARTS; i++) dot = added(part[i], load(query + i * WIDTH), dot);
+          total[r] = added(dot, scale, total[r]);
+        }
+      }
+      for (int r = 0; r < rows; r++) out[r * TILE + key] = sum(total[r]);
+    }
+  }
+
+  template <int rows>
+  static void add_of(const Attention& a, const float* weights, const Rows& values, const uint8_t* soon, float* totals) {
+    for (int64_t d = 0; d < a.dim; d += CODES) {
+      Lanes sums[rows][CHUNK];
+      float scaled[rows][TILE];
+      for (int64_t key = 0; key < values.count; key++) {
+        float scale = powers().value[values.scales[key * a.blocks() + d / BLOCK]];
+        for (int r = 0; r < rows; r++) scaled[r][key] = weights[r * TILE + key] * scale;
+      }
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < CHUNK; i++) sums[r][i] = load(totals + r * a.padded() + d + i * WIDTH);
+      for (int64_t key = 0; key < values.count; key++) {
+        if (d % (4 * CODES) == 0) fetch(soon + key * a.dim + d);
+        Lanes part[CHUNK];
+        unpack_some(a, values.codes + key * a.dim, d, part);
+        for (int r = 0; r < rows; r++) {
+          const Lanes weight = everywhere(scaled[r][key]);
+          for (int i = 0; i < CHUNK; i++) sums[r][i] = added(part[i], weight, sums[r][i]);
+        }
+      }
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < CHUNK; i++) store(totals + r * a.padded() + d + i * WIDTH, sums[r][i]);
+    }
+  }
+
+  static void scores(const Attention& a, const float* q, int64_t rows, const Rows& keys, const uint8_t* soon,
+                     float* out) {
+    if (!usual(a, keys)) return Loops<Elem>::scores(a, q, rows, keys, soon, out);
+    static_assert(TOGETHER == 4, "one case for each number of queries");
+    switch (rows) {
+      case 1: return scores_of<1>(a, q, keys, soon, out);
+      case 2: return scores_of<2>(a, q, keys, soon, out);
+      case 3: return scores_of<3>(a, q, keys, soon, out);
+      default: return scores_of<4>(a, q, keys, soon, out);
+    }
+  }
+
+  static void add(const Attention& a, const float* weights, int64_t rows, const Rows& values, const uint8_t* soon,
+                  float* totals) {
+    if (!usual(a, values)) return Loops<Elem>::add(a, weights, rows, values, soon, totals);
+    switch (rows) {
+      case 1: return add_of<1>(a, weights, values, soon, totals);
+      case 2: return add_of<2>(a, weights, values, soon, totals);
+      case 3: return add_of<3>(a, weights, values, soon, totals);
+      default: return add_of<4>(a, weights, values, soon, totals);
+    }
+  }
+};
+#endif
+
 struct Running {  // softmax so far of one query
   float most, sum;
 };
@@ -348,6 +444,8 @@ inline void attention(const Query* q, const uint8_t* keys, const uint8_t* key_sc
   Rows k{keys, key_scales, a.keys}, v{values, value_scales, a.keys};
 #ifdef MXCOMPILE_BYTE_TABLES
   attention_by<Registers<Elem>>(q, k, v, mask, a, threads, out);
+#elif defined(MXCOMPILE_LANES)
+  attention_by<InOrder<Elem>>(q, k, v, mask, a, threads, out);
 #else
   attention_by<Loops<Elem>>(q, k, v, mask, a, threads, out);
 #endif

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
 #include <immintrin.h>
 #define MXCOMPILE_BYTE_TABLES 1
@@ -155,6 +156,12 @@ inline float decode(uint8_t code) {
   uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
   value = size >= not_finite ? special : value;
   return as_float(value | (static_cast<uint32_t>(code & 0x80) << 24));
+}
+
+// f of 0, 1, … as constants: sums that constants index stay in registers, those that a loop indexes do not.
+template <class F, int... index>
+inline __attribute__((always_inline)) void each(std::integer_sequence<int, index...>, F f) {
+  (f(std::integral_constant<int, index>()), ...);
 }
 
 #ifdef MXCOMPILE_BYTE_TABLES

@@ -3,21 +3,22 @@
 //   out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(s[n, k/32] − 127) (+ bias[n])          in FP32, rounded once
 //
 // x is [M, K], w [N, K] codes, s [N, ⌈K/32⌉] bytes, out [M, N]. Threads share rows of w, which each is read once for
-// every ROWS of x. Two forms, the same sums in another order:
+// every ROWS of x. Three forms, the same sums in another order:
 //
 //   loops      any x and ISA: the weight's values in FP32 times x in FP32
+//   fp32 dot   AVX2 and NEON: 32 codes become FP32 by shifts, one FMA applies the scale to their sum (`fp32_dot.h`); for x
+//              of ordinary exponents. Rows of a weight with NaN in it, or with extreme scales, are left to the loops.
 //   bf16 dot   AVX-512 with BF16 and byte permutations: codes become BF16 by a table of 128 entries, 64 at a time; two
 //              dot products of pairs, then one FMA applies the scales. These instructions take subnormal numbers for
 //              zeros and sum before they scale, so this form is for x of ordinary exponents: `ordinary` decides.
 #ifndef MXCOMPILE_WEIGHT_ONLY_MM_H
 #define MXCOMPILE_WEIGHT_ONLY_MM_H
 
-#include "elements.h"
+#include "fp32_dot.h"
 #if defined(MXCOMPILE_BYTE_TABLES) && defined(__AVX512BF16__)
 #define MXCOMPILE_BF16_DOT 1
 #endif
 #include <memory>
-#include <utility>
 
 MXCOMPILE_VECTORIZED
 
@@ -25,6 +26,7 @@ namespace mxcompile {
 
 constexpr int64_t ROWS = 8;       // of x that share one decoding of the weight
 constexpr int64_t WEIGHTS = 4;    // rows of the weight that share one reading of x: more streams keep memory busier
+constexpr int64_t MOST_WEIGHTS = 8;  // the same in FP32 on AVX2 and NEON
 constexpr int64_t STEP = 64;      // codes that the dot form decodes together
 constexpr int64_t AHEAD = 4096;   // bytes of a row between what is decoded and what is fetched from memory
 constexpr int64_t TURN = 64;      // rows of the weight that a thread takes at a time, whichever is free
@@ -71,28 +73,12 @@ inline void sums_by_loops(const float* x, const uint8_t* codes, const uint8_t* s
 }
 
 #ifdef MXCOMPILE_BF16_DOT
-// Whether products with any element, and their sums in pairs, are normal numbers: exponents within 2^±60, or no number.
-inline bool ordinary(const Bfloat16* x, int64_t count) {
-  bool all = true;
-  for (int64_t i = 0; i < count; i++) {
-    uint16_t size = magnitude(x[i]);
-    all &= (size >= (127 - 60) << 7 && size < (127 + 60) << 7) || size == 0 || size >= 0x7f80;
-  }
-  return all;
-}
-
 // x in the order in which unpacking leaves 64 codes: of each 16 the first eights, then the second ones.
 inline void permute(const Bfloat16* x, int64_t k, Bfloat16* out) {
   for (int64_t i = 0; i < (k + STEP - 1) / STEP * STEP; i++) {
     int64_t within = i % STEP, lane = within / 16, half = within / 8 % 2;
     out[i / STEP * STEP + half * 32 + lane * 8 + within % 8] = i < k ? x[i] : Bfloat16{0};
   }
-}
-
-// f of 0, 1, … as constants: sums that constants index stay in registers, those that a loop indexes do not.
-template <class F, int... index>
-inline __attribute__((always_inline)) void each(std::integer_sequence<int, index...>, F f) {
-  (f(std::integral_constant<int, index>()), ...);
 }
 
 template <int rows, int weights>
@@ -157,15 +143,54 @@ inline void sums_by_dot(const Bfloat16* x, const uint8_t* codes, const uint8_t* 
 }
 #endif
 
-// `sums` of up to ROWS rows of x and WEIGHTS rows of the weight at a time, those of a row of the weight ROWS apart
-template <class Bias, class Out, class X, class Sums>
+#ifdef MXCOMPILE_LANES
+constexpr int64_t SHARING = 4;  // rows of x whose sums with two of the weight stay in registers
+
+template <class Elem, int rows>
+inline bool sums_in_lanes(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t weights,
+                          float* sums) {
+  constexpr int together = rows == 1 ? MOST_WEIGHTS : rows == 2 ? 4 : 2;
+  bool right = true;
+  for (int64_t w = 0; w < weights;) {
+    const uint8_t *its_codes = codes + w * shape.k, *its_scales = scales + w * shape.blocks();
+    bool several = w + together <= weights;
+    auto some = several ? sums_in_lanes<Elem, rows, together> : sums_in_lanes<Elem, rows, 1>;
+    right &= some(x, shape.padded(), its_codes, its_scales, shape.k, AHEAD, ROWS, sums + w * ROWS);
+    w += several ? together : 1;
+  }
+  return right;
+}
+
+// x as `arrange` leaves it
+template <class Elem>
+inline void sums_in_lanes(const float* x, const uint8_t* codes, const uint8_t* scales, Shape shape, int64_t count,
+                          int64_t weights, float* sums) {
+  static_assert(SHARING == 4, "one function for each number of rows");
+  using Sums = bool (*)(const float*, const uint8_t*, const uint8_t*, Shape, int64_t, float*);
+  constexpr Sums of_rows[] = {sums_in_lanes<Elem, 1>, sums_in_lanes<Elem, 2>, sums_in_lanes<Elem, 3>,
+                              sums_in_lanes<Elem, 4>};
+  bool right = true;
+  for (int64_t m = 0; m < count; m += SHARING) {
+    int64_t some = count - m < SHARING ? count - m : SHARING;
+    right &= of_rows[some - 1](x + m * shape.padded(), codes, scales, shape, weights, sums + m);
+  }
+  if (right) return;
+  std::unique_ptr<float[]> plain(new float[count * shape.padded()]);
+  for (int64_t m = 0; m < count; m++)
+    arrange_back<Elem>(x + m * shape.padded(), shape.padded(), plain.get() + m * shape.padded());
+  sums_by_loops<Elem>(plain.get(), codes, scales, shape, count, weights, sums);
+}
+#endif
+
+// `sums` of up to ROWS rows of x and `group` rows of the weight at a time, those of a row of the weight ROWS apart
+template <int64_t group, class Bias, class Out, class X, class Sums>
 inline void for_outputs(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
                         int threads, Out* out, Sums sums) {
-#pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(dynamic, TURN / WEIGHTS)
-  for (int64_t n = 0; n < shape.n; n += WEIGHTS)
+#pragma omp parallel for num_threads(threads) if (shape.n * shape.k > LITTLE) schedule(dynamic, TURN / group)
+  for (int64_t n = 0; n < shape.n; n += group)
     for (int64_t m = 0; m < shape.m; m += ROWS) {
-      float found[WEIGHTS * ROWS];
-      int64_t count = shape.m - m < ROWS ? shape.m - m : ROWS, weights = shape.n - n < WEIGHTS ? shape.n - n : WEIGHTS;
+      float found[group * ROWS];
+      int64_t count = shape.m - m < ROWS ? shape.m - m : ROWS, weights = shape.n - n < group ? shape.n - n : group;
       sums(x + m * shape.padded(), codes + n * shape.k, scales + n * shape.blocks(), shape, count, weights, found);
       for (int64_t w = 0; w < weights; w++)
         for (int64_t i = 0; i < count; i++) {
@@ -181,13 +206,29 @@ inline void by_loops(const X* x, const uint8_t* codes, const uint8_t* scales, co
   std::unique_ptr<float[]> wide(new float[shape.m * shape.padded()]());
   for (int64_t m = 0; m < shape.m; m++)
     for (int64_t k = 0; k < shape.k; k++) wide[m * shape.padded() + k] = widen(x[m * shape.k + k]);
-  for_outputs(wide.get(), codes, scales, bias, shape, threads, out, sums_by_loops<Elem>);
+  for_outputs<WEIGHTS>(wide.get(), codes, scales, bias, shape, threads, out, sums_by_loops<Elem>);
+}
+
+template <class Elem, class X, class Bias, class Out>
+inline void in_fp32(const X* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape, int threads,
+                    Out* out) {
+#ifdef MXCOMPILE_LANES
+  if (ordinary(x, shape.m * shape.k)) {
+    std::unique_ptr<float[]> arranged(new float[shape.m * shape.padded()]);
+    for (int64_t m = 0; m < shape.m; m++)
+      arrange<Elem>(x + m * shape.k, shape.k, shape.padded(), arranged.get() + m * shape.padded());
+    using Sums = void (*)(const float*, const uint8_t*, const uint8_t*, Shape, int64_t, int64_t, float*);
+    Sums sums = sums_in_lanes<Elem>;
+    return for_outputs<MOST_WEIGHTS>(arranged.get(), codes, scales, bias, shape, threads, out, sums);
+  }
+#endif
+  by_loops<Elem>(x, codes, scales, bias, shape, threads, out);
 }
 
 template <class Elem, class Bias, class Out>
 inline void weight_only_mm(const float* x, const uint8_t* codes, const uint8_t* scales, const Bias* bias, Shape shape,
                            int threads, Out* out) {
-  by_loops<Elem>(x, codes, scales, bias, shape, threads, out);
+  in_fp32<Elem>(x, codes, scales, bias, shape, threads, out);
 }
 
 template <class Elem, class Bias, class Out>
@@ -198,10 +239,10 @@ inline void weight_only_mm(const Bfloat16* x, const uint8_t* codes, const uint8_
     std::unique_ptr<Bfloat16[]> permuted(new Bfloat16[shape.m * shape.padded()]);
     for (int64_t m = 0; m < shape.m; m++) permute(x + m * shape.k, shape.k, permuted.get() + m * shape.padded());
     using Sums = void (*)(const Bfloat16*, const uint8_t*, const uint8_t*, Shape, int64_t, int64_t, float*);
-    return for_outputs(permuted.get(), codes, scales, bias, shape, threads, out, static_cast<Sums>(sums_by_dot<Elem>));
+    return for_outputs<WEIGHTS>(permuted.get(), codes, scales, bias, shape, threads, out, static_cast<Sums>(sums_by_dot<Elem>));
   }
 #endif
-  by_loops<Elem>(x, codes, scales, bias, shape, threads, out);
+  in_fp32<Elem>(x, codes, scales, bias, shape, threads, out);
 }
 
 }  // namespace mxcompile

@@ -27,7 +27,7 @@ FORMS = {
 }
 """By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
 
-_ENDS = ("plain", "avx512 bf16")
+_ENDS = ("plain", "avx2", "avx512 bf16")
 PARAMS = [pytest.param(form, marks=[] if form in _ENDS else pytest.mark.slow) for form in FORMS]
 """For fixtures: the two ends every time, what lies between with the slow tests."""
 

@@ -139,6 +139,35 @@ def test_a_nan_block_and_a_short_last_block(product: Product):
     assert found[0, 1].isnan()
 
 
+@pytest.mark.parametrize("elem", ELEMS)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_every_code_at_every_place(product: Product, rows: int, elem: str):
+    """Also codes that are no numbers: infinities and NaN reach their row of the weight and no other."""
+    codes = EVERY.repeat(2).unfold(0, 100, 1)[:256].contiguous()
+    scales = torch.arange(100, 140, dtype=torch.uint8).repeat(26)[: 256 * 4].view(256, 4)
+    weight = ops.dequantize(codes.view(ELEMS[elem]), scales, -1, F32)
+    finite = weight.isfinite().all(1)
+    assert 0 < finite.sum() < 256
+    for column in range(100):
+        x = torch.zeros(rows, 100, dtype=BF16)
+        x[:, column] = 3.0
+        found = product(x, codes, scales, None, elem, F32)
+        assert torch.equal(found[:, finite], (3 * weight[finite, column]).expand(rows, -1))
+        assert not found[:, ~finite].isfinite().any()
+
+
+def test_subnormal_elements_where_threads_flush_them(product: Product):
+    """`torch.set_flush_denormal` is not to change what a weight is."""
+    codes, scales = torch.tensor([[1, 2, 131]], dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8)
+    x = torch.tensor([[1.0, 4.0, 64.0]], dtype=BF16)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = product(x, codes, scales, None, "E4M3", F32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.item() == 2.0**-9 * (1 + 8 - 3 * 64)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_decodes_its_stored_weights(dynamic: bool):
     torch.manual_seed(0)

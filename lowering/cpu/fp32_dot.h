@@ -1,0 +1,167 @@
+// Few rows times rows of stored weights, in registers of FP32: what `weight_only_mm.h` runs on AVX2 and on NEON.
+//
+// Codes become numbers that are 2^-Form::low of their values, up to 32 of which share a scale, which one FMA applies to
+// their sum. `arrange` puts x in the order of the numbers, and multiplies it by 2^Form::up.
+//
+//   NEON   by FP16 (`lanes.h`)
+//   AVX2   the code's bits at the place where FP32 has its exponent, and the sign: 2^-120 of the value of E4M3, 2^-112 of
+//          E5M2's, in two operations a number less than by FP16. Subnormal elements are subnormal numbers there, NaN is
+//          none: x is raised so that its products are normal numbers, and NaN is looked for.
+#ifndef MXCOMPILE_FP32_DOT_H
+#define MXCOMPILE_FP32_DOT_H
+
+#include "lanes.h"
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+// Whether products with any element, and sums of some, are normal numbers: exponents within 2^±60, or no number.
+inline bool ordinary(const Bfloat16* x, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; i++) {
+    uint16_t size = magnitude(x[i]);
+    all &= (size >= (127 - 60) << 7 && size < (127 + 60) << 7) || size == 0 || size >= 0x7f80;
+  }
+  return all;
+}
+
+inline bool ordinary(const float* x, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t size = magnitude(x[i]);
+    all &= (size >= (127 - 60) << 23 && size < (127 + 60) << 23) || size == 0 || size >= INFINITY_BITS;
+  }
+  return all;
+}
+
+#if MXCOMPILE_LANES == 8
+// FP32 flushes no subnormal numbers while there is one of these, whatever the thread was told.
+struct Subnormals {
+  static constexpr unsigned flushing = 0x8040;
+  const unsigned before = _mm_getcsr();
+  Subnormals() {
+    if (before & flushing) _mm_setcsr(before & ~flushing);
+  }
+  ~Subnormals() {
+    if (before & flushing) _mm_setcsr(before);
+  }
+};
+
+template <class Elem>
+struct Dot {
+  using Codes = __m256i;
+  static constexpr int parts = 4, low = Elem::emax == 8 ? 120 : 112, up = 64;
+  static constexpr int shift = 7 - Elem::mantissa_bits;
+
+  static int64_t place(int64_t i) { return (3 - i % 4) * WIDTH + i / 4; }  // of code i of 32
+
+  // Products of signed bytes with powers of two are the bytes moved to where FP32's upper half has them. `most` becomes
+  // the largest of all codes' magnitudes, doubled.
+  static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes& most, Lanes* out) {
+    const __m256i odd = _mm256_set1_epi16(1 << (8 + shift)), even = _mm256_set1_epi16(1 << shift);
+    const __m256i number = _mm256_set1_epi32(static_cast<int>(0x80000000u | 0x7fu << (16 + shift)));
+    __m256i code = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+    asm("" : "+x"(code));  // once: GCC reads it for every use
+    most = _mm256_max_epu8(most, _mm256_add_epi8(code, code));
+    __m256i upper = _mm256_maddubs_epi16(odd, code), lower = _mm256_maddubs_epi16(even, code);
+    out[0] = _mm256_castsi256_ps(_mm256_and_si256(upper, number));
+    out[1] = _mm256_castsi256_ps(_mm256_and_si256(lower, number));
+    out[2] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(upper, 16), number));
+    out[3] = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(lower, 16), number));
+  }
+
+  static Codes none() { return _mm256_setzero_si256(); }
+
+  static bool finite(Codes most) {
+    const __m256i limit = _mm256_set1_epi8(static_cast<char>(Elem::emax == 8 ? 0xfe : 0xf8));
+    return !_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(most, limit), most));
+  }
+};
+#elif MXCOMPILE_LANES == 4
+struct Subnormals {};  // FP16 is converted exactly in any mode
+
+template <class Elem>
+struct Dot {
+  using Codes = uint8x16_t;
+  static constexpr int parts = 8, low = raised<Elem>, up = 0;
+
+  static int64_t place(int64_t i) { return i; }
+
+  static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes& most, Lanes* out) {
+    for (int64_t i = 0; i < BLOCK; i += CODES) {
+      if (Elem::emax == 8) most = vmaxq_u8(most, vshlq_n_u8(vld1q_u8(codes + i), 1));
+      mxcompile::unpack<Elem>(codes + i, out + i / WIDTH);
+    }
+  }
+
+  static Codes none() { return vdupq_n_u8(0); }
+  static bool finite(Codes most) { return Elem::emax != 8 || vmaxvq_u8(most) != 0xfe; }
+};
+#endif
+
+#ifdef MXCOMPILE_LANES
+// `up` and the order of codes for one row of x, padded with zeros to `padded`, or back.
+template <class Elem, class X>
+inline void arrange(const X* x, int64_t k, int64_t padded, float* out) {
+  const float factor = scale_value(127 + Dot<Elem>::up);
+  for (int64_t i = 0; i < padded; i++)
+    out[i / BLOCK * BLOCK + Dot<Elem>::place(i % BLOCK)] = i < k ? widen(x[i]) * factor : 0.0f;
+}
+
+template <class Elem>
+inline void arrange_back(const float* x, int64_t padded, float* out) {
+  const float factor = scale_value(127 - Dot<Elem>::up);
+  for (int64_t i = 0; i < padded; i++) out[i] = x[i / BLOCK * BLOCK + Dot<Elem>::place(i % BLOCK)] * factor;
+}
+
+// `rows` of x, `apart` from each other, times `weights` rows of k codes; sums of a row of the weight are `stride` apart.
+// False if there are codes that are no finite numbers, or scales that `Scales` has not: then the sums are not right.
+template <class Elem, int rows, int weights>
+inline bool sums_in_lanes(const float* x, int64_t apart, const uint8_t* codes, const uint8_t* scales, int64_t k,
+                          int64_t ahead, int64_t stride, float* sums) {
+  constexpr std::make_integer_sequence<int, rows> all_rows{};
+  constexpr std::make_integer_sequence<int, weights> all_weights{};
+  const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up>::all();
+  const int64_t blocks = (k + BLOCK - 1) / BLOCK, whole = k / BLOCK;
+  if (largest(scales, weights * blocks) > powers.most) return false;
+  const Subnormals subnormals;
+  auto most = Dot<Elem>::none();
+  Lanes total[weights * rows];
+  for (int i = 0; i < weights * rows; i++) total[i] = zeros();
+  auto block = [&](const uint8_t* first, int64_t step, int64_t index) __attribute__((always_inline)) {
+    each(all_weights, [&](auto w) __attribute__((always_inline)) {
+      Lanes part[Dot<Elem>::parts];
+      Dot<Elem>::unpack(first + w * step, most, part);
+      const Lanes scale = everywhere(powers.value[scales[w * blocks + index]]);
+      each(all_rows, [&](auto m) __attribute__((always_inline)) {
+        const float* row = x + m * apart + index * BLOCK;
+        Lanes dot = product(part[0], load(row));
+        for (int i = 1; i < Dot<Elem>::parts; i++) dot = added(part[i], load(row + i * WIDTH), dot);
+        total[w * rows + m] = added(dot, scale, total[w * rows + m]);
+      });
+    });
+  };
+  for (int64_t index = 0; index < whole; index += 2) {
+    int64_t at = index * BLOCK, soon = at + ahead < k ? ahead : ahead + (weights - 1) * k;  // then the rows after these
+    each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch(codes + w * k + at + soon); });
+    block(codes + at, k, index);
+    if (index + 1 < whole) block(codes + at + BLOCK, k, index + 1);
+  }
+  if (whole < blocks) {
+    uint8_t last[weights * BLOCK] = {};
+    for (int w = 0; w < weights; w++) std::memcpy(last + w * BLOCK, codes + w * k + whole * BLOCK, k - whole * BLOCK);
+    block(last, BLOCK, whole);
+  }
+  each(all_weights, [&](auto w) __attribute__((always_inline)) {
+    each(all_rows, [&](auto m) __attribute__((always_inline)) { sums[w * stride + m] = sum(total[w * rows + m]); });
+  });
+  return Dot<Elem>::finite(most);
+}
+#endif
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif

@@ -1,0 +1,127 @@
+// FP32 numbers in registers, and codes as such numbers where a CPU converts FP16 but has no table of bytes: AVX2, NEON.
+//
+// E5M2 is the upper byte of an FP16 number. E4M3, moved by 7 bits to where FP16 has its exponent, is an FP16 number of
+// 2^-8 times its value, subnormal or not. Only its NaN becomes a number there: `has_nan` looks for it.
+#ifndef MXCOMPILE_LANES_H
+#define MXCOMPILE_LANES_H
+
+#include "elements.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define MXCOMPILE_LANES 8
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+#define MXCOMPILE_LANES 4
+#endif
+
+MXCOMPILE_VECTORIZED
+
+namespace mxcompile {
+
+#ifdef MXCOMPILE_LANES
+constexpr int64_t WIDTH = MXCOMPILE_LANES;
+constexpr int64_t CODES = 16;  // that `unpack` takes
+
+// What the numbers of `unpack` are to be multiplied by.
+template <class Elem>
+constexpr int raised = Elem::emax == 8 ? 8 : 0;
+
+template <class Elem>
+inline bool has_nan(const uint8_t* codes, int64_t count) {
+  if (Elem::emax != 8) return false;  // FP16 has NaN and infinities where E5M2 has them
+  uint8_t most = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < count; i++) {
+    uint8_t size = static_cast<uint8_t>(codes[i] << 1);
+    most = size > most ? size : most;
+  }
+  return most == 0xfe;
+}
+
+inline uint8_t largest(const uint8_t* bytes, int64_t count) {
+  uint8_t most = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < count; i++) most = bytes[i] > most ? bytes[i] : most;
+  return most;
+}
+
+// 2^(byte − 127 + raised), where that is a finite number.
+template <int raised>
+struct Scales {
+  static constexpr int most = 254 - raised;
+  float value[256];
+  Scales() {
+    for (int byte = 0; byte < 256; byte++)
+      value[byte] = byte > most ? 0 : raised ? as_float(static_cast<uint32_t>(byte + raised) << 23) : scale_value(byte);
+  }
+  static const Scales& all() {
+    static const Scales made;
+    return made;
+  }
+};
+#endif
+
+#if MXCOMPILE_LANES == 8
+using Lanes = __m256;
+
+inline Lanes zeros() { return _mm256_setzero_ps(); }
+inline Lanes everywhere(float x) { return _mm256_set1_ps(x); }
+inline Lanes load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Lanes x) { _mm256_storeu_ps(to, x); }
+inline Lanes product(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
+inline Lanes added(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+inline void fetch(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
+
+inline float sum(Lanes x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+template <class Elem>
+inline void unpack(const uint8_t* codes, Lanes* out) {
+  __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), Elem::emax == 8 ? 7 : 8);
+  if (Elem::emax == 8) words = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(words));
+  out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1));
+}
+#elif MXCOMPILE_LANES == 4
+using Lanes = float32x4_t;
+
+inline Lanes zeros() { return vdupq_n_f32(0); }
+inline Lanes everywhere(float x) { return vdupq_n_f32(x); }
+inline Lanes load(const float* from) { return vld1q_f32(from); }
+inline void store(float* to, Lanes x) { vst1q_f32(to, x); }
+inline Lanes product(Lanes a, Lanes b) { return vmulq_f32(a, b); }
+inline Lanes added(Lanes a, Lanes b, Lanes sum) { return vfmaq_f32(sum, a, b); }
+inline void fetch(const uint8_t* from) { __builtin_prefetch(from); }
+inline float sum(Lanes x) { return vaddvq_f32(x); }
+
+template <class Elem>
+inline void unpack(const uint8_t* codes, Lanes* out) {
+  uint8x16_t bytes = vld1q_u8(codes), nothing = vdupq_n_u8(0);
+  uint16x8_t lower, upper;
+  if (Elem::emax == 8) {
+    const uint16x8_t parts = vdupq_n_u16(0xbf80);
+    int8x16_t with_sign = vreinterpretq_s8_u8(bytes);
+    lower = vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(vget_low_s8(with_sign), 7)), parts);
+    upper = vandq_u16(vreinterpretq_u16_s16(vshll_high_n_s8(with_sign, 7)), parts);
+  } else {
+    lower = vreinterpretq_u16_u8(vzip1q_u8(nothing, bytes));  // bytes become the upper halves of words
+    upper = vreinterpretq_u16_u8(vzip2q_u8(nothing, bytes));
+  }
+  float16x8_t first = vreinterpretq_f16_u16(lower), second = vreinterpretq_f16_u16(upper);
+  out[0] = vcvt_f32_f16(vget_low_f16(first));
+  out[1] = vcvt_high_f32_f16(first);
+  out[2] = vcvt_f32_f16(vget_low_f16(second));
+  out[3] = vcvt_high_f32_f16(second);
+}
+#endif
+
+}  // namespace mxcompile
+
+MXCOMPILE_VECTORIZED_END
+
+#endif
