@@ -42,9 +42,9 @@ struct Rows {  // of keys or values: `count` of them
   int64_t count;
 };
 
-// e^x for x ≤ 0, within 2 units in the last place; 0 below −87, where results would be subnormal; NaN stays.
+// e^x for −87 ≤ x ≤ 0, within 2 units in the last place; NaN stays.
 // x = n·ln 2 + f, e^f by Cephes' polynomial (S. Moshier, expf), ln 2 in two parts so that f is exact.
-inline float exp_of(float x) {
+inline float ordinary_exp(float x) {
   float shifted = x * 1.44269504f + 12582912.0f;  // n in its low bits
   float n = shifted - 12582912.0f;
   float f = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -56,8 +56,11 @@ inline float exp_of(float x) {
   sum = sum * f + 5.0000001201e-1f;
   sum = sum * (f * f) + f + 1.0f;
   float power = as_float((as_bits(shifted) - as_bits(12582912.0f) + 127) << 23);
-  return x < -87.0f ? 0.0f : sum * power;
+  return sum * power;
 }
+
+// The same for any x ≤ 0; 0 below −87, where results would be subnormal.
+inline float exp_of(float x) { return x < -87.0f ? 0.0f : ordinary_exp(x); }
 
 template <class Elem>
 struct Loops {
@@ -211,84 +214,95 @@ struct InOrder : Loops<Elem> {
            !has_nan<Elem>(rows.codes, rows.count * a.dim);
   }
 
-  // `CODES` codes from `d` on of a row; there are zeros behind its end
-  static inline __attribute__((always_inline)) void unpack_some(const Attention& a, const uint8_t* row, int64_t d,
-                                                                Lanes* out) {
-    if (d + CODES <= a.dim) return unpack<Elem>(row + d, out);
+  // `CODES` codes from `d` on of a row; unless all blocks are `whole`, there are zeros behind its end
+  template <bool whole>
+  static inline __attribute__((always_inline)) void unpack_some(int64_t dim, const uint8_t* row, int64_t d, Lanes* out) {
+    if (whole || d + CODES <= dim) return unpack<Elem>(row + d, out);
     uint8_t some[CODES] = {};
-    if (d < a.dim) std::memcpy(some, row + d, a.dim - d);
+    if (d < dim) std::memcpy(some, row + d, dim - d);
     unpack<Elem>(some, out);
   }
 
-  template <int rows>
+  template <int rows, bool whole>
   static void scores_of(const Attention& a, const float* q, const Rows& keys, const uint8_t* soon, float* out) {
+    const int64_t dim = a.dim, padded = a.padded(), blocks = a.blocks();
+    const float* power = powers().value;
     for (int64_t key = 0; key < keys.count; key++) {
-      const uint8_t *codes = keys.codes + key * a.dim, *scales = keys.scales + key * a.blocks();
+      const uint8_t *codes = keys.codes + key * dim, *scales = keys.scales + key * blocks;
       Lanes total[rows];
       for (int r = 0; r < rows; r++) total[r] = zeros();
-      for (int64_t block = 0; block < a.blocks(); block++) {
+      for (int64_t block = 0; block < blocks; block++) {
         const int64_t d = block * BLOCK;
-        if (block % 2 == 0) fetch(soon + key * a.dim + d);
+        fetch(soon + key * dim + d);
         Lanes part[PARTS];
-        for (int64_t i = 0; i < BLOCK; i += CODES) unpack_some(a, codes, d + i, part + i / WIDTH);
-        const Lanes scale = everywhere(powers().value[scales[block]]);
+        for (int64_t i = 0; i < BLOCK; i += CODES) unpack_some<whole>(dim, codes, d + i, part + i / WIDTH);
+        const Lanes scale = everywhere(power[scales[block]]);
         for (int r = 0; r < rows; r++) {
-          const float* query = q + r * a.padded() + d;
+          const float* query = q + r * padded + d;
           Lanes dot = product(part[0], load(query));
           for (int i = 1; i < PARTS; i++) dot = added(part[i], load(query + i * WIDTH), dot);
           total[r] = added(dot, scale, total[r]);
         }
       }
-      for (int r = 0; r < rows; r++) out[r * TILE + key] = sum(total[r]);
+      if constexpr (rows == 4)
+        store_sums(total, TILE, out + key);
+      else
+        for (int r = 0; r < rows; r++) out[r * TILE + key] = sum(total[r]);
     }
   }
 
+  // `weights` times the scales of a block of each value
   template <int rows>
-  static void add_of(const Attention& a, const float* weights, const Rows& values, const uint8_t* soon, float* totals) {
-    for (int64_t d = 0; d < a.dim; d += CODES) {
-      Lanes sums[rows][CHUNK];
-      float scaled[rows][TILE];
-      for (int64_t key = 0; key < values.count; key++) {
-        float scale = powers().value[values.scales[key * a.blocks() + d / BLOCK]];
-        for (int r = 0; r < rows; r++) scaled[r][key] = weights[r * TILE + key] * scale;
-      }
+  static void scale_weights(const Attention& a, const float* weights, const Rows& values, int64_t block, float* out) {
+    const float* power = powers().value;
+    float scales[TILE] = {};
+    for (int64_t key = 0; key < values.count; key++) scales[key] = power[values.scales[key * a.blocks() + block]];
+    for (int64_t key = 0; key < TILE; key += WIDTH)
       for (int r = 0; r < rows; r++)
-        for (int i = 0; i < CHUNK; i++) sums[r][i] = load(totals + r * a.padded() + d + i * WIDTH);
-      for (int64_t key = 0; key < values.count; key++) {
-        if (d % (4 * CODES) == 0) fetch(soon + key * a.dim + d);
+        store(out + r * TILE + key, product(load(weights + r * TILE + key), load(scales + key)));
+  }
+
+  template <int rows, bool whole>
+  static void add_of(const Attention& a, const float* weights, const Rows& values, const uint8_t* soon, float* totals) {
+    const int64_t dim = a.dim, padded = a.padded(), count = values.count;
+    float scaled[rows * TILE];
+    for (int64_t d = 0; d < dim; d += CODES) {
+      if (d % BLOCK == 0) scale_weights<rows>(a, weights, values, d / BLOCK, scaled);
+      Lanes sums[rows][CHUNK];
+      for (int r = 0; r < rows; r++)
+        for (int i = 0; i < CHUNK; i++) sums[r][i] = load(totals + r * padded + d + i * WIDTH);
+      const uint8_t *codes = values.codes, *later = soon + d * (TILE / CODES);
+      for (int64_t key = 0; key < count; key++, codes += dim) {
+        if (key % 4 == 0) fetch(later + key * CODES);
         Lanes part[CHUNK];
-        unpack_some(a, values.codes + key * a.dim, d, part);
+        unpack_some<whole>(dim, codes, d, part);
         for (int r = 0; r < rows; r++) {
-          const Lanes weight = everywhere(scaled[r][key]);
+          const Lanes weight = everywhere(scaled[r * TILE + key]);
           for (int i = 0; i < CHUNK; i++) sums[r][i] = added(part[i], weight, sums[r][i]);
         }
       }
       for (int r = 0; r < rows; r++)
-        for (int i = 0; i < CHUNK; i++) store(totals + r * a.padded() + d + i * WIDTH, sums[r][i]);
+        for (int i = 0; i < CHUNK; i++) store(totals + r * padded + d + i * WIDTH, sums[r][i]);
     }
   }
 
   static void scores(const Attention& a, const float* q, int64_t rows, const Rows& keys, const uint8_t* soon,
                      float* out) {
     if (!usual(a, keys)) return Loops<Elem>::scores(a, q, rows, keys, soon, out);
-    static_assert(TOGETHER == 4, "one case for each number of queries");
-    switch (rows) {
-      case 1: return scores_of<1>(a, q, keys, soon, out);
-      case 2: return scores_of<2>(a, q, keys, soon, out);
-      case 3: return scores_of<3>(a, q, keys, soon, out);
-      default: return scores_of<4>(a, q, keys, soon, out);
-    }
+    static_assert(TOGETHER == 4, "one function for each number of queries");
+    using Scores = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
+    constexpr Scores of_rows[][4] = {{scores_of<1, false>, scores_of<2, false>, scores_of<3, false>, scores_of<4, false>},
+                                     {scores_of<1, true>, scores_of<2, true>, scores_of<3, true>, scores_of<4, true>}};
+    of_rows[a.dim % BLOCK == 0][rows - 1](a, q, keys, soon, out);
   }
 
   static void add(const Attention& a, const float* weights, int64_t rows, const Rows& values, const uint8_t* soon,
                   float* totals) {
     if (!usual(a, values)) return Loops<Elem>::add(a, weights, rows, values, soon, totals);
-    switch (rows) {
-      case 1: return add_of<1>(a, weights, values, soon, totals);
-      case 2: return add_of<2>(a, weights, values, soon, totals);
-      case 3: return add_of<3>(a, weights, values, soon, totals);
-      default: return add_of<4>(a, weights, values, soon, totals);
-    }
+    using Add = void (*)(const Attention&, const float*, const Rows&, const uint8_t*, float*);
+    constexpr Add of_rows[][4] = {{add_of<1, false>, add_of<2, false>, add_of<3, false>, add_of<4, false>},
+                                  {add_of<1, true>, add_of<2, true>, add_of<3, true>, add_of<4, true>}};
+    of_rows[a.dim % BLOCK == 0][rows - 1](a, weights, values, soon, totals);
   }
 };
 #endif
@@ -311,11 +325,15 @@ inline void weigh(float* scores, Running& running, float* total, int64_t dims) {
   for (int64_t i = 0; i < LANES; i++) most = lanes[i] > most || lanes[i] != lanes[i] ? lanes[i] : most;
   bool nothing = most == -as_float(INFINITY_BITS);
   float before = running.most == most || nothing ? 1.0f : running.sum == 0 ? 0.0f : exp_of(running.most - most);
+  float least = nothing ? 0.0f : most;  // all weights are 0 then: e^−∞
   for (int64_t i = 0; i < LANES; i++) lanes[i] = 0;
   for (int64_t t = 0; t < TILE; t += LANES) {
+    float some[LANES];  // first of all, then as `exp_of`: compilers make no vectors of a choice to compute
+#pragma omp simd
+    for (int64_t i = 0; i < LANES; i++) some[i] = ordinary_exp(scores[t + i] - least);
 #pragma omp simd
     for (int64_t i = 0; i < LANES; i++) {
-      float weight = nothing ? 0.0f : exp_of(scores[t + i] - most);
+      float weight = scores[t + i] - least < -87.0f ? 0.0f : some[i];
       scores[t + i] = weight;
       lanes[i] += weight;
     }
@@ -342,13 +360,15 @@ struct Part {
   // The mask of TILE keys in the place of scores, −∞ behind the last; whether any takes part.
   bool masked(int64_t first, int64_t count, float* out) const {
     const float excluded = -as_float(INFINITY_BITS);
-    bool any = false;
+    uint32_t any = 0;
     for (int64_t r = 0; r < a.rows(); r++) {
       const Mask* row = mask ? mask + r / a.queries * a.mask_head + r % a.queries * a.mask_query + first : nullptr;
-      for (int64_t t = 0; t < TILE; t++) {
-        float added = t >= count ? excluded : row ? widen(row[t]) : 0.0f;
-        any |= added != excluded;
-        out[r * TILE + t] = added;
+      float* to = out + r * TILE;
+      for (int64_t t = count; t < TILE; t++) to[t] = excluded;
+#pragma omp simd reduction(| : any)
+      for (int64_t t = 0; t < count; t++) {
+        to[t] = row ? widen(row[t]) : 0.0f;
+        any |= as_bits(to[t]) ^ as_bits(excluded);
       }
     }
     return any;

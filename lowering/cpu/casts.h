@@ -10,7 +10,7 @@
 #ifndef MXCOMPILE_CASTS_H
 #define MXCOMPILE_CASTS_H
 
-#include "elements.h"
+#include "lanes.h"
 
 MXCOMPILE_VECTORIZED
 
@@ -168,14 +168,28 @@ struct Cast {
 
 // Two whole blocks of codes as values; false where the loops below have to.
 template <class Elem>
-inline bool dequantize_two(const uint8_t*, const uint8_t*, float*) {
+inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused]] const uint8_t* scales,
+                           [[maybe_unused]] float* values) {
+#ifdef MXCOMPILE_LANES
+  const auto& powers = Scales<raised<Elem>>::all();
+  if (largest(scales, 2) > powers.most || has_nan<Elem>(codes, 2 * BLOCK)) return false;
+  for (int64_t at = 0; at < 2 * BLOCK; at += CODES) {
+    const Lanes scale = everywhere(powers.value[scales[at / BLOCK]]);
+    Lanes part[CODES / WIDTH];
+    unpack<Elem>(codes + at, part);
+    for (int64_t i = 0; i < CODES / WIDTH; i++) store(values + at + i * WIDTH, product(part[i], scale));
+  }
+  return true;
+#else
   return false;
+#endif
 }
 
 // As BF16 by a table of bytes. A scale adds to the exponents of all but zeros and what is not finite, where it leaves
 // every element's a normal one.
 template <class Elem>
-inline bool dequantize_two(const uint8_t* codes, const uint8_t* scales, Bfloat16* values) {
+inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused]] const uint8_t* scales,
+                           [[maybe_unused]] Bfloat16* values) {
 #ifdef MXCOMPILE_BYTE_TABLES
   constexpr int least_byte = 17, most_byte = 239;
   constexpr char not_finite = Elem::emax == 8 ? 0x7f : 0x7c;

@@ -125,7 +125,7 @@ inline bool sums_in_lanes(const float* x, int64_t apart, const uint8_t* codes, c
   const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up>::all();
   const int64_t blocks = (k + BLOCK - 1) / BLOCK, whole = k / BLOCK;
   if (largest(scales, weights * blocks) > powers.most) return false;
-  const Subnormals subnormals;
+  [[maybe_unused]] const Subnormals subnormals;
   auto most = Dot<Elem>::none();
   Lanes total[weights * rows];
   for (int i = 0; i < weights * rows; i++) total[i] = zeros();

@@ -79,6 +79,16 @@ inline float sum(Lanes x) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+// Sums of four, `stride` apart in memory.
+inline void store_sums(const Lanes* x, int64_t stride, float* to) {
+  __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  _mm_store_ss(to, sums);
+  _mm_store_ss(to + stride, _mm_movehdup_ps(sums));
+  _mm_store_ss(to + 2 * stride, _mm_movehl_ps(sums, sums));
+  _mm_store_ss(to + 3 * stride, _mm_shuffle_ps(sums, sums, 3));
+}
+
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
@@ -98,6 +108,10 @@ inline Lanes product(Lanes a, Lanes b) { return vmulq_f32(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return vfmaq_f32(sum, a, b); }
 inline void fetch(const uint8_t* from) { __builtin_prefetch(from); }
 inline float sum(Lanes x) { return vaddvq_f32(x); }
+
+inline void store_sums(const Lanes* x, int64_t stride, float* to) {
+  for (int i = 0; i < 4; i++) to[i * stride] = sum(x[i]);
+}
 
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {

@@ -27,11 +27,18 @@ FORMS = {
 }
 """By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
 
-_ENDS = ("plain", "avx2", "avx512 bf16")
-PARAMS = [pytest.param(form, marks=[] if form in _ENDS else pytest.mark.slow) for form in FORMS]
-"""For fixtures: the two ends every time, what lies between with the slow tests."""
-
 _NEEDS = {"plain": "", "avx2": "avx2", "avx512": "avx512_vl", "avx512 bf16": "avx512_bf16"}
+
+
+def _flags() -> str:
+    """What this machine's CPU has, in Linux's names."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").replace("avx512vl", "avx512_vl") if path.exists() else ""
+
+
+_BEST = [form for form, flag in _NEEDS.items() if flag in _flags()][-1]
+PARAMS = [pytest.param(form, marks=[] if form in ("plain", _BEST) else pytest.mark.slow) for form in FORMS]
+"""For fixtures: the plain form and this machine's best one every time, the others with the slow tests."""
 
 
 @functools.cache
@@ -39,8 +46,7 @@ def library(form: str, source: str, folder: Path) -> ctypes.CDLL:
     """`source`, C++ that includes headers of lowering/cpu, as the instruction set called `form` runs it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"forms of x86-64, not of {platform.machine()}")
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").replace("avx512vl", "avx512_vl")
-    if _NEEDS[form] not in flags:
+    if _NEEDS[form] not in _flags():
         pytest.skip(f"this CPU has no {_NEEDS[form]}")
     stem = folder / f"{form.replace(' ', '_')}_{abs(hash(source))}"
     stem.with_suffix(".cpp").write_text(source, encoding="utf-8")
