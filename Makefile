@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench \
+.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench \
 	clean
 
 demo: $(VENV)/.demo
@@ -27,7 +27,14 @@ lint: $(VENV)/.test
 	$(BIN)/python tests/lint_words.py
 	$(BIN)/python -m pytest tests/lint_figures.py
 
-check: lint test test-slow
+# A wheel in dist/; installed into a folder of its own, it runs a command from there.
+wheel: $(VENV)/.test
+	rm -rf build/lib build/wheel dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/wheel dist/*.whl
+	cd build/wheel && $(abspath $(BIN))/python -m mxcompile policy schema > policy.schema.json
+
+check: lint docs test test-slow wheel
 
 # All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
 GPU_PYTHON ?= $(PYTHON)

@@ -1,4 +1,4 @@
-"""What becomes of a model's weights when they are gathered, as a value and as a table."""
+"""The format in which each weight of a model is gathered, as a value and as a table."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class GatheredWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedGathers:
-    """What becomes of every weight of a model's linear layers; printed, equal ones in a row."""
+    """The format in which every weight of a model's linear layers travels; printed, equal ones in a row."""
 
     weights: tuple[GatheredWeight, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """What is gathered of those that travel in MXFP8."""
+        """Bytes gathered for the weights that travel in MXFP8."""
         return sum(weight.num_bytes for weight in self.weights if weight.travels)
 
     @property
     def bytes_bf16(self) -> int:
-        """What that would be in BF16."""
+        """Bytes of the same weights in BF16."""
         return sum(weight.bytes_bf16 for weight in self.weights if weight.travels)
 
     def __str__(self) -> str:

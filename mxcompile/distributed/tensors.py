@@ -1,4 +1,4 @@
-"""What FSDP2 shards, and what it gathers, of a weight that travels in MXFP8.
+"""The tensors that FSDP2 shards and gathers for a weight that travels in MXFP8.
 
     rank's shard     MasterWeight   the values in the master's precision
     before a gather  codes, one scale for 32×32 elements: 1 + 1/1024 bytes an element
@@ -103,7 +103,9 @@ class MasterWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What this rank sends: codes and scale bytes, of its shard in the dtype that FSDP2 would send.
+        """Returns the tensors that this rank sends: codes and scale bytes of its shard.
+
+        The shard is cast from the dtype that FSDP2 would send.
 
         On one rank they are one tensor, since FSDP2 takes but one there. Raises `ModelError` for shards that
         cut a tile.
@@ -127,7 +129,7 @@ class MasterWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, of what all ranks sent. out: that of before, whose storage is filled again."""
+        """Returns the whole weight from all ranks' parts. out: an earlier result, to be filled again."""
         if out is not None:
             return None
         qdata, scale = self._parts(all_gather_outputs)
@@ -174,7 +176,7 @@ def _values(x: MasterWeight) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of `x`, a DTensor or a plain tensor."""
+    """Returns this rank's part of `x`, a DTensor or a plain tensor."""
     held: Tensor = getattr(x, "_local_tensor", x)
     return held
 
@@ -255,7 +257,7 @@ class TiledWeight(Tensor):
         return TiledWeight(parts["qdata"], parts["scale"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for AOTAutograd's cache."""
+        """Returns the text that compiled code depends on, for AOTAutograd's cache."""
         parts = ((part.shape, part.stride(), part.dtype) for part in (self.qdata, self.scale))
         about = self.device, self.dtype, self.rounding, self.requires_grad
         return repr((type(self).__name__, *parts, *about))

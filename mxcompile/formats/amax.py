@@ -1,4 +1,4 @@
-"""What stands for the largest magnitude of a tile when its scale is derived.
+"""The value from which a tile's scale is derived, in place of its largest magnitude.
 
     max          the largest magnitude itself
     percentile   the magnitude that so many percent of the tile do not exceed

@@ -96,9 +96,9 @@ def encode_tensors(
     stream: int = 0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Qdata, of the shape of `x`, and scales, of `scale_shape`, of `x` contracted along `block_dim`.
+    """Returns qdata (shape of `x`) and scales (`scale_shape`) for `x` contracted along `block_dim`.
 
-    seed, stream: see `encode_with`. scale: instead of that of `x`.
+    seed, stream: see `encode_with`. scale: replaces the scale of `x`.
     """
     scale = scales_of(x, block_dim, fmt) if scale is None else scale.clone()
     return encode_with(x, scale, block_dim, fmt, seed, stream), scale
@@ -157,14 +157,14 @@ def encode_with(
 
 
 def decode_tensors(qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """What `qdata` and `scale` stand for, rounded once from FP32 to `dtype`; contiguous."""
+    """Returns the values of `qdata` and `scale`, rounded once from FP32 to `dtype`; contiguous."""
     tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
     factor = scale_value(scale.to(torch.int32)) if fmt.rounding is not None else scale
     return _whole(tiles * _spread(factor), qdata.shape).to(dtype)
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:
-    """`y`, FP32, |y| ≤ max or NaN, to nearest even as stored elements; the code of a NaN is that of 0."""
+    """Returns `y` (FP32, |y| ≤ max or NaN) to nearest even, as stored elements; NaN has the code of 0."""
     if not elem.is_coded:
         return y.to(elem.dtype)
     magnitude = y.abs().nan_to_num(0.0)

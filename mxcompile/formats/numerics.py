@@ -40,7 +40,7 @@ def scale_bytes(amax: Tensor, elem: ElemType, mode: Rounding) -> Tensor:
 
 
 def added_to_amax(elem: ElemType, mode: Rounding) -> int:
-    """What is added to the bits of an amax before its exponent is taken, to carry into it.
+    """Returns the number to add to the bits of an amax, so that it carries into the exponent.
 
     A scale is a power of two. RCEIL rounds up where amax over it would exceed the largest element, CEIL where
     the mantissa of amax is not 0, EVEN where amax rounds to the next power of two as an element would.

@@ -41,12 +41,12 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What a rule or preset may leave open about formats; None is the row's default.
+    """The choices about formats that a rule or preset may leave open; None is the row's default.
 
     elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
-    rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of
-    the output gradient's elements. amax: what scales follow from. history, margin: of delayed scales. pow2:
-    whether FP32 scales are powers of two.
+    rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of the output gradient's
+    elements. amax: the value that scales follow from. history, margin: of delayed scales. pow2: whether FP32
+    scales are powers of two.
     """
 
     elem: ElemType | None = None
@@ -91,7 +91,7 @@ class Operands:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """One row: what a policy word puts a GEMM's operands into.
+    """One row: a policy word and the formats that it gives a GEMM's operands.
 
     name: policy word. label: in texts. elems: element types a rule may choose, the default first; none for
     the row that leaves a GEMM as the model has it. scale: type of the scales. tiles: their extents, by the

@@ -226,7 +226,7 @@ class Format:
 
     @property
     def mx_elem(self) -> ElemType | None:
-        """The FP8 type as whose elements an MX GEMM multiplies those of this format; None if it cannot.
+        """The FP8 type in which an MX GEMM multiplies elements of this format; None if it cannot.
 
         It can where a scale is a power of two that whole blocks of 32 share. E4M3 has all elements of FP6
         and FP4.

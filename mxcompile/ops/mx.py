@@ -38,7 +38,7 @@ from mxcompile.ops.define import Spec, define
 
 
 def _is_tiled(x: Tensor, word: str) -> bool:
-    """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is no matrix."""
+    """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is not a matrix."""
     tiled = formats.scale_layout(word) is ScaleLayout.TILED_128X4
     if tiled and x.ndim != 2:
         raise FormatError(

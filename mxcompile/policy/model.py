@@ -29,7 +29,7 @@ from mxcompile.policy.reason import Reason
 
 
 class Role(StrEnum):
-    """What a matmul does in the model. Closed set."""
+    """The role of a matmul in the model. Closed set."""
 
     QKV = "qkv"
     ATTN_OUT = "attn_out"
@@ -60,7 +60,7 @@ class Gemm(StrEnum):
 
 
 class Saved(StrEnum):
-    """What is kept of a layer's input for backward; MXFP8: also of what the input is made from."""
+    """The form in which a layer's input is kept for backward; MXFP8: also the tensors behind it."""
 
     COLUMNWISE = "columnwise"
     TRANSCODE = "transcode"
@@ -84,7 +84,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A linear layer as a rule sees it; m, n and k are those of its forward GEMM.
+    """A linear layer as a rule sees it; m, n and k are the sizes of its forward GEMM.
 
     name: full module path. module: class name of the module that runs it. block: where it lies among the
     repeated blocks of the model, None outside them.
@@ -119,7 +119,7 @@ class Ends:
 
 
 class Limit(NamedTuple):
-    """One size limit of a rule and the size it is about: `key` is that of the rule, `letter` m, n or k."""
+    """One size limit of a rule and the size it is about: `key` is the rule's key, `letter` is m, n or k."""
 
     key: str
     letter: str
@@ -142,7 +142,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What a rule applies to: every field that is not empty, None or 0 must hold.
+    """The condition of a rule: every field that is not empty, None or 0 must hold.
 
     name: globs (``*`` crosses dots) or ``re:`` expressions, anchored. role, module: any of. blocks: in the
     first or last repeated blocks. min_m to max_k: least and largest size of the forward GEMM.
@@ -198,7 +198,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What a rule asks for; None leaves a choice to the preset."""
+    """The choices of a rule; None leaves a choice to the preset."""
 
     fprop: Precision | None = None
     dgrad: Precision | None = None
@@ -219,7 +219,7 @@ class Use:
 
     @property
     def formats(self) -> Choices:
-        """What is asked of the formats."""
+        """The choices about formats."""
         return Choices(
             elem=self.elem_dtype,
             grad_elem=self.grad_dtype,
@@ -234,7 +234,7 @@ class Use:
         )
 
     def wants(self, gemm: Gemm) -> Precision | None:
-        """What is asked for `gemm`."""
+        """Returns the precision asked for `gemm`, or None."""
         return {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}[gemm]
 
     @property
@@ -253,7 +253,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What decides where no rule does: which GEMMs of which roles, in which precision and formats.
+    """The decision where no rule matches: which GEMMs of which roles, in which precision and formats.
 
     least_side: of a weight; one with a smaller side is left alone.
     """

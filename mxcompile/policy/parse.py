@@ -48,7 +48,7 @@ def _dotted(path: Path) -> str:
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """What the file `path` holds, cut where it is larger than any policy. Raises `PolicyError`."""
+    """Returns the bytes of the file `path`, cut if it is larger than any policy. Raises `PolicyError`."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -59,7 +59,7 @@ def read_file(path: pathlib.Path) -> bytes:
 
 
 def load_yaml(raw: bytes, label: str) -> tuple[Any, Source]:
-    """What the YAML document `raw` holds, and where; `label` names it in errors. Raises `PolicyError`."""
+    """Returns the data and the source of the YAML document `raw`, called `label`. Raises `PolicyError`."""
     try:
         data, lines = load(raw)
     except YamlProblem as problem:

@@ -64,7 +64,7 @@ class Policy:
 
     @classmethod
     def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:
-        """What the option ``policy`` may be: a Policy, dict, preset name, file path or None."""
+        """Returns the policy of the option ``policy``: a Policy, dict, preset name, file path or None."""
         if value is None:
             return cls.preset(DEFAULT)
         if isinstance(value, Policy):
@@ -86,7 +86,7 @@ class Policy:
         return cls(base=PRESETS[preset], rules=rules, label=label)
 
     def decide(self, layer: Layer) -> Decision:
-        """What to do with each GEMM of `layer`, with the reason."""
+        """Returns the precision, the formats and the reason for each GEMM of `layer`."""
         index = self.rule_for(layer)
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.formats.over(self.base.formats)

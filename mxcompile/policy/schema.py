@@ -35,7 +35,7 @@ Reader = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What one key may hold. read: raw value to the model's. json: the values allowed, as JSON Schema."""
+    """The values of one key. read: raw value to the model's. json: the values allowed, as JSON Schema."""
 
     read: Reader
     json: dict[str, Any]

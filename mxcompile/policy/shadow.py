@@ -55,7 +55,7 @@ class Shadows:
 
 
 class _Known:
-    """An earlier match. names: as written. patterns: those of them that can match more than one name."""
+    """An earlier match. names: as written. patterns: the names that can match more than one layer."""
 
     __slots__ = ("match", "names", "patterns")
 
@@ -97,7 +97,7 @@ def _within(later: Ends | None, known: Ends) -> bool:
 
 
 def _at_most(later: int, known: int) -> bool:
-    """Whether what the largest size `later` allows, `known` allows too; 0 is no limit."""
+    """Whether `known` allows every size that `later` allows; 0 means no limit."""
     return not known or 0 < later <= known
 
 

@@ -27,7 +27,7 @@ _SEQUENCE = "tag:yaml.org,2002:seq"
 
 
 class YamlProblem(ValueError):  # noqa: N818 - turned into a PolicyError by the caller
-    """What is wrong, with the 1-based `line` (0: the file as a whole)."""
+    """A fault in a file, with its 1-based `line` (0: the file as a whole)."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)

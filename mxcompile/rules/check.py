@@ -1,4 +1,4 @@
-"""What a policy's author should hear about a model: rules and patterns that do nothing, and near misses.
+"""Complaints about a policy on a model: rules and patterns that do nothing, and near misses.
 
 A typo must not pass for a decision, nor a layer stay in BF16 for want of a few elements unheard.
 """
@@ -91,7 +91,7 @@ def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:
 
 
 def _miss(match: Match, layers: Sequence[Layer]) -> str:
-    """What the rule's author may have meant: a layer of that name, or the names nearest to it."""
+    """Returns what the rule's author may have meant: a layer of that name, or the nearest names."""
     if match.blocks is not None:
         if not any(layer.block for layer in layers):
             return ": the model has no repeated blocks (members of a module list); give names"

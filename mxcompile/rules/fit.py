@@ -85,6 +85,6 @@ def _part(limit: Limit) -> float:
 
 
 def _outcome(decision: Decision) -> tuple[object, ...]:
-    """What of `decision` changes the result of a layer: all but the reasons."""
+    """Returns the part of `decision` that changes the result of a layer: everything but the reasons."""
     choices = [decision.choice(gemm) for gemm in Gemm]
     return *((choice.precision, choice.formats) for choice in choices), decision.saved

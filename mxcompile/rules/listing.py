@@ -1,4 +1,4 @@
-"""What a policy does to a model, as text: rule by rule, and layer by layer."""
+"""The decisions of a policy on a model, as text: rule by rule, and layer by layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def matches(policy: Policy, layers: Sequence[Layer]) -> str:
 
 
 def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
-    """What becomes of every layer of a model: precision of each GEMM, formats, and the rule with its reason.
+    """Returns a table of a model's layers: precision of each GEMM, formats, and the rule with its reason.
 
     gemms: of the report of that model under `policy`.
     """

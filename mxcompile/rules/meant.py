@@ -1,4 +1,4 @@
-"""What a name pattern that matches nothing was meant to be.
+"""The pattern that the author of a pattern without matches may have meant.
 
 The nearest of: the pattern with one edit (a letter too many, missing, wrong, or two swapped) that makes it
 match; the same in other case; the pattern left open where it was anchored; the name most like it.

@@ -1,4 +1,4 @@
-"""What a policy tells apart by name or by block."""
+"""The layers that a policy tells apart by name or by block."""
 
 from __future__ import annotations
 

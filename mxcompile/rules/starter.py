@@ -68,7 +68,7 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
 
 
 def _word(words: Iterable[str]) -> str:
-    """What the layers of a role are sent to: the first precision that is one, if any is."""
+    """Returns the precision of a role's layers: the first quantized one, if there is any."""
     return next(filter(is_quantized, words), KEPT.name)
 
 

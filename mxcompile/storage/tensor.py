@@ -109,7 +109,7 @@ class MXTensor(Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """What elements and scales take, in bytes."""
+        """Bytes of elements and scales together."""
         return self.qdata.numel() + self.scale_bytes.numel()
 
     def storage(self) -> Any:
@@ -139,7 +139,7 @@ class MXTensor(Tensor):
         return MXTensor._of(parts["qdata"], parts["scale_bytes"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for AOTAutograd's cache."""
+        """Returns the text that compiled code depends on, for AOTAutograd's cache."""
         parts = ((part.shape, part.stride(), part.dtype) for part in (self.qdata, self.scale_bytes))
         return repr(
             (type(self).__name__, *parts, self.device, self.dtype, self.block_dim, self.requires_grad)
@@ -167,7 +167,7 @@ def _rebuild(
     requires_grad: bool,
     is_parameter: bool,
 ) -> Tensor:
-    """What a pickle holds, checked as any other parts are."""
+    """Returns the tensor of a pickle, whose parts are checked like any others."""
     made = MXTensor(
         codes.view(elem_dtype), scale_bytes.view(torch.float8_e8m0fnu), block_dim, dtype
     ).requires_grad_(requires_grad)

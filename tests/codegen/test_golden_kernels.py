@@ -49,8 +49,11 @@ def _kernel(result, matches) -> str:
     return re.sub(r"\n{2,}", "\n", "\n".join(lines)).strip() + "\n"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if ACCEPT or (FOLDER / f"{name}.txt").exists()])
+@pytest.mark.parametrize("name", CASES)
 def test_golden(generated, name):
+    """Skipped where this torch has no golden files at all; one that is missing among others is a failure."""
+    if not (ACCEPT or FOLDER.exists()):
+        pytest.skip(f"no golden files for torch {VERSION}; MXCOMPILE_ACCEPT=1 writes them")
     target, matches = CASES[name]
     found = _kernel(generated(target, True), matches)
     path = FOLDER / f"{name}.txt"

@@ -38,8 +38,9 @@ def test_every_public_name_is_in_the_reference_once():
     assert sorted(shown) == sorted({*mxcompile.__all__} - {"__version__"} | {"Summary", "errors"})
 
 
-def test_links_of_the_readme():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "examples/README.md"])
+def test_links_of_the_readmes(page: str):
+    text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

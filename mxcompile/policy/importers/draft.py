@@ -49,7 +49,7 @@ class Imported:
 
 
 class Draft:
-    """What is known so far. preset: what the tool's defaults are here."""
+    """The policy as known so far. preset: stands for the tool's defaults."""
 
     def __init__(self, *, source: Source, preset: str, tool: str) -> None:
         self.source = source
@@ -61,7 +61,7 @@ class Draft:
         self._shadows = Shadows()
 
     def stands_for(self, preset: str) -> None:
-        """What the tool's defaults are here, where the file says."""
+        """The preset that stands for the tool's defaults, if the file names them."""
         self._preset = preset
 
     def rule(self, match: dict[str, Any], use: dict[str, Any] | str, path: Path, origin: str) -> None:

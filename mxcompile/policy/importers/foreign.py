@@ -12,7 +12,7 @@ from mxcompile.policy.yaml_data import MAX_BYTES
 
 
 def read(path: Path) -> tuple[Any, Source]:
-    """What the file `path` holds, and where. Raises `PolicyError`."""
+    """Returns the data of the file `path`, and the lines. Raises `PolicyError`."""
     label = str(path)
     raw = read_file(path)
     if len(raw) <= MAX_BYTES and raw.lstrip()[:1] in (b"{", b"["):

@@ -46,7 +46,7 @@ def recognises(data: Any) -> bool:
 
 
 def convert(data: Any, draft: Draft) -> None:
-    """Add the rules of all modifiers to `draft`, those of the last one first: it overwrites the others."""
+    """Add the rules of all modifiers to `draft`, the last first, because it overwrites the others."""
     modifiers = list(_modifiers(data, draft))
     if not modifiers:
         raise draft.source.error(
@@ -175,7 +175,7 @@ def _texts(value: Any, path: Path, draft: Draft) -> list[str]:
 
 
 def _preset(name: str, path: Path, draft: Draft) -> Any:
-    """What the scheme called `name` comes to."""
+    """Returns the `use` of the scheme called `name`."""
     upper = name.upper()
     if upper == "UNQUANTIZED":
         return _KEEP
@@ -193,7 +193,7 @@ def _preset(name: str, path: Path, draft: Draft) -> Any:
 
 
 def _scheme(scheme: dict[str, Any], path: Path, draft: Draft) -> Any:
-    """What a scheme spelled out comes to: FP8 with its scales, or MXFP8 for 8-bit floats with others."""
+    """Returns the `use` of a scheme that is written out: FP8 with its scales, or MXFP8."""
     weights, activations = scheme.get("weights"), scheme.get("input_activations")
     if scheme.get("output_activations"):
         draft.note((*path, "output_activations"), "outputs of a layer are not quantized")

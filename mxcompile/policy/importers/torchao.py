@@ -88,7 +88,7 @@ def _unwrapped(data: Any, draft: Draft) -> tuple[Any, Path]:
 
 
 def _excluded(names: Any, path: Path, draft: Draft) -> None:
-    """What transformers leaves out: names with an expression up to a dot or the end, or that end so."""
+    """Exclude the names that transformers leaves out: up to a dot or the end, or with that ending."""
     if names is None:
         return
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -153,7 +153,7 @@ def _over_weights(expression: str) -> list[str]:
 
 
 def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
-    """What `config` comes to."""
+    """Returns the `use` of `config`."""
     if config is None:
         return _KEEP
     kind, data = config.get("_type"), config.get("_data")

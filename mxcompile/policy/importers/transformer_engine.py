@@ -133,7 +133,7 @@ def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[s
 
 
 def _features(section: dict[str, Any], path: Path, draft: Draft) -> _Uses:
-    """What the features of a section come to; features that quantize come after those that do not."""
+    """Returns the `use` of a section's features; features that quantize come after those that do not."""
     given: list[tuple[str, dict[str, Any], Path]] = []
     for key, value in section.items():
         if key == _NAMESPACE and isinstance(value, dict):

@@ -1,0 +1,37 @@
+"""Serve a Hugging Face model with its weights, keys and values stored in MXFP8."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mxcompile
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=128,
+    eos_token_id=None,
+)
+
+
+def main() -> None:
+    """Stores the weights in place, and generates eight tokens."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).eval()
+    print(mxcompile.quantize_weights_(model))
+    cache = mxcompile.static_cache(model, max_cache_len=64)
+    model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
+    prompt = torch.randint(0, CONFIG.vocab_size, (1, 16))
+    with torch.no_grad():
+        tokens = model.generate(
+            prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, disable_compile=True
+        )
+    print(tokens[0, 16:].tolist())
+    assert tokens.shape == (1, 24)
+
+
+if __name__ == "__main__":
+    main()
