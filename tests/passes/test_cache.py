@@ -131,7 +131,7 @@ def test_memory_and_casts_of_a_model_that_is_not_run():
         rule = {"match": {"name": "*"}, "use": {"precision": "mxfp8", "weights": word}}
         policy = {"version": 1, "rules": [rule]}
         x = torch.randn(32, WIDTH, dtype=torch.bfloat16)
-        found[word] = mxcompile.explain(blocks, x, policy=policy, target="cpu").summary
+        found[word] = mxcompile.explain(blocks, x, policy=policy, target="cpu_bf16").summary
     cast, cached = found["cast"], found["cached"]
     assert (cast.cached_casts, cast.cached_bytes) == (0, 0)
     assert cached.cached_casts == 6 + 5  # nothing asks for the gradient of the input
