@@ -209,4 +209,4 @@ def test_the_bar_of_the_demo_comes_before_its_imports():
         "main(['demo'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["tqdm", "False", "False"]
+    assert done.stdout.split() == ["Lines", "False", "False"]

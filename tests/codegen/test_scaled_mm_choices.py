@@ -43,7 +43,7 @@ def choose(monkeypatch):
             return choices[min(number, len(choices) - 1)].output_node()
 
         monkeypatch.setattr(configs, "autotuning", lambda: True)
-        monkeypatch.setattr(Fuse, "apply", lambda *_: None)  # casts stay apart
+        monkeypatch.setattr(Fuse, "apply", lambda *_: {})  # casts stay apart
         monkeypatch.setattr(winners, "autotune_select_algorithm", select)
         return offered
 
