@@ -162,9 +162,11 @@ def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | No
 
 def _with_weights(directory: Path, dtype: torch.dtype) -> nn.Module:
     """The model of a directory with the weights that it holds, in training mode as a new one is."""
-    from mxcompile.checkpoint import load_quantized
+    from mxcompile.checkpoint.files import Checkpoint, read_json
+    from mxcompile.checkpoint.load import huggingface
 
-    model: Any = load_quantized(directory, dtype=dtype)
+    raw = read_json(directory / "config.json")
+    model: Any = huggingface(Checkpoint.open(directory), directory, raw, dtype)
     model.config.use_cache = False
     return model.train()  # type: ignore[no-any-return]
 
