@@ -25,7 +25,6 @@ from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
-
 OTHER_FORMAT = "stored weights are MXFP8 with a scale for 32 elements along K, which this {} is not"
 """Why a GEMM that quantizes a weight does not have it stored."""
 

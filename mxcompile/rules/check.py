@@ -94,8 +94,8 @@ def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:
     if not tables:
         return ""
     return (
-        f"{policy.label}: rule {fit.number} matched embeddings alone ({', '.join(tables)}), whose rows are looked"
-        " up and not multiplied: they stay as they are"
+        f"{policy.label}: rule {fit.number} matched embeddings alone ({', '.join(tables)}), whose rows are"
+        " looked up and not multiplied: they stay as they are"
     )
 
 

@@ -239,11 +239,22 @@ def test_a_config_gets_random_inputs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["audit", str(tmp_path), "--length", "40"]) == 0
+    out = tmp_path / "out.json"
+    assert main(["audit", str(tmp_path), "--length", "40", "-o", str(out)]) == 0
     printed = capsys.readouterr()
     assert "21 GEMMs" in printed.out
     assert "NaN" not in printed.out
     assert printed.err.startswith("random weights and inputs: ")
+    (note,) = Audit.load(out).numerics.notes  # whoever opens the file is told too
+    assert note.startswith("random weights and inputs: the loss and its gap say little of ")
+    assert str(tmp_path) in note
+    assert "note: random weights and inputs: " in printed.out
+    policy = tmp_path / "policy.yaml"
+    assert main(["tune", str(tmp_path), "--length", "40", "--min-sqnr", "1", "-o", str(policy)]) == 0
+    assert "# note: random weights and inputs: " in policy.read_text()
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path), "--length", "40", "--compare", "ocp"]) == 0
+    assert "note: random weights and inputs: " in capsys.readouterr().out
 
 
 def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

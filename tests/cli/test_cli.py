@@ -14,6 +14,7 @@ from eager_backend import EagerBackend
 
 import mxcompile
 from mxcompile import demo
+from mxcompile.cli import demo as demo_command
 from mxcompile.cli import main
 from mxcompile.cli.main import COMMANDS
 from mxcompile.lowering.targets import TARGETS
@@ -194,6 +195,26 @@ def test_gaps_are_to_the_same_seed():
     assert found.gaps(demo.CONTROL) == pytest.approx([0.1, 0.1])
     assert found.gaps(demo.CONTROL, step=0) == pytest.approx([0.1, 0.1])
     assert found.spread == pytest.approx(0.1 / 2.05)
+
+
+@pytest.mark.parametrize(
+    ("control", "seeds", "status", "said"),
+    [
+        (2.2, 2, 0, "BF16 itself moves by 4.88% from seed to seed;"),
+        (2.2, 2, 0, "gap +0.050%: within 0.25% of BF16"),
+        (2.2, 1, 0, "with one seed, how far BF16 itself moves from seed to seed is not known;"),
+        (2.0, 1, 1, "the control, mxfp4, is +0.00% off: a bad format is not seen yet."),
+        (2.0, 2, 1, "gap +0.050%: the runs are too short to tell"),
+    ],
+)
+def test_what_the_demo_concludes(
+    control: float, seeds: int, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = (2.0, 2.1)
+    labels = {"bf16": 1.0, "policy nvidia": 1.0005, demo.CONTROL: control / 2}
+    runs = [made_run(label, i, base[i] * by) for label, by in labels.items() for i in range(seeds)]
+    assert demo_command._conclude(demo.Comparison(runs=tuple(runs)), tmp_path) == status
+    assert said in capsys.readouterr().out
 
 
 def test_the_bar_of_the_demo_comes_before_its_imports():

@@ -230,7 +230,7 @@ def test_of_several_formats_those_of_32_elements_are_stored():
         {"match": {"name": "*.gate"}, "use": "mxfp4"},
         {"match": {"name": "*.down"}, "use": {"precision": "mxfp8", "weight_block": "32x32"}},
     ]
-    with pytest.raises(PolicyError, match="which this mxfp4 is not; .* which this mxfp8 is not"):
+    with pytest.raises(PolicyError, match=r"which this mxfp4 is not; .* which this mxfp8 is not$"):
         quantized(policy={"version": 1, "preset": "inference", "rules": rules})
     model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules[:2]})
     assert stored_names(model) == {"blocks.0.down.weight", "blocks.1.down.weight"}

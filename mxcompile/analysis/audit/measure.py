@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Audit:
         from mxcompile.analysis.audit.text import to_text
 
         return to_text(self.numerics, rows=20)
+
+    def with_note(self, note: str) -> Audit:
+        """Returns the audit with `note` as the first one of its numbers."""
+        notes = (note, *self.numerics.notes)
+        return dataclasses.replace(self, numerics=dataclasses.replace(self.numerics, notes=notes))
 
     def view(self, by: str) -> str:
         """The numbers as a table of another order: one of `VIEWS`. Raises `OptionError` for another word."""
