@@ -18,6 +18,7 @@ from mxcompile.cli.arguments import (
     check_plots,
     device,
     policies_of,
+    sizes,
 )
 from mxcompile.errors import OptionError
 
@@ -46,7 +47,7 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
 
     place = device(options.device)
     torch.manual_seed(options.seed)
-    loaded = load_model(options.model, batch=options.batch, length=options.length)
+    loaded = load_model(options.model, **sizes(options))
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
     if note := made_up(loaded):

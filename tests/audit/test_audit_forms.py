@@ -271,3 +271,21 @@ def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest
 def test_public_names() -> None:
     assert mxcompile.audit is audit
     assert mxcompile.Audit is Audit
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_the_bar_ends_at_its_end(with_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a loss there is no backward, whose products are known all the same."""
+    bars = recorded_bars(monkeypatch, "mxcompile.analysis.audit.measure")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    loss = (lambda output: output.square().mean()) if with_loss else None
+    audit(model, torch.randn(32, 64), policy=policy, loss_fn=loss)
+    (bar,) = bars
+    assert bar.n == bar.total == (2 * 5 if with_loss else 2 * 2)
+
+
+def test_at_a_prompt_an_audit_is_one_line() -> None:
+    found = audit(torch.nn.Linear(64, 64), torch.randn(32, 64))
+    assert repr([found]) == f"[<{str(found).splitlines()[0]}>]"
+    assert found._repr_html_().startswith("<iframe srcdoc=")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from mxcompile import demo
 from mxcompile.cli import demo as demo_command
 from mxcompile.cli import main
 from mxcompile.cli.main import COMMANDS
+from mxcompile.cli.quiet import working
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
 
@@ -175,6 +179,32 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert (out / "report.txt").read_text(encoding="utf-8").strip() in said
     assert "mean validation gap" in said
     assert said.rstrip().endswith(f"open {Path('out') / 'report.html'} in a browser")
+
+
+def small_model() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, Any]]:
+    return torch.nn.Sequential(torch.nn.Linear(64, 64)), (torch.randn(32, 64),), {}
+
+
+def test_explain_into_a_file_says_what_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["explain", f"{__name__}:small_model", "--policy", "bf16", "--target", "b200"]
+    assert main(command) == 0
+    whole = capsys.readouterr()
+    assert main([*command, "-o", str(tmp_path / "x.html")]) == 0
+    short = capsys.readouterr()
+    summary, _, _ = whole.out.partition("\n\n")
+    assert re.sub(r"\d+ ms", "", summary) == re.sub(r"\d+ ms", "", short.out.partition("\n\n")[0])
+    assert "warning: this model is FP32" in short.out
+    assert short.out.endswith(f"written to {tmp_path / 'x.html'}\n")
+    assert whole.err == short.err == ""  # no bar where nobody watches
+
+
+def test_on_a_terminal_the_time_runs(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
+    with working("tracing"):
+        time.sleep(1.2)
+    assert "tracing 00:01" in terminal.getvalue()
 
 
 def made_run(label: str, seed: int, *losses: float) -> demo.Run:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import threading
@@ -165,6 +166,10 @@ def test_the_command(source, tmp_path, capsys):
     assert main(["inspect", str(out)]) == 0
     said = capsys.readouterr().out
     assert "layout: compressed-tensors" in said
+    assert max(map(len, said.splitlines())) <= 120
+    assert "\nmodel.layers.0-1.mlp.gate_proj.weight,\nmodel.layers.0-1.mlp.up_proj.weight" in re.sub(
+        r" +.*", "", said
+    )
     assert "mxfp8 e4m3" in said
     assert main(["convert", str(source), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mxcompile.errors import ModelError, PolicyError
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.storage import tensor
 
 BF16 = torch.bfloat16
 ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -371,3 +373,32 @@ def test_sharded_parameters_are_refused():
         assert not stored_names(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_report_says_how_stored_weights_are_read():
+    model, _ = quantized()
+    report = mxcompile.explain(model, TOKENS, policy="bf16", training=False)
+    text = " ".join(str(report).split())
+    codes = sum("weight_only" in gemm.kernel for gemm in report.gemms)
+    stored = [gemm for gemm in report.gemms if gemm.formats]
+    share = sum(gemm.n * gemm.k for gemm in stored) / sum(gemm.n * gemm.k for gemm in report.gemms)
+    assert f"weights stored in MXFP8: 6 of 7 layers, {share:.1%} of their elements;" in text
+    assert f"products read the codes of {codes} and dequantized values of {6 - codes}" in text
+    assert "bf16; w stored" in text
+    rows = [line for line in str(report).splitlines() if line.startswith("bf16") and "w: e4m3" in line]
+    counted = [int(re.search(r"(\d+) +\S+%$", row)[1]) for row in rows]
+    assert sum(counted) == 6  # the head, whose weight is not stored, is not among them
+    assert "stored" not in str(mxcompile.explain(Model(), TOKENS, policy="bf16", training=False))
+
+
+def test_running_uncompiled_is_warned_about_once(caplog):
+    tensor._warn_of_eager.cache_clear()
+    model, _ = quantized()
+    with torch.no_grad(), caplog.at_level("WARNING", logger="mxcompile.storage"):
+        torch.compile(model, backend="eager")  # tracing says nothing
+        mxcompile.explain(model, TOKENS, policy="bf16", training=False)
+        assert caplog.messages == []
+        model(TOKENS)
+        model(TOKENS)
+    (said,) = caplog.messages
+    assert said.startswith("a product with a stored weight runs uncompiled")

@@ -37,7 +37,7 @@ class AuditComparison:
         layers = self._layers()
         lines = [drawn(fitted(self._policies(), ("policy",)))]
         if len(layers) > 1:
-            title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: in BF16"
+            title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: not quantized"
             lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
         if len(layers) > _ROWS + 1:
             lines.append(f"… and {len(layers) - _ROWS - 1} that no policy moves so far")
