@@ -89,15 +89,16 @@ def call(
             if isinstance(inner, MXCompileError):
                 raise inner from None
             log.debug("cannot trace the model", exc_info=True)
-            raise ModelError(_said(error, inner, model)) from None
+            raise ModelError(_said(error, inner, model, mode)) from None
 
 
-def _said(error: Exception, inner: BaseException, model: nn.Module) -> str:
-    """What a user is told of `error`, which Dynamo raised for `inner` when it traced `model`."""
+def _said(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
+    """What a user is told of `error`, which Dynamo raised for `inner` when it traced `model` under `mode`."""
     cause = _cause(inner)
     what = str(cause).strip().partition("\n")[0]
     said = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
-    if not _is_of_tracing(cause):
+    assumed = isinstance(mode, Assuming) and mode.notes
+    if not (assumed or _is_of_tracing(cause)):
         return said
     return (
         f"{said}\n  if the model runs as it is called here, its code makes something else of values than was"

@@ -23,7 +23,7 @@ from mxcompile.report.forms.tables import (
 from mxcompile.report.numerics_groups import Group, by_block, by_role
 
 _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
-_TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "lost", "cut", "2^"]
+_TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]
 _PARAMETER_HEADERS = ["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"]
 _GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""]
 _GEMM_TITLE = "Outputs of GEMMs against FP32, by FLOPs × error²: SQNR in dB, relative error"
@@ -136,7 +136,9 @@ def _tensor(tensor: TensorNumerics) -> list[str]:
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
         f"{tensor.operand} {how}",
-        *_errors(tensor),
+        decibels(tensor.sqnr_db),
+        f"{tensor.cosine:.5f}",
+        percent(tensor.rel_error),
         percent(tensor.underflow),
         percent(tensor.lost),
         percent(tensor.saturation),
@@ -148,7 +150,7 @@ def _parameter(one: ParameterNumerics, flops: int) -> list[str]:
     return [one.name, one.role, f"{one.flops / flops:.1%}", *_errors(one)]
 
 
-def _errors(one: GemmNumerics | TensorNumerics | ParameterNumerics) -> list[str]:
+def _errors(one: GemmNumerics | ParameterNumerics) -> list[str]:
     return [decibels(one.sqnr_db), f"{one.cosine:.5f}", f"{one.mse:.1e}", percent(one.rel_error)]
 
 
