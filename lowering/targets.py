@@ -21,7 +21,8 @@ class Peak:
     """What the vendor's data sheet promises for dense products of one chip of a target.
 
     chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
-    they are native, of operands with a scale a block of 32 and with one a tensor or channel.
+    they are native, of operands with a scale a block of 32 and with one a tensor or channel. fp32_tflops: of
+    FP32, not TF32.
     bandwidth_gbs: of device memory, 10⁹ bytes a second. clock_ghz: at which the rates hold, 10⁹ cycles a
     second.
     """
@@ -30,6 +31,7 @@ class Peak:
     bf16_tflops: float
     mxfp8_tflops: float
     fp8_tflops: float
+    fp32_tflops: float
     bandwidth_gbs: float
     clock_ghz: float
 
@@ -155,6 +157,7 @@ _TCGEN05: dict[str, Any] = {
 def _peak(
     chip: str,
     bf16_tflops: float,
+    fp32_tflops: float,
     bandwidth_gbs: float,
     clock_ghz: float,
     mxfp8_tflops: float = 0.0,
@@ -163,6 +166,7 @@ def _peak(
     return Peak(
         chip=chip,
         bf16_tflops=bf16_tflops,
+        fp32_tflops=fp32_tflops,
         mxfp8_tflops=mxfp8_tflops or bf16_tflops,
         fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
         bandwidth_gbs=bandwidth_gbs,
@@ -176,11 +180,11 @@ TARGETS = {
         _cpu("cpu", "this machine's CPU", features().slow_dtypes),
         _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
         _cpu(CPU_FP32, "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
-        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 2039, 1.41)),
-        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 864, 2.49, fp8_tflops=733)),
-        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 4800, 1.83, fp8_tflops=1979)),
-        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 8000, 1.85, 4500), **_TCGEN05),
-        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 8000, 1.72, 4500), **_TCGEN05),
+        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 19.5, 2039, 1.41)),
+        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 91.6, 864, 2.49, fp8_tflops=733)),
+        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 67, 4800, 1.83, fp8_tflops=1979)),
+        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 75, 8000, 1.85, 4500), **_TCGEN05),
+        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 75, 8000, 1.72, 4500), **_TCGEN05),
         _nvidia(
             120,
             "RTX 50",
@@ -188,7 +192,7 @@ TARGETS = {
             99,
             mma="mma.sync block_scale",
             scale_layout=ScaleLayout.TILED_128X4,
-            peak=_peak("RTX 5090", 209.5, 1792, 2.41, 419),
+            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 2.41, 419),
         ),
         _amd(
             "gfx942",
@@ -197,7 +201,7 @@ TARGETS = {
             64,
             fp8_tiles=_FP8_TILES,
             fp8_fnuz=True,
-            peak=_peak("MI300X", 1307, 5300, 2.1, fp8_tflops=2615),
+            peak=_peak("MI300X", 1307, 163.4, 5300, 2.1, fp8_tflops=2615),
         ),
         _amd(
             "gfx950",
@@ -208,7 +212,7 @@ TARGETS = {
             fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
-            peak=_peak("MI355X", 2516, 8000, 2.4, 5033),
+            peak=_peak("MI355X", 2516, 157.3, 8000, 2.4, 5033),
         ),
     )
 }

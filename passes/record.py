@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import fx
+from dataclasses import replace
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
@@ -24,7 +27,15 @@ def records(graph: fx.Graph) -> tuple[GemmRecord, ...]:
     first = tags[0].index if tags else 0
     if untagged or [tag.index for tag in tags] != list(range(first, first + len(tags))):
         raise VerificationError(f"matmuls without a record: {untagged or 'lost in a pass'}")
-    return tuple(map(record_of, tags))
+    dtypes = {tag.index: _dtype(node) for node in graph.nodes for tag in tags_of(node)}
+    return tuple(replace(record_of(tag), dtype=dtypes[tag.index]) for tag in tags)
+
+
+def _dtype(node: fx.Node) -> str:
+    """Returns the dtype of the first tensor of the value of `node`, "" if there is none."""
+    leaves = tree_leaves(node.meta.get("val"))
+    dtype = next((value.dtype for value in leaves if isinstance(value, Tensor)), None)
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def record_of(tag: GemmTag) -> GemmRecord:

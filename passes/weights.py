@@ -25,15 +25,18 @@ from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
+OTHER_FORMAT = "stored weights are MXFP8 with a scale for 32 elements along K, which this {} is not"
+"""Why a GEMM that quantizes a weight does not have it stored."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUse:
-    """What one forward GEMM does with a weight.
+    """What one forward GEMM, or the lookup of an embedding, does with a weight.
 
     path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
     non-negative dimension of the parameter that is contracted; rank: how many it has. elem_dtype, rounding:
     of the cast, or of the weight as it is stored; None and "" where the GEMM does not cast the weight as it
-    is. reason: for either.
+    is. reason: for either. is_lookup: whether it is an embedding, `layer` then the path.
     """
 
     path: str
@@ -44,6 +47,7 @@ class WeightUse:
     rank: int = 0
     elem_dtype: torch.dtype | None = None
     rounding: str = ""
+    is_lookup: bool = False
 
 
 def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[WeightUse]:
@@ -53,7 +57,9 @@ def weight_uses(graph: fx.Graph, inputs: Sequence[GraphInput]) -> Iterator[Weigh
         if packet(node) is aten.embedding:
             path = _path(_source(node.args[0])[0], inputs)
             if path:
-                yield WeightUse(path=path, layer=path, role="embedding", reason="role embedding")
+                yield WeightUse(
+                    path=path, layer=path, role="embedding", reason="role embedding", is_lookup=True
+                )
         elif tag is not None and tag.kind is Kind.LINEAR and tag.gemm is Gemm.FPROP:
             yield from _of_gemm(node, tag, inputs)
 
@@ -77,14 +83,15 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     if packet(cast) is not operator.getitem or not isinstance(cast.args[0], fx.Node):
         return
     made = cast.args[0]
-    source, (dim, elem_dtype, rounding, *options) = argument(made), made.args[1:]
+    source, how = argument(made), made.args[1:]
     parameter, found = _source(source)
     path = _path(parameter, inputs)
     if not path:
         return
-    if made.target not in (ops.quantize, ops.quantize_cached) or any(options[:1]):
-        yield WeightUse(path=path, **{**known, "reason": "its scales are not those of 32 elements along K"})
+    if made.target not in (ops.quantize, ops.quantize_cached) or any(how[3:4]):
+        yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
+    dim, elem_dtype, rounding = how[:3]
     value = value_of(source)
     block = found[int(dim) % value.ndim] if found is not None else None  # type: ignore[arg-type]
     if block is None:

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def convert(
     """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8.
 
     source: a directory of safetensors with a Hugging Face config.json, or any safetensors of `model`. policy:
-    default the preset ``inference``. layout: as for `save_quantized`. Of every weight that is stored the SQNR
-    is measured on what was read back; the table is in the result too, as ``mxfp8_weights.json``.
+    default the preset ``inference``. layout: as for `save_quantized`. progress: show a bar on a terminal. Of
+    every weight that is stored the SQNR is measured on what was read back; the table is in the result too, as
+    ``mxfp8_weights.json``.
 
     Raises `CheckpointError` for an input that is damaged or quantized already, if `target` exists, and where
     it cannot be written; what was converted until then is kept for the same call.
@@ -77,9 +78,13 @@ def convert(
         raise CheckpointError(f"{target}: lies in the input, which is not touched")
     with writing(target), work.alone():
         if not target.exists():
-            files = plan.checkpoint.files
-            for file in tqdm(files, desc="converted", unit="file", disable=not progress, leave=False):
-                work.do(file)
+            steps = 2 * len(plan.checkpoint.entries)  # every tensor is written, then looked at
+            hidden = None if progress else True
+            with tqdm(desc="convert", total=steps, unit="tensor", disable=hidden, leave=False) as bar:
+                work.on_tensor = bar.update
+                for file in plan.checkpoint.files:
+                    bar.set_description(f"convert {file.name}")
+                    work.do(file)
             work.finish()
         return work.clean()
 
@@ -93,7 +98,10 @@ def _fingerprint(plan: Plan) -> str:
 
 
 class _Work:
-    """A conversion under way: what is done of it, on disk."""
+    """A conversion under way: what is done of it, on disk.
+
+    on_tensor: called twice for each tensor, when it is written and when it was looked at.
+    """
 
     def __init__(self, plan: Plan, target: Path, job: str) -> None:
         self._plan = plan
@@ -102,6 +110,7 @@ class _Work:
         self._partial = target.with_name(f".{target.name}.partial")
         self._journal = target.with_name(f".{target.name}.journal.json")
         self._done: dict[str, list[dict[str, Any]]] = self._recall()
+        self.on_tensor: Callable[[], object] = lambda: None
 
     def _recall(self) -> dict[str, list[dict[str, Any]]]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -139,7 +148,7 @@ class _Work:
         if file.name in self._done and made.is_file():
             return
         self._partial.mkdir(exist_ok=True)
-        rows = _convert_file(self._plan, file, made)
+        rows = _convert_file(self._plan, file, made, self.on_tensor)
         self._done[file.name] = [dataclasses.asdict(each) for each in rows]
         write_json(self._journal, {"job": self._job, "done": self._done})
 
@@ -197,13 +206,13 @@ def _write_index(directory: Path, made: Checkpoint) -> None:
     write_index(directory, {name: entry.file.name for name, entry in made.entries.items()}, total)
 
 
-def _convert_file(plan: Plan, file: Path, made: Path) -> list[StoredWeight]:
+def _convert_file(plan: Plan, file: Path, made: Path, on_tensor: Callable[[], object]) -> list[StoredWeight]:
     """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
     entries = plan.checkpoint.entries.items()
     empty = {name: _empty(each, plan.chosen.get(name)) for name, each in entries if each.file == file}
     specs, about = described(empty, plan.layout)
-    write_tensors(made, specs, _converted(plan, empty), about)
-    return list(_measured(plan, file, made))
+    write_tensors(made, specs, _converted(plan, empty, on_tensor), about)
+    return list(_measured(plan, file, made, on_tensor))
 
 
 def _empty(entry: Entry, chosen: Chosen | None) -> Tensor:
@@ -216,7 +225,9 @@ def _empty(entry: Entry, chosen: Chosen | None) -> Tensor:
     return MXTensor(elements, scales, -1, entry.dtype)
 
 
-def _converted(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def _converted(
+    plan: Plan, names: Iterable[str], on_tensor: Callable[[], object]
+) -> Iterator[tuple[str, Tensor]]:
     """The parts of the tensors called `names`, one read and cast at a time."""
     for name in names:
         value = plan.checkpoint.read(name)
@@ -224,12 +235,16 @@ def _converted(plan: Plan, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]
         if chosen is not None and chosen.elem_dtype is not None:
             value = cast(value, chosen.block_dim, chosen.elem_dtype, chosen.rounding)
         yield from packed(name, value, plan.layout).items()
+        on_tensor()
 
 
-def _measured(plan: Plan, file: Path, made: Path) -> Iterator[StoredWeight]:
+def _measured(plan: Plan, file: Path, made: Path, on_tensor: Callable[[], object]) -> Iterator[StoredWeight]:
     readers = stored(Checkpoint.open(made), torch.float32)
     for name, entry in plan.checkpoint.entries.items():
-        if entry.file == file and name in plan.chosen:
+        if entry.file != file:
+            continue
+        on_tensor()
+        if name in plan.chosen:
             told = row(entry, plan.chosen[name])
             if told.stored:
                 found = readers[name]()

@@ -75,6 +75,11 @@ class Checkpoint:
         _check_index(path, entries)
         return cls(path=path, entries=entries, metadata=tuple(metadata), files=files)
 
+    @property
+    def num_bytes(self) -> int:
+        """What all tensors take."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
     def read(self, name: str) -> Tensor:
         """The tensor called `name`."""
         with opened(self.entries[name].file) as handle:

@@ -24,6 +24,8 @@ from mxcompile.storage import MXTensor
 
 COMPRESSED_TENSORS, TORCHAO = "compressed-tensors", "torchao"
 LAYOUTS = (COMPRESSED_TENSORS, TORCHAO)
+NO_LAYOUT = "none"
+"""That of a checkpoint without a weight in MXFP8."""
 SUFFIX = "_scale"
 
 _E4M3 = torch.float8_e4m3fn
@@ -138,7 +140,8 @@ def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
     """The layout of the MXFP8 weights of `checkpoint`, "none" if it has none; all its weights, checked."""
     if any("tensor_names" in each for each in checkpoint.metadata):
         parts = (_torchao(checkpoint, each) for each in checkpoint.metadata)
-        return TORCHAO, [weight for part in parts for weight in part]
+        weights = [weight for part in parts for weight in part]
+        return TORCHAO if any(each.scales for each in weights) else NO_LAYOUT, weights
     entries, found = checkpoint.entries, []
     for name, entry in entries.items():
         if name.endswith(SUFFIX) and _is_fp8(entries.get(name.removesuffix(SUFFIX))):
@@ -148,7 +151,7 @@ def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
             found.append(Named(name=name, elements=name, scales=name + SUFFIX, block_dim=dim))
         else:
             found.append(Named(name=name, elements=name))
-    return COMPRESSED_TENSORS if any(each.scales for each in found) else "none", found
+    return COMPRESSED_TENSORS if any(each.scales for each in found) else NO_LAYOUT, found
 
 
 def _is_fp8(entry: Entry | None) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
-from mxcompile.checkpoint.layouts import stored
+from mxcompile.checkpoint.layouts import NO_LAYOUT, named, stored
 from mxcompile.errors import CheckpointError
 from mxcompile.graph.names import joined
 from mxcompile.lowering.inductor import (
@@ -25,6 +25,8 @@ from mxcompile.lowering.inductor import (
 )
 from mxcompile.plan.bare import users_own
 from mxcompile.storage import MXTensor
+
+_VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Readers = dict[str, Callable[[], Tensor]]
 
@@ -38,21 +40,31 @@ def load_quantized(
     (``mxfp8-quantized``) or torchao. model: what to load into, on the meta device or any other; its
     parameters are replaced. Without it, the Hugging Face model of the directory's config.json, in evaluation
     mode. dtype: of the values that MXFP8 weights stand for, where neither config.json nor the checkpoint
-    says; default BF16.
+    says; default what all its other weights are in, else BF16.
 
     Nothing is downloaded, unpickled or run from the directory. Raises `CheckpointError` for a checkpoint that
-    is damaged, is no MXFP8, or does not fit the model.
+    is damaged, holds no weight in MXFP8, or does not fit the model.
     """
     checkpoint = Checkpoint.open(path)
+    if named(checkpoint)[0] == NO_LAYOUT:
+        raise CheckpointError(
+            f"{path}: no weight is stored in MXFP8: `mxcompile convert` stores them, and an ordinary"
+            " checkpoint is read by from_pretrained or load_state_dict"
+        )
     if model is not None:
-        _assign(users_own(model), stored(checkpoint, dtype or _dtype({}, torch.bfloat16)))
+        _assign(users_own(model), stored(checkpoint, dtype or _common_dtype(checkpoint)))
         return model
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path}: a file alone does not say what model it is of: pass model=")
     raw = read_json(directory / "config.json")
-    wanted = dtype or _dtype(raw, torch.bfloat16)
-    return _huggingface(directory, raw, wanted, stored(checkpoint, wanted))
+    return huggingface(checkpoint, directory, raw, dtype or _dtype(raw, _common_dtype(checkpoint)))
+
+
+def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What the floating-point weights that are not quantized are all in, else BF16."""
+    dtypes = {entry.dtype for entry in checkpoint.entries.values() if entry.dtype in _VALUES}
+    return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16
 
 
 def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
@@ -60,9 +72,13 @@ def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else default
 
 
-def _huggingface(path: Path, raw: dict[str, Any], dtype: torch.dtype, readers: Readers) -> nn.Module:
+def huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The model that `raw`, the config.json in `path`, is of, with the weights of `checkpoint`, MXFP8 or not.
+
+    dtype: of values, where the checkpoint does not say. Raises `CheckpointError`.
+    """
     owner, config = architecture(path, raw)
-    state = {name: read() for name, read in readers.items()}
+    state = {name: read() for name, read in stored(checkpoint, dtype).items()}
     try:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True

@@ -62,6 +62,12 @@ class Plan:
         entries = self.checkpoint.entries
         return StoredWeights(weights=tuple(row(entries[name], each) for name, each in self.chosen.items()))
 
+    @property
+    def num_bytes(self) -> int:
+        """What all tensors of the result will take."""
+        entries, rows = self.checkpoint.entries, self.table().weights
+        return self.checkpoint.num_bytes - sum(entries[each.name].num_bytes - each.num_bytes for each in rows)
+
 
 def row(entry: Entry, chosen: Chosen) -> StoredWeight:
     """What becomes of one tensor."""

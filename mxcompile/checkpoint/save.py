@@ -29,14 +29,19 @@ def save_quantized(
 
     layout: ``compressed-tensors`` (``mxfp8-quantized``; what Transformers and vLLM load) or ``torchao``. The
     directory appears whole or not at all. Hugging Face models are written under the names of their published
-    checkpoints. Raises `CheckpointError` if the directory exists or cannot be written, or the layout cannot
-    hold a weight.
+    checkpoints. Raises `CheckpointError` for a model without a weight in MXFP8, if the directory exists or
+    cannot be written, and if the layout cannot hold a weight.
     """
     check_layout(layout)
     model, target = users_own(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
     state = _state(model)
+    if not any(isinstance(value, MXTensor) for value in state.values()):
+        raise CheckpointError(
+            "no weight of the model is stored in MXFP8: quantize_weights_ stores them, and save_pretrained or"
+            " safetensors writes an ordinary model"
+        )
     with (
         writing(target),
         tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made,

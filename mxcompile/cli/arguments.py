@@ -46,6 +46,16 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
         type=positive,
         help="of a config.json's sequences (default 512, or as many as the model has positions for)",
     )
+    command.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="of the model and its inputs (default: as it is made, or as its config.json says)",
+    )
+
+
+def sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_model` asks beside the name of the model, for `load_model`."""
+    return {"batch": options.batch, "length": options.length, "dtype": options.dtype}
 
 
 def add_policy(command: argparse.ArgumentParser) -> None:

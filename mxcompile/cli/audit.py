@@ -18,6 +18,7 @@ from mxcompile.cli.arguments import (
     check_plots,
     device,
     policies_of,
+    sizes,
 )
 from mxcompile.errors import OptionError
 
@@ -46,16 +47,25 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
 
     place = device(options.device)
     torch.manual_seed(options.seed)
-    loaded = load_model(options.model, batch=options.batch, length=options.length)
+    loaded = load_model(options.model, **sizes(options))
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
-    if loaded.made_up:
-        said = f"random {loaded.made_up}: a factory, package.module:factory, gives those you mean"
-        print(said, file=sys.stderr)
+    if note := made_up(loaded):
+        print(note, file=sys.stderr)
     if options.inference:
         loaded.model.eval()
     with torch.set_grad_enabled(not options.inference):
         yield loaded
+
+
+def made_up(loaded: LoadedModel) -> str:
+    """What a reader of the numbers has to know of where they come from; "" if nothing is random."""
+    if not loaded.made_up:
+        return ""
+    return (
+        f"random {loaded.made_up}: the loss and its gap say little of {loaded.name}; a factory,"
+        " package.module:factory, gives those you mean"
+    )
 
 
 def add_to(commands: Any) -> None:
@@ -93,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     check_plots(options.plots)
     with quiet(), measured(options) as loaded:
         result = audit(loaded.model, *loaded.args, policy=options.policy, kwargs=loaded.kwargs)
+    if note := made_up(loaded):
+        result = result.with_note(note)
     print(result if options.by is None else result.view(options.by))
     if options.output is not None:
         result.save(options.output)
@@ -114,5 +126,7 @@ def _compare(options: argparse.Namespace) -> int:
     policies = policies_of(options.compare)
     with quiet(), measured(options) as loaded:
         found = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
+    if note := made_up(loaded):
+        found = dataclasses.replace(found, audits=tuple(each.with_note(note) for each in found.audits))
     print(found)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder, policies_of
+from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder, policies_of, sizes
 
 
 def add_to(commands: Any) -> None:
@@ -32,13 +32,13 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if a kernel could not run."""
     from mxcompile.cli.models import load_model
-    from mxcompile.cli.quiet import quiet
+    from mxcompile.cli.quiet import quiet, working
     from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)
     others = [] if options.compare is None else policies_of(options.compare)
-    with quiet():
-        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+    with quiet(), working(f"generating {options.target} code of {options.model}"):
+        loaded = load_model(options.model, meta=True, **sizes(options))
         results = [
             codegen(
                 loaded.model,

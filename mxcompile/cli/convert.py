@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.checkpoint.convert import convert
+    from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout
     from mxcompile.checkpoint.plan import Model, make_plan
     from mxcompile.cli.models import load_model
@@ -46,19 +47,28 @@ def run(options: argparse.Namespace) -> int:
             loaded = load_model(options.model, meta=True)
             given = Model(model=loaded.model, args=loaded.args, kwargs=loaded.kwargs)
         if options.dry_run:
-            print(make_plan(options.source, options.policy, options.layout, given).table())
+            plan = make_plan(options.source, options.policy, options.layout, given)
+            print(f"{plan.table()}\n\n{_sizes(options, plan.checkpoint.num_bytes, plan.num_bytes)}")
             return 0
         table = convert(
             options.source, options.target, policy=options.policy, layout=options.layout, model=given
         )
-    print(table)
-    print(f"\nwritten to {options.target}")
+    before, after = (Checkpoint.open(path).num_bytes for path in (options.source, options.target))
+    print(f"{table}\n\nwritten: {_sizes(options, before, after)}")
     if options.layout == COMPRESSED_TENSORS and (dtype := _dtype(options.target)) not in ("", "bfloat16"):
         print(
             f"its config.json says {dtype}, and compressed-tensors decompresses to bfloat16:"
             " from_pretrained(…, dtype=torch.bfloat16)"
         )
     return 0
+
+
+def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
+    """What all tensors take, those that stay as they are too."""
+    from mxcompile.report.forms.words import byte_count
+
+    share = f" ({after / before:.0%})" if before else ""
+    return f"{options.source} {byte_count(before)}, {options.target} {byte_count(after)}{share}"
 
 
 def _dtype(directory: Path) -> str:

@@ -32,6 +32,9 @@ def decibels(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of dB") from None
 
 
+DEFAULT = [Condition(word="fallback"), Condition(word="share-drop", limit=0.01)]
+"""What fails where ``--fail-on`` does not say."""
+
 _CONDITIONS: dict[str, Callable[[str], float] | None] = {
     "fallback": None,
     "share-drop": share,
@@ -58,7 +61,8 @@ def add_to(commands: Any) -> None:
         "diff",
         help="what changed between two reports, or two audits",
         description="Compare two reports or two audits of a model, written as JSON. Exit status 1 if a layer"
-        " fell back to BF16, or what --fail-on names happened; 2 if a file is neither.",
+        " fell back to BF16, the quantized share of the FLOPs fell by more than a percentage point, or no"
+        " layer is in both; --fail-on replaces the first two. 2 if a file is neither.",
     )
     command.add_argument("old", type=Path, metavar="OLD.json", help="a report or an audit, as JSON")
     command.add_argument("new", type=Path, metavar="NEW.json", help="one of the same kind")
@@ -68,8 +72,8 @@ def add_to(commands: Any) -> None:
         type=condition,
         action="append",
         metavar="CONDITION",
-        help="fallback (the default), share-drop=1%% (of the FLOPs, quantized) or, of audits, sqnr-drop=1dB"
-        " (of a GEMM); may be given several times",
+        help="fallback, share-drop=1%% (of the FLOPs, quantized) or, of audits, sqnr-drop=1dB (of a GEMM);"
+        " may be given several times (default: fallback and share-drop=1%%)",
     )
     command.set_defaults(run=run)
 
@@ -77,12 +81,13 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     of_model, of_numerics = _compared(options.old, options.new)
-    conditions = options.fail_on or [Condition(word="fallback")]
+    conditions = options.fail_on or DEFAULT
     if of_numerics is None and any(one.word == "sqnr-drop" for one in conditions):
         raise OptionError("--fail-on sqnr-drop is of audits, and these are reports: see mxcompile audit")
     found = of_numerics or of_model
     print(found.to_markdown() if options.format == "markdown" else found)
-    return 1 if any(_happened(one, of_model, of_numerics) for one in conditions) else 0
+    failed = of_model.is_unrelated or any(_happened(one, of_model, of_numerics) for one in conditions)
+    return 1 if failed else 0
 
 
 def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]:

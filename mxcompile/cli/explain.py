@@ -14,6 +14,7 @@ from mxcompile.cli.arguments import (
     check_output,
     policies_of,
     positive,
+    sizes,
 )
 from mxcompile.errors import OptionError, not_allowed
 
@@ -70,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.analysis.explain.compare import compare
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.models import load_model
-    from mxcompile.cli.quiet import quiet
-    from mxcompile.formats import labels
+    from mxcompile.cli.quiet import quiet, working
     from mxcompile.report import form_of
+    from mxcompile.report.forms.text import to_summary
 
     check_output(options, form_of if options.sweep is None else _picture)
     if options.why is not None:
@@ -80,17 +81,20 @@ def run(options: argparse.Namespace) -> int:
     if options.compare is not None and options.output is not None:
         raise OptionError("--compare prints a table: it writes no report, leave out --output")
     policies = None if options.compare is None else policies_of(options.compare)
-    with quiet():
-        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+    with quiet(), working(f"tracing {options.model}"):
+        loaded = load_model(options.model, meta=True, **sizes(options))
         asked: dict[str, Any] = {
             "target": options.target,
             "training": not options.inference,
             "kwargs": loaded.kwargs,
         }
         if policies is not None:
-            print(compare(loaded.model, *loaded.args, policies=policies, **asked))
-            return 0
-        report = explain(loaded.model, *loaded.args, policy=options.policy, **asked)
+            compared = compare(loaded.model, *loaded.args, policies=policies, **asked)
+        else:
+            report = explain(loaded.model, *loaded.args, policy=options.policy, **asked)
+    if policies is not None:
+        print(compared)
+        return 0
     if options.why is not None:
         print("\n\n".join(map(str, report.why(options.why))))
         return 0
@@ -100,8 +104,7 @@ def run(options: argparse.Namespace) -> int:
         print(report)
     else:
         report.save(options.output)
-        words = labels(gemm.precision for gemm in report.gemms)
-        print(f"{report.summary.flop_share:.1%} of matmul FLOPs in {words}; written to {options.output}")
+        print(f"{to_summary(report)}\n\nwritten to {options.output}")
     return 0
 
 

@@ -21,9 +21,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from tabulate import tabulate
-
     from mxcompile.checkpoint.contents import contents
+    from mxcompile.report.forms.tables import drawn, fitted
     from mxcompile.report.forms.words import byte_count, count
 
     found = contents(options.path)
@@ -31,8 +30,15 @@ def run(options: argparse.Namespace) -> int:
     print(f"{found.path}: {count(found.num_files, 'file')}, {byte_count(found.num_bytes)}{share}")
     print(f"layout: {found.layout}\n")
     rows = [
-        (group.name, group.kind, "×".join(map(str, group.shape)), group.count, byte_count(group.num_bytes))
+        [
+            group.name,
+            group.kind,
+            "×".join(map(str, group.shape)),
+            str(group.count),
+            byte_count(group.num_bytes),
+        ]
         for group in found.groups
     ]
-    print(tabulate(rows, headers=["tensor", "stored as", "shape", "number", "bytes"]))
+    headers = ["tensor", "stored as", "shape", "number", "bytes"]
+    print(drawn(fitted([headers, *rows], ("tensor",))))
     return 0

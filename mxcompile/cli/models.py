@@ -11,15 +11,19 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError, nearest
 from mxcompile.plan.dummy_inputs import dummy_inputs
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes by what the command line calls them."""
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
 _DIRECTORY = "a directory with a Hugging Face config.json"
@@ -40,8 +44,10 @@ class LoadedModel:
     made_up: str = ""
 
 
-def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int | None = None) -> LoadedModel:
-    """The model that `spec` names.
+def load_model(
+    spec: str, *, meta: bool = False, batch: int = 1, length: int | None = None, dtype: str | None = None
+) -> LoadedModel:
+    """The model that `spec` names, in `dtype`, one of `DTYPES`, or its own.
 
     spec: ``package.module:factory`` (the working directory is importable), or a directory with a
     config.json, with or without ``hf:`` before it, whose weights are read from safetensors beside it and else
@@ -50,6 +56,19 @@ def load_model(spec: str, *, meta: bool = False, batch: int = 1, length: int | N
     Raises `ModelError` for a spec that names nothing, or a factory that returns something else, and
     `CheckpointError` for weights that are damaged or do not fit.
     """
+    loaded = _load(spec, meta, batch, length)
+    if dtype is None:
+        return loaded
+    asked = DTYPES[dtype]
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(asked) if tensor.is_floating_point() else tensor,
+        (loaded.args, loaded.kwargs),
+    )
+    return replace(loaded, model=loaded.model.to(asked), args=args, kwargs=kwargs)
+
+
+def _load(spec: str, meta: bool, batch: int, length: int | None) -> LoadedModel:
     path = Path(spec.removeprefix("hf:"))
     if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
         with torch.device("meta") if meta else nullcontext():
@@ -162,9 +181,11 @@ def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | No
 
 def _with_weights(directory: Path, dtype: torch.dtype) -> nn.Module:
     """The model of a directory with the weights that it holds, in training mode as a new one is."""
-    from mxcompile.checkpoint import load_quantized
+    from mxcompile.checkpoint.files import Checkpoint, read_json
+    from mxcompile.checkpoint.load import huggingface
 
-    model: Any = load_quantized(directory, dtype=dtype)
+    raw = read_json(directory / "config.json")
+    model: Any = huggingface(Checkpoint.open(directory), directory, raw, dtype)
     model.config.use_cache = False
     return model.train()  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import add_model, add_output, check_output
+from mxcompile.cli.arguments import add_model, add_output, check_output, sizes
 from mxcompile.errors import OptionError
 
 
@@ -153,10 +153,10 @@ def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> 
     """The report of the model that `options` names, under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.models import load_model
-    from mxcompile.cli.quiet import quiet
+    from mxcompile.cli.quiet import quiet, working
 
-    with quiet():
-        loaded = load_model(options.model, meta=True, batch=options.batch, length=options.length)
+    with quiet(), working(f"tracing {options.model}"):
+        loaded = load_model(options.model, meta=True, **sizes(options))
         return explain(
             loaded.model, *loaded.args, policy=policy, training=training, strict=False, kwargs=loaded.kwargs
         )

@@ -1,8 +1,9 @@
-"""Keeping other libraries' advice, which is not about what was asked, out of a command's output."""
+"""What a command shows while it works: not other libraries' advice, and on a terminal for how long."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,3 +24,26 @@ def quiet() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """On a terminal, say `what` is being done and for how long, while no bar can tell how much is left."""
+    from tqdm import tqdm
+
+    done = threading.Event()
+    with tqdm(desc=what, disable=None, leave=False, bar_format="{desc} {elapsed}") as bar:
+
+        def tick() -> None:
+            while not done.wait(0.5):
+                bar.refresh()
+
+        ticking = threading.Thread(target=tick, daemon=True)
+        if not bar.disable:
+            ticking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if not bar.disable:
+                ticking.join()

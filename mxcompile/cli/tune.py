@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from mxcompile.cli.arguments import add_output, check_output, share
-from mxcompile.cli.audit import add_measured, measured
+from mxcompile.cli.audit import add_measured, made_up, measured
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
             target=options.target,
             kwargs=loaded.kwargs,
         )
+    if note := made_up(loaded):
+        result = dataclasses.replace(result, notes=(note, *result.notes))
     print(result)
     if not result.met:
         return 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ from mxcompile.compiler.inductor import sources_hash
 from mxcompile.compiler.places import Places
 from mxcompile.compiler.runs import Compiled, noted
 from mxcompile.compiler.trace import trace
+from mxcompile.formats import is_quantized, labels
 from mxcompile.report import REGISTRY, Ledger
+from mxcompile.report.forms.words import count
+from mxcompile.report.record import flop_share
 from mxcompile.rules import check_layers, layers_of
 
 log = logging.getLogger(__name__)
@@ -40,11 +44,26 @@ def publish(
     if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
         entry.recall(gm, example_inputs)
     entry.put()
+    log.info("%s", _line(compilation))
     compilation.changed = entry.hear
     if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))
         check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
     return noted(compiled, compilation.found, entry.places)
+
+
+def _line(compilation: Compilation) -> str:
+    """What was made of one graph: for ``TORCH_LOGS=mxcompile``."""
+    part, label = compilation.part, compilation.options.policy.label
+    words = labels(gemm.precision for gemm in part.gemms)
+    kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
+    left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
+    return (
+        f"compiled {compilation.found.path or 'the model'} for {compilation.target.name}, {label}:"
+        f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
+        f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
+        f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
+    )
 
 
 class _Entry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import fx, nn
@@ -26,6 +26,7 @@ from mxcompile.plan.bare import fake_copy
 from mxcompile.plan.fakes import call
 from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
+from mxcompile.report import GemmRecord
 
 
 class OfParameter(Protocol):
@@ -40,6 +41,14 @@ Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
 """What there is to say of the parameters of a graph that the passes are done with."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uses(Generic[Use]):
+    """What was read of a model. by_path: of its parameters. gemms: the records of its products."""
+
+    by_path: dict[str, list[Use]]
+    gemms: tuple[GemmRecord, ...]
+
+
 def uses(
     model: nn.Module,
     policy: Policy,
@@ -48,8 +57,8 @@ def uses(
     read: Read[Use],
     *,
     training: bool,
-) -> dict[str, list[Use]]:
-    """What `read` says of the parameters of `model` under `policy`, by path.
+) -> Uses[Use]:
+    """What `read` says of the parameters of `model` under `policy`, and its products.
 
     args, kwargs: what the model is called with; their values are not looked at. training: whether the graphs
     have a backward. Raises `ModelError` where the model cannot be traced.
@@ -103,10 +112,11 @@ class _Tracer(Generic[Use]):
         self._training = training
         self._read = read
         self._uses: defaultdict[str, list[Use]] = defaultdict(list)
+        self._gemms: list[GemmRecord] = []
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, list[Use]]:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Uses[Use]:
         call(self._model, args, dict(kwargs), mode=self._mode, backend=self._trace, training=self._training)
-        return dict(self._uses)
+        return Uses(by_path=dict(self._uses), gemms=tuple(self._gemms))
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """A Dynamo backend: note what is decided, and go on with fake results."""
@@ -115,6 +125,7 @@ class _Tracer(Generic[Use]):
         compilation: _Compilation[Use] = _Compilation(self._options, found, gm, target, self._repeats.count)
         compilation.read = self._read
         trace(compilation, gm, example_inputs)
+        self._gemms += self._repeats.expanded(compilation.part.gemms)
         for use in compilation.found_uses:
             path = joined(found.path, use.path)
             for each in (path, *self._repeats.others(path)):

@@ -106,9 +106,16 @@ class Comparison:
         return sum(found) / len(found)
 
     @property
-    def spread(self) -> float:
-        """How far the baseline's losses lie apart from seed to seed, as a share; 0 for one seed."""
+    def tells(self) -> bool:
+        """Whether the control is seen to be worse than the baseline by more than a policy may be."""
+        return self.gap(CONTROL) > GAP_LIMIT
+
+    @property
+    def spread(self) -> float | None:
+        """How far the baseline's losses lie apart from seed to seed, as a share; None for one seed."""
         losses = [run.final for run in self.of(self.baseline)]
+        if len(losses) < 2:
+            return None
         return (max(losses) - min(losses)) / (sum(losses) / len(losses))
 
 

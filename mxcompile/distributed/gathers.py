@@ -59,7 +59,7 @@ def quantize_gathers_(
     _refuse_sharded(model)
     if not args and not kwargs:
         kwargs = example_inputs(model)
-    found = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True)
+    found = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True).by_path
     places = owners(model)
     casts = {
         path: _cast(path, places[path][0], each, ranks) for path, each in found.items() if path in places

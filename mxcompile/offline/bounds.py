@@ -85,10 +85,9 @@ class Bound:
         )
 
 
-def of_library(*, num_bytes: float, flops: float, fp8: bool, target: Target) -> Bound:
-    """Of a kernel that is a library's; its products in FP8 or in BF16."""
-    rate = _peak(target).fp8_tflops if fp8 else _peak(target).bf16_tflops
-    return Bound(memory_us=_memory_us(num_bytes, target), mma_us=flops / (rate * MMA * 1e6))
+def of_library(*, num_bytes: float, flops: float, tflops: float, target: Target) -> Bound:
+    """Of a kernel that is a library's. tflops: the rate of its products on the data sheet."""
+    return Bound(memory_us=_memory_us(num_bytes, target), mma_us=flops / (tflops * MMA * 1e6))
 
 
 def of_generated(

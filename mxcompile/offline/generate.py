@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mxcompile.analysis.explain.roofline import estimate
+from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
 from mxcompile.graph.opsets import VIEWS
@@ -89,11 +89,12 @@ def codegen(
             for name, source in module.kernels.items()
         }
     launches = []
+    report = Report.of(driver.parts, target=target, policy=options.policy.label)
+    wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     for phase, graph, module in written:
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
-            bound = _bound(launch, call, kernels.get((phase, call.kernel)), chip)
+            bound = _bound(launch, call, kernels.get((phase, call.kernel)), chip, wide)
             launches.append(dataclasses.replace(launch, bound=bound))
-    report = Report.of(driver.parts, target=target, policy=options.policy.label)
     result = CodegenResult(
         target=target,
         launches=tuple(launches),
@@ -106,12 +107,19 @@ def codegen(
     return result
 
 
-def _bound(launch: Launch, call: Call, kernel: Kernel | None, chip: Target) -> Bound | None:
+def _bound(
+    launch: Launch, call: Call, kernel: Kernel | None, chip: Target, wide: Container[str]
+) -> Bound | None:
+    """The bound of `launch`. wide: the GEMMs of a dtype wider than BF16, as launches name them."""
     if chip.peak is None:
         return None
     if kernel is None:
-        fp8 = "scaled" in launch.kernel
-        return bounds.of_library(num_bytes=launch.num_bytes, flops=launch.flops, fp8=fp8, target=chip)
+        rate = chip.peak.bf16_tflops
+        if "scaled" in launch.kernel:
+            rate = chip.peak.fp8_tflops
+        elif any(gemm in wide for gemm in launch.gemms):
+            rate = chip.peak.fp32_tflops
+        return bounds.of_library(num_bytes=launch.num_bytes, flops=launch.flops, tflops=rate, target=chip)
     return bounds.of_generated(
         num_bytes=launch.num_bytes,
         flops=launch.flops,

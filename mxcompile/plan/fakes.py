@@ -6,6 +6,7 @@ or meta tensors falls apart into products and a softmax that no GPU would run, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,8 @@ from mxcompile.plan.assumed import Assuming
 from mxcompile.plan.places import where_failed
 from mxcompile.plan.reading import values_read
 from mxcompile.storage import MXTensor
+
+log = logging.getLogger(__name__)
 
 
 class Faker:
@@ -67,7 +70,7 @@ def call(
 ) -> None:
     """Compile `model`, a copy on fake tensors of `mode`, with `backend` by calling it on `args` and `kwargs`.
 
-    Raises `ModelError` with what Dynamo or the backend met, and where.
+    Raises `ModelError` with what the model, Dynamo or the backend met, and where; the traceback is logged.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
 
@@ -76,7 +79,7 @@ def call(
 
     compiled = torch.compile(model, backend=traced)
     gradients = nullcontext() if training else torch.no_grad()
-    with apart_from_others(), _without_function_modes(), values_read(), mode, gradients:
+    with apart_from_others(), _without_function_modes(), values_read(), _unlogged(), mode, gradients:
         try:
             compiled(*arguments[0], **arguments[1])
         except MXCompileError:
@@ -85,13 +88,48 @@ def call(
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MXCompileError):
                 raise inner from None
-            what = str(inner).strip().partition("\n")[0]
-            place = where_failed(error, model)
-            raise ModelError(
-                f"cannot trace the model{place}: {type(inner).__name__}: {what}\n"
-                "  if the model runs as it is called here, its code makes something else of values than was"
-                " assumed: give inputs that have values, or explain the modules around that line"
-            ) from error
+            log.debug("cannot trace the model", exc_info=True)
+            raise ModelError(_said(error, inner, model, mode)) from None
+
+
+def _said(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
+    """What a user is told of `error`, which Dynamo raised for `inner` when it traced `model` under `mode`."""
+    cause = _cause(inner)
+    what = str(cause).strip().partition("\n")[0]
+    said = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
+    assumed = isinstance(mode, Assuming) and mode.notes
+    if not (assumed or _is_of_tracing(cause)):
+        return said
+    return (
+        f"{said}\n  if the model runs as it is called here, its code makes something else of values than was"
+        " assumed: give inputs that have values, or explain the modules around that line"
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Returns what an operator raised, where `error` says no more than that one did; else `error`."""
+    found: BaseException | None = error
+    while isinstance(found, torch._dynamo.exc.TorchDynamoException):
+        found = found.__cause__ or found.__context__
+    of_operator = isinstance(error, torch._dynamo.exc.TorchRuntimeError)
+    return error if found is None or not of_operator or _is_of_tracing(found) else found
+
+
+def _is_of_tracing(error: BaseException) -> bool:
+    """Whether `error` cannot come of a model that is called with real tensors."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._subclasses", "torch.fx.experimental"))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep torch from printing the traceback of an operator that fails: the error says what it met."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

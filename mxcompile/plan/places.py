@@ -45,5 +45,6 @@ def where_failed(error: BaseException, model: nn.Module) -> str:
         traceback = traceback.tb_next
     said = _USER_CODE.findall(str(error))
     if said:  # Dynamo has traced into the model, and says how far
-        source = ":".join(said[-1])
+        own = [each for each in said if not each[0].startswith(_OUTSIDE)]
+        source = ":".join((own or said)[-1])
     return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

@@ -104,9 +104,9 @@ def some_or_all(model: nn.Module, traced: Callable[[LeaveOut], _Traced]) -> _Tra
         return traced(fold)
     except ModelError as error:
         log.info("tracing every layer, since some do not stand for all: %s", error)
-        for kind in {type(module) for module in model.modules()}:
-            remove_from_cache(kind.forward)  # where Dynamo may have noted to skip code that failed
-        return traced(keep_all)
+    for kind in {type(module) for module in model.modules()}:
+        remove_from_cache(kind.forward)  # where Dynamo may have noted to skip code that failed
+    return traced(keep_all)
 
 
 def keep_all(model: nn.Module, _: Policy) -> Repeats:

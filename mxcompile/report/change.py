@@ -36,13 +36,14 @@ class Changes:
     """Everything that changed between two reports, in no form.
 
     changes: those of layers, by kind. words: the precisions of both reports, as texts say them. old, new: the
-    summaries.
+    summaries. is_unrelated: whether both have layers, and none is in both.
     """
 
     changes: tuple[Change, ...]
     words: str
     old: Summary
     new: Summary
+    is_unrelated: bool = False
 
     @property
     def fell_back(self) -> tuple[str, ...]:

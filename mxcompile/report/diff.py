@@ -60,7 +60,14 @@ def compare(old: ReportData, new: ReportData) -> Difference:
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}
     changes.sort(key=lambda change: (KINDS.index(change.kind), first[change.names[0]]))
     words = labels(gemm.precision for gemm in (*old.gemms, *new.gemms))
-    return Difference(changes=tuple(changes), words=words, old=old.summary, new=new.summary)
+    names = [{key[0] for key in keys} for keys in (before, after)]
+    return Difference(
+        changes=tuple(changes),
+        words=words,
+        old=old.summary,
+        new=new.summary,
+        is_unrelated=all(names) and names[0].isdisjoint(names[1]),
+    )
 
 
 def _keyed(gemms: Iterable[GemmRecord]) -> Iterator[tuple[_Key, GemmRecord]]:

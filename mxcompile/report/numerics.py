@@ -5,11 +5,12 @@
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
     harm       FLOPs · rel_error²                 of a GEMM
-               FLOPs · (rel_error² + underflow)   of a cast, with those of the GEMMs that read it
+               FLOPs · (rel_error² + lost)        of a cast, with those of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
 What is worst has most harm: an error counts by the arithmetic it gets into, and SQNR, to which small elements
-are nothing, does not hide that a cast loses many of them.
+are nothing, does not hide that a cast loses many of them. They count by their magnitudes: a row of rounding
+noise beside ordinary ones is lost without harm.
 Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
 """
 
@@ -40,9 +41,9 @@ class TensorNumerics:
 
     numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
     underflow: share of the elements that are not 0 but were cast to 0, 0 to 1. saturation: share of the
-    elements cut off at the largest value of the element type. not_finite: elements that are NaN or Inf or
-    share a block with one. scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: of the
-    GEMMs that read it.
+    elements cut off at the largest value of the element type. lost: share of the sum of magnitudes that the
+    elements cast to 0 had. not_finite: elements that are NaN or Inf or share a block with one.
+    scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: of the GEMMs that read it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TensorNumerics:
     rel_error: Measure
     underflow: float
     saturation: float
+    lost: float = 0.0
     not_finite: int = 0
     scale_histogram: tuple[tuple[int, int], ...] = ()
     flops: int = 0
@@ -72,7 +74,7 @@ class TensorNumerics:
     @property
     def harm(self) -> float:
         """See the module."""
-        return max(self.flops, 1) * (self.rel_error**2 + self.underflow)
+        return max(self.flops, 1) * (self.rel_error**2 + self.lost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,17 +140,19 @@ class Numerics:
     """Everything an audit measured.
 
     tensors: one per cast. gemms: one per quantized GEMM. parameters: one per gradient of a parameter.
-    precision: what GEMMs were quantized to, as texts say it. policy: that was audited. gradients: whether a
-    backward ran, without which there are no "dy", dgrad or wgrad. loss, loss_reference: of the model under
-    the policy and with everything in BF16, both run by the audit; None without a loss. loss_gap: loss /
-    loss_reference − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's main output under the
-    policy against the one in BF16; None if it has no floating-point output. notes: what a reader should know.
+    precision: what GEMMs were quantized to, own_dtype: what they are in otherwise, as texts say it. policy:
+    that was audited. gradients: whether a backward ran, without which there are no "dy", dgrad or wgrad.
+    loss, loss_reference: of the model under the policy and unquantized, both run by the audit; None without a
+    loss. loss_gap: loss / loss_reference − 1, a signed share. logits_sqnr_db, logits_cosine: of the model's
+    main output under the policy against the unquantized one; None if it has no floating-point output. notes:
+    what a reader should know.
     """
 
     tensors: tuple[TensorNumerics, ...] = ()
     gemms: tuple[GemmNumerics, ...] = ()
     parameters: tuple[ParameterNumerics, ...] = ()
     precision: str = "MXFP8"
+    own_dtype: str = "BF16"
     policy: str = ""
     gradients: bool = False
     loss: Measure | None = None

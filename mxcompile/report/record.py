@@ -57,7 +57,8 @@ class GemmRecord:
     name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
     its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
-    of both operands in MXFP8; of a stored weight alone where the GEMM is not. kernel: what the lowering
+    of both operands in MXFP8; of a stored weight alone where the GEMM is not. dtype: of the result, as torch
+    names it, "" where it is not known; a GEMM that is left alone computes in it. kernel: what the lowering
     chose, "" before lowering. reason: for the precision, as a sentence. code, facts: of the reason (see
     `mxcompile.policy.Reason`); "" in files of versions that had none. source: ``file:line``. evidence: why it
     has its role. nearest: the other role that came nearest, and what it lacks; "" if none did. block: number,
@@ -76,6 +77,7 @@ class GemmRecord:
     reason: str
     batch: int = 1
     formats: tuple[OperandFormat, ...] = ()
+    dtype: str = ""
     kernel: str = ""
     module: str = ""
     source: str = ""

@@ -10,9 +10,9 @@ from pathlib import Path
 from mxcompile.errors import OptionError
 from mxcompile.report import files, schema
 from mxcompile.report.diff import Difference, compare
-from mxcompile.report.forms import FORMS
+from mxcompile.report.forms import FORMS, framed
 from mxcompile.report.forms.json import to_json
-from mxcompile.report.forms.text import to_text
+from mxcompile.report.forms.text import headline, to_text
 from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan, work_of
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
@@ -74,6 +74,14 @@ class Report(ReportData):
 
     def __str__(self) -> str:
         return to_text(self)
+
+    def __repr__(self) -> str:
+        """Returns one line, for lists of reports and prompts."""
+        return f"<{headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the page in a frame, for notebooks."""
+        return framed(FORMS[".html"](self))
 
     def to_json(self) -> str:
         """The report as JSON, with its kind and the version of its form; `from_json` reads it back."""

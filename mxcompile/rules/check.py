@@ -26,16 +26,17 @@ def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
     return [_unused(policy, fit, layers) for fit in fits(policy, layers) if fit.unused]
 
 
-def mistakes(policy: Policy, layers: Sequence[Layer]) -> list[str]:
+def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = ()) -> list[str]:
     """One sentence for everything in `policy` that does nothing for `layers`.
 
     Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that are one
-    edit from a layer's.
+    edit from a layer's. tables: embeddings, which no rule quantizes.
     """
     sentences: list[str] = []
     for fit in fits(policy, layers):
         if fit.unused:
-            sentences.append(_unused(policy, fit, layers))
+            looked_up = [table.name for table in tables if fit.rule.match.fits(table)]
+            sentences.append(_no_product(policy, fit, looked_up) or _unused(policy, fit, layers))
             continue
         if not fit.decides:
             sentences.append(_overtaken(policy, fit))
@@ -64,11 +65,16 @@ def check_layers(policy: Policy, layers: Sequence[Layer], *, strict: bool) -> No
     _say(complaints(policy, layers), strict)
 
 
-def check_mistakes(policy: Policy, gemms: Iterable[GemmRecord], *, strict: bool) -> None:
-    """The same, but near misses are only warned about: for a look at a model, which they do not spoil."""
+def check_mistakes(
+    policy: Policy, gemms: Iterable[GemmRecord], *, strict: bool, tables: Sequence[Layer] = ()
+) -> None:
+    """The same, but near misses are only warned about: for a look at a model, which they do not spoil.
+
+    tables: as of `mistakes`.
+    """
     layers = layers_of(gemms)
     _say(near_misses(policy, layers), strict=False)
-    _say(mistakes(policy, layers), strict)
+    _say(mistakes(policy, layers, tables), strict)
 
 
 def with_complaints(error: UnsupportedError, policy: Policy, layers: Sequence[Layer]) -> UnsupportedError:
@@ -81,6 +87,16 @@ def _say(sentences: list[str], strict: bool) -> None:
         raise PolicyError("\n".join(sentences))
     for sentence in sentences:
         log.warning("%s", sentence)
+
+
+def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:
+    """What to say of a rule that matches nothing but embeddings; "" if it matches none."""
+    if not tables:
+        return ""
+    return (
+        f"{policy.label}: rule {fit.number} matched embeddings alone ({', '.join(tables)}), whose rows are"
+        " looked up and not multiplied: they stay as they are"
+    )
 
 
 def _unused(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> str:

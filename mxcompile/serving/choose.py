@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.uses import uses
-from mxcompile.passes.weights import WeightUse, weight_uses
-from mxcompile.policy import Policy
+from mxcompile.errors import PolicyError
+from mxcompile.formats import is_quantized
+from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
+from mxcompile.policy import Layer, Policy, Role
+from mxcompile.rules import check_mistakes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,19 +43,51 @@ def choose(
 ) -> dict[str, Chosen]:
     """What `policy` decides for every weight of a linear layer or embedding of `model`, by parameter path.
 
-    args, kwargs: what the model is called with; their values are not looked at. Raises `ModelError` where the
-    model cannot be traced.
+    args, kwargs: what the model is called with; their values are not looked at. Rules that do nothing are
+    warned about. Raises `ModelError` where the model cannot be traced, and `PolicyError` for a policy that
+    quantizes weights, but none to what they can be stored in.
     """
     found = uses(model, policy, args, kwargs, weight_uses, training=False)
-    return {path: _decided(each) for path, each in found.items()}
+    tables = {
+        path: _table(path) for path, each in found.by_path.items() if any(use.is_lookup for use in each)
+    }
+    check_mistakes(policy, found.gemms, strict=False, tables=[*tables.values()])
+    chosen = {path: _decided(each, _asking(policy, tables.get(path))) for path, each in found.by_path.items()}
+    if any(each.elem_dtype for each in chosen.values()):
+        return chosen
+    precisions = {gemm.precision for gemm in found.gemms if is_quantized(gemm.precision)}
+    others = {OTHER_FORMAT.format(word) for word in precisions} & {each.reason for each in chosen.values()}
+    if others:
+        raise PolicyError(f"{policy.label} stores no weight: {'; '.join(sorted(others))}")
+    return chosen
 
 
-def _decided(found: Sequence[WeightUse]) -> Chosen:
-    """One decision from all that is done with a weight: it is stored if that is one and the same cast."""
+def _table(path: str) -> Layer:
+    """An embedding as rules see layers; its sizes are not those of a product."""
+    name = path.rpartition(".")[0]
+    return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
+
+
+def _asking(policy: Policy, table: Layer | None) -> str:
+    """The rule that asks for `table` to be quantized, as a reason says it; "" if none does."""
+    if table is None:
+        return ""
+    index = next((i for i, rule in enumerate(policy.rules) if rule.match.fits(table)), None)
+    return "" if index is None or not policy.rules[index].use.quantizes else f"policy: rule {index + 1}"
+
+
+def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
+    """One decision from all that is done with a weight: it is stored if that is one and the same cast.
+
+    asking: the rule that asks for it as an embedding to be quantized, "" if none does.
+    """
     first = found[0]
-    for use in found:
-        if use.elem_dtype is None:
-            return Chosen(role=use.role, reason=use.reason)
+    keeping = next((use for use in found if use.elem_dtype is None), None)
+    if keeping is not None:
+        wanted = asking or next((use.reason for use in found if use.elem_dtype is not None), "")
+        obstacle = "it is the table of an embedding" if keeping.is_lookup else f"{keeping.layer} keeps it"
+        reason = f"{wanted}, but {obstacle}" if wanted else keeping.reason
+        return Chosen(role=keeping.role, reason=reason)
     formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in found}
     if len(formats) > 1:
         return Chosen(role=first.role, reason="its layers cast it in different ways")

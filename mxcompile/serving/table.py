@@ -46,8 +46,12 @@ class StoredWeights:
 
     def __str__(self) -> str:
         stored = [weight for weight in self.weights if weight.stored]
-        share = f" ({self.num_bytes / self.bytes_bf16:.1%} of BF16)" if stored else ""
+        share = f", {self.num_bytes / self.bytes_bf16:.1%} of what they take in BF16" if stored else ""
         head = f"{len(stored)} of {len(self.weights)} weights in MXFP8: {byte_count(self.num_bytes)}{share}"
+        if stored and len(stored) < len(self.weights):
+            every = sum(weight.num_bytes for weight in self.weights)
+            bf16 = sum(weight.bytes_bf16 for weight in self.weights)
+            head += f"\nall {len(self.weights)} weights: {byte_count(every)}, {every / bf16:.1%} of BF16"
         return f"{head}\n\n{drawn(fitted(self._table(), ('weight', 'reason')))}" if self.weights else head
 
     def _table(self) -> Table:

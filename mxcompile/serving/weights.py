@@ -46,14 +46,15 @@ def quantize_weights_(
     model: on any device; on the meta device too, where nothing but types changes. policy: a preset, file,
     dict or `Policy`; default the preset ``inference``. args, kwargs: what the model is called with: the roles
     of layers come from a trace of it on fake tensors; a Hugging Face or timm model needs none. progress: show
-    a bar.
+    a bar on a terminal.
 
     The model then computes with the values of its stored weights, in its own dtype, eagerly and under any
     backend. Stored weights are not trained: they require no gradient. Weights of three dimensions, stacks of
     experts, are stored like others. What is MXFP8 already stays as it is.
 
     Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
-    cannot be traced, or that needs `args` or `kwargs`; nothing is changed then.
+    cannot be traced, or that needs `args` or `kwargs`, and `PolicyError` for a policy that quantizes weights,
+    but none to MXFP8 with blocks of 32; nothing is changed then.
     """
     check_module("quantize_weights_", model)
     model = users_own(model)
@@ -61,7 +62,9 @@ def quantize_weights_(
     places = owners(model)
     result: list[StoredWeight] = []
     wanted = [path for path in chosen if path in places]
-    with tqdm(total=len(wanted), desc="weights", unit="layer", disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=len(wanted), desc="weights", unit="layer", disable=None if progress else True, leave=False
+    ) as bar:
         for path in wanted:
             result.append(_store(path, places[path], chosen[path]))
             bar.update()

@@ -10,6 +10,8 @@ inference: nothing adds into it, and a value is put into it by `copy_` alone.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from mxcompile.errors import FormatError
 from mxcompile.formats import BLOCK, elem_type, num_blocks
 from mxcompile.formats.numerics import check_source, quantize_tensors
 from mxcompile.storage.handlers import HANDLERS
+
+log = logging.getLogger(__name__)
 
 
 class MXTensor(Tensor):
@@ -74,6 +78,8 @@ class MXTensor(Tensor):
                 whole = isinstance(result, list | MXTensor)
                 return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
         _refuse_mutation(func, args, kwargs)
+        if func in _PRODUCTS and _is_eager(args):
+            _warn_of_eager()
         dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
         return func(*dense_args, **dense_kwargs)
 
@@ -194,6 +200,32 @@ def _check(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> 
         raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
     if not dtype.is_floating_point:
         raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
+
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.linear.default,
+    }
+)
+
+
+def _is_eager(args: Sequence[Any]) -> bool:
+    """Whether an `MXTensor` among `args` has values, which traced ones lack."""
+    stored = (x for x in args if isinstance(x, MXTensor))
+    return any(type(x.qdata) is Tensor and not x.is_meta for x in stored)
+
+
+@functools.cache
+def _warn_of_eager() -> None:
+    """Say once that a model with stored weights is slow uncompiled."""
+    log.warning(
+        "a product with a stored weight runs uncompiled: it dequantizes the whole weight in every call, which"
+        ' is many times slower than BF16; compile the model, with backend="mxfp8" say'
+    )
 
 
 def dense(x: MXTensor) -> Tensor:

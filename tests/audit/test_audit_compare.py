@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import mxcompile
 from mxcompile.analysis.audit import audit
 from mxcompile.analysis.audit.compare import compare
 from mxcompile.cli import main
@@ -67,8 +68,33 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert "leave out --by" in capsys.readouterr().err
 
 
+class NoLoss(Net):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_without_a_loss_there_are_no_empty_columns_and_one_note():
+    torch.manual_seed(0)
+    found = compare(NoLoss(), torch.randn(32, 64), policies=[everything("mxfp8"), everything("bf16")])
+    lines = str(found).splitlines()
+    assert lines[0].split("  ")[-1].strip() == "output dB"
+    assert lines[0].split() == ["policy", "quantized", "fprop", "≥", "dB", "output", "dB"]
+    logits = [each.numerics.logits_sqnr_db for each in found.audits]
+    assert [line.split()[-1] for line in lines[2:4]] == [f"{logits[0]:.2f}", "exact"]
+    text = " ".join(str(found).split())
+    assert text.count("gradients were not audited") == 1
+    assert "note: gradients were not audited" in text
+    assert "note, policy: policy quantizes nothing of this model" in text
+
+
+def test_it_has_a_name_in_the_package():
+    assert mxcompile.compare is compare
+
+
 def test_what_is_no_policy_is_an_error():
     model, args, _ = made()
+    with pytest.raises(OptionError, match=r"policies is a list, found 'nvidia': write \['nvidia'\]"):
+        mxcompile.compare(model, *args, policies="nvidia")
     with pytest.raises(PolicyError, match="fp8_row"):
         compare(model, *args, policies=["nvidia", "fp8_row"])
     with pytest.raises(OptionError, match="at least one policy"):

@@ -86,6 +86,14 @@ def test_layers_that_fell_back_fail_too(tmp_path: Path, capsys: pytest.CaptureFi
     assert "4 layers fell back from MXFP8" in capsys.readouterr().out
 
 
+def test_audits_without_a_layer_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    new = audit({"x": 28.0, "y": 28.0}, {"x": 0.0})
+    assert main(["diff", *saved(tmp_path, old=OLD, new=new)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("no layer in common: ")
+    assert "numerics: nothing was compared" in said
+
+
 def test_an_audit_and_a_report_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     paths = saved(tmp_path, old=OLD, new=OLD.report)
     assert main(["diff", *paths]) == 2

@@ -239,11 +239,22 @@ def test_a_config_gets_random_inputs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["audit", str(tmp_path), "--length", "40"]) == 0
+    out = tmp_path / "out.json"
+    assert main(["audit", str(tmp_path), "--length", "40", "-o", str(out)]) == 0
     printed = capsys.readouterr()
     assert "21 GEMMs" in printed.out
     assert "NaN" not in printed.out
     assert printed.err.startswith("random weights and inputs: ")
+    (note,) = Audit.load(out).numerics.notes  # whoever opens the file is told too
+    assert note.startswith("random weights and inputs: the loss and its gap say little of ")
+    assert str(tmp_path) in note
+    assert "note: random weights and inputs: " in printed.out
+    policy = tmp_path / "policy.yaml"
+    assert main(["tune", str(tmp_path), "--length", "40", "--min-sqnr", "1", "-o", str(policy)]) == 0
+    assert "# note: random weights and inputs: " in policy.read_text()
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path), "--length", "40", "--compare", "ocp"]) == 0
+    assert "note: random weights and inputs: " in capsys.readouterr().out
 
 
 def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,3 +271,21 @@ def test_a_checkpoint_is_audited_with_its_weights(tmp_path: Path, capsys: pytest
 def test_public_names() -> None:
     assert mxcompile.audit is audit
     assert mxcompile.Audit is Audit
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_the_bar_ends_at_its_end(with_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a loss there is no backward, whose products are known all the same."""
+    bars = recorded_bars(monkeypatch, "mxcompile.analysis.audit.measure")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    loss = (lambda output: output.square().mean()) if with_loss else None
+    audit(model, torch.randn(32, 64), policy=policy, loss_fn=loss)
+    (bar,) = bars
+    assert bar.n == bar.total == (2 * 5 if with_loss else 2 * 2)
+
+
+def test_at_a_prompt_an_audit_is_one_line() -> None:
+    found = audit(torch.nn.Linear(64, 64), torch.randn(32, 64))
+    assert repr([found]) == f"[<{str(found).splitlines()[0]}>]"
+    assert found._repr_html_().startswith("<iframe srcdoc=")

@@ -72,9 +72,24 @@ def expected(x: Tensor, elem: str, rounding: str) -> dict[str, Any]:
         "mse": noise / source.size,
         "rel_error": math.sqrt(noise / signal),
         "underflow": float(((back == 0) & (wide != 0)).mean()),
+        "lost": float(np.abs(wide)[back == 0].sum() / np.abs(wide).sum()),
         "saturation": float((np.abs(wide) > reference.FP8[elem][1] * 2.0**exponents).mean()),
         "scale_histogram": tuple(zip(map(int, bytes_), map(int, counts), strict=True)),
     }
+
+
+def test_a_row_of_rounding_noise_does_not_lead() -> None:
+    """The gradient of one row is noise beside the others': casts along the rows lose it, without harm."""
+    model, x = Linear(bias=False), torch.randn(64, K, requires_grad=True)
+    direction = torch.randn(64, N)
+    direction[0] *= 1e-7
+    model.direction = direction
+    result = audit(model, x, policy=everything())
+    noisy = tensor(result, "dy", "columnwise")
+    assert noisy.underflow > 0.01
+    assert noisy.lost < 1e-6
+    others = [one.harm / one.flops for one in result.numerics.tensors if one is not noisy]
+    assert noisy.harm / noisy.flops == pytest.approx(sum(others) / len(others), rel=0.3)
 
 
 @pytest.mark.parametrize(("elem", "rounding"), [("e4m3", "rceil"), ("e4m3", "floor"), ("e5m2", "even")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,23 @@ def test_the_target_decides_what_is_cheap(target: str, quick: set[str], monkeypa
     words = {gemm.precision for gemm in found.audit.report.gemms}
     assert {chosen.use for chosen in found.chosen} == (quick or {"bf16"})
     assert words == {"fp8" if word == "fp8_tensor" else word for word in quick or {"bf16"}}
-    assert found.met == bool(quick)
-    assert f"estimated on {target}" in str(found)
+    assert found.met
+    said = " ".join(str(found).split())
+    assert f"estimated on {target}" in said
+    if not quick:
+        assert f"everything in BF16, which is estimated to be fastest on {target}" in said
+        (chosen,) = found.chosen
+        (least,) = re.findall(r"(?:mxfp8|fp8_tensor) would take (\S+) of BF16's time", chosen.reason)
+        assert float(least) > 1
+        assert chosen.reason in " ".join(line.strip(" #") for line in found.to_yaml().splitlines())
+
+
+def test_a_bound_that_nothing_meets_is_not_met_by_bf16():
+    model, args, _ = made()
+    found = tune(model, *args, policy=everything("mxfp8"), among=WORDS, min_sqnr=200.0, target="sm_90")
+    assert {chosen.use for chosen in found.chosen} == {"bf16"}
+    assert not found.met
+    assert "CANNOT BE MET" in str(found)
 
 
 @pytest.mark.slow

@@ -70,18 +70,33 @@ def test_an_error_counts_by_the_arithmetic_it_gets_into() -> None:
 
 
 def test_a_cast_that_loses_elements_is_worse_than_sqnr_says() -> None:
-    """Of a row of large and small elements 10.8 % become zero, and SQNR is as good as any."""
-    x = torch.cat([torch.full((892,), 1.0), torch.full((108,), 2.0**-19)])
-    q = torch.where(x < 2.0**-10, torch.zeros(()), x * 1.02)
-    lost, usual = Sums(), Sums()
-    lost.add(x, q)
-    usual.add(x, x * 1.03)
+    """Half of the elements become zero, and SQNR is as good as any. Noise that becomes zero does no harm."""
+    usual, lost, noise = (
+        measured(name, scale, small)
+        for name, scale, small in (("usual", 1.03, 1.0), ("lost", 1.02, 2.0**-8), ("noise", 1.02, 2.0**-19))
+    )
+    assert usual.underflow == 0
+    assert lost.underflow == noise.underflow == 0.5
     assert lost.sqnr_db > usual.sqnr_db
-    measured = [
-        tensor(name=name, flops=100, sqnr_db=sums.sqnr_db, rel_error=sums.rel_error, underflow=share)
-        for name, sums, share in (("usual", usual, 0.0), ("lost", lost, 0.108))
-    ]
-    assert [one.name for one in Numerics(tensors=tuple(measured)).worst_tensors()] == ["lost", "usual"]
+    worst = Numerics(tensors=(noise, usual, lost)).worst_tensors()
+    assert [one.name for one in worst] == ["lost", "usual", "noise"]
+
+
+def measured(name: str, scale: float, small: float) -> TensorNumerics:
+    """A cast of ones and as many elements of the size `small`: off by `scale`, and to zero below 2⁻⁷."""
+    x = torch.cat([torch.ones(500), torch.full((500,), small)])
+    q = torch.where(x < 2.0**-7, torch.zeros(()), x * scale)
+    sums = Sums()
+    sums.add(x, q)
+    gone = (q == 0).double()
+    return tensor(
+        name=name,
+        flops=100,
+        sqnr_db=sums.sqnr_db,
+        rel_error=sums.rel_error,
+        underflow=gone.mean().item(),
+        lost=((gone * x).sum() / x.sum()).item(),
+    )
 
 
 def test_gradients_are_weighted_by_flops() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from eager_backend import EagerBackend
 
 import mxcompile
 from mxcompile import demo
+from mxcompile.cli import demo as demo_command
 from mxcompile.cli import main
 from mxcompile.cli.main import COMMANDS
+from mxcompile.cli.quiet import working
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
 
@@ -176,6 +181,32 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert said.rstrip().endswith(f"open {Path('out') / 'report.html'} in a browser")
 
 
+def small_model() -> tuple[torch.nn.Module, tuple[torch.Tensor], dict[str, Any]]:
+    return torch.nn.Sequential(torch.nn.Linear(64, 64)), (torch.randn(32, 64),), {}
+
+
+def test_explain_into_a_file_says_what_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["explain", f"{__name__}:small_model", "--policy", "bf16", "--target", "b200"]
+    assert main(command) == 0
+    whole = capsys.readouterr()
+    assert main([*command, "-o", str(tmp_path / "x.html")]) == 0
+    short = capsys.readouterr()
+    summary, _, _ = whole.out.partition("\n\n")
+    assert re.sub(r"\d+ ms", "", summary) == re.sub(r"\d+ ms", "", short.out.partition("\n\n")[0])
+    assert "warning: this model is FP32" in short.out
+    assert short.out.endswith(f"written to {tmp_path / 'x.html'}\n")
+    assert whole.err == short.err == ""  # no bar where nobody watches
+
+
+def test_on_a_terminal_the_time_runs(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
+    with working("tracing"):
+        time.sleep(1.2)
+    assert "tracing 00:01" in terminal.getvalue()
+
+
 def made_run(label: str, seed: int, *losses: float) -> demo.Run:
     return demo.Run(label=label, seed=seed, train=[3.0], validation=dict(enumerate(losses)))
 
@@ -194,6 +225,26 @@ def test_gaps_are_to_the_same_seed():
     assert found.gaps(demo.CONTROL) == pytest.approx([0.1, 0.1])
     assert found.gaps(demo.CONTROL, step=0) == pytest.approx([0.1, 0.1])
     assert found.spread == pytest.approx(0.1 / 2.05)
+
+
+@pytest.mark.parametrize(
+    ("control", "seeds", "status", "said"),
+    [
+        (2.2, 2, 0, "BF16 itself moves by 4.88% from seed to seed;"),
+        (2.2, 2, 0, "gap +0.050%: within 0.25% of BF16"),
+        (2.2, 1, 0, "with one seed, how far BF16 itself moves from seed to seed is not known;"),
+        (2.0, 1, 1, "the control, mxfp4, is +0.00% off: a bad format is not seen yet."),
+        (2.0, 2, 1, "gap +0.050%: the runs are too short to tell"),
+    ],
+)
+def test_what_the_demo_concludes(
+    control: float, seeds: int, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = (2.0, 2.1)
+    labels = {"bf16": 1.0, "policy nvidia": 1.0005, demo.CONTROL: control / 2}
+    runs = [made_run(label, i, base[i] * by) for label, by in labels.items() for i in range(seeds)]
+    assert demo_command._conclude(demo.Comparison(runs=tuple(runs)), tmp_path) == status
+    assert said in capsys.readouterr().out
 
 
 def test_the_bar_of_the_demo_comes_before_its_imports():

@@ -201,6 +201,38 @@ def test_a_model_that_cannot_be_traced_says_why():
         mxcompile.explain(Broken(), torch.ones(2, 3))
 
 
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "said"),
+    [
+        (
+            Layered(),
+            (torch.ones(8, 63),),
+            "RuntimeError: a and b must have same reduction dim, but got [8, 63]",
+        ),
+        (nn.Embedding(9, 32), (torch.ones(2, 3),), "RuntimeError: Expected tensor for argument #1 'indices'"),
+        (Layered(), (), "missing 1 required positional argument: 'x'"),
+    ],
+)
+def test_a_wrong_call_is_one_line_with_its_cause(model, args, said, capfd):
+    with pytest.raises(ModelError) as caught:
+        mxcompile.explain(model, *args)
+    message = str(caught.value)
+    assert said in message
+    assert "\n" not in message
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_rule_that_matches_nothing_is_an_error():
     policy = {"version": 1, "rules": [{"match": {"name": "layer.4.*"}, "use": "bf16"}]}
     with pytest.raises(PolicyError, match=r"layer\.4"):

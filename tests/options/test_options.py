@@ -290,3 +290,20 @@ def test_what_copies_the_arguments_of_a_compile_copies_no_model(monkeypatch):
     mxcompile.explain(model, torch.randn(4, 64))
     assert given
     assert all(made["backend"] is own["backend"] for own, made in given)
+
+
+def test_a_compile_is_one_line_of_the_log(caplog):
+    """What ``TORCH_LOGS=mxcompile`` prints of a compile that went well."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    policy = {"version": 1, "rules": [{"match": {"name": "0"}, "use": "mxfp8"}]}
+    with caplog.at_level("INFO", logger="mxcompile"):
+        torch.compile(model, backend="mxfp8", options={"policy": policy})(
+            torch.randn(32, 64)
+        ).sum().backward()
+    (line,) = (message for message in caplog.messages if message.startswith("compiled "))
+    target = mxcompile.reports()[-1].summary.target
+    assert line.startswith(f"compiled the model for {target}, policy: ")
+    assert re.search(
+        r": 40.0% of matmul FLOPs in MXFP8 \(2 of 5 GEMMs\), 4 casts, left as they are: 3 by ", line
+    )
+    assert line.endswith("Inductor cache miss")

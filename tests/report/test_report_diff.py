@@ -217,6 +217,24 @@ def test_conditions_that_are_none(condition: str, message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
 
 
+def test_reports_without_a_layer_in_common_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Whatever --fail-on says: nothing was compared."""
+    new = report(*training("blocks.0.up", kernel="a"))
+    for more in ([], ["--fail-on", "share-drop=99%"]):
+        assert main(["diff", *files(tmp_path, OLD, new), *more]) == 1
+        said = capsys.readouterr().out
+        assert said.splitlines()[0].startswith("no layer in common: ")
+        assert "fell back" not in said
+
+
+def test_a_share_that_drops_fails_unless_told_otherwise(tmp_path: Path):
+    """A large layer is new and in BF16: none fell back."""
+    new = report(*LAYERS, kept(), replace(kept("new"), n=1 << 16))
+    assert new.since(OLD).fell_back == ()
+    assert main(["diff", *files(tmp_path, OLD, new)]) == 1
+    assert main(["diff", *files(tmp_path, OLD, new), "--fail-on", "fallback"]) == 0
+
+
 def test_a_condition_of_audits_on_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["diff", *files(tmp_path, OLD, OLD), "--fail-on", "sqnr-drop=1dB"]) == 2
     assert "is of audits, and these are reports" in capsys.readouterr().err

@@ -283,3 +283,12 @@ def test_a_name_is_no_markup_in_markdown(name: str):
     assert expected in shown
     assert f"warning: {expected}" in shown
     assert any(line.endswith(f"policy {expected})") for line in shown)
+
+
+def test_at_a_prompt_a_report_is_one_line():
+    found = report(*training("layers.0.up"), kept())
+    assert repr([found]) == f"[<{str(found).splitlines()[0]}>]"
+    page = found._repr_html_()
+    assert page.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert page.endswith("</iframe>")
+    assert "<script" not in page

@@ -336,3 +336,34 @@ def test_an_existing_directory_stays(tmp_path):
         mxcompile.save_quantized(stored(), folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert Checkpoint.open(folder).entries
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
+    """Both ways, for a model of Hugging Face and any other: neither is silently something else."""
+    model = llama() if whole else small()
+    with pytest.raises(CheckpointError, match="no weight of the model is stored in MXFP8: quantize_weights_"):
+        mxcompile.save_quantized(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    if whole:
+        model.save_pretrained(tmp_path / "plain")
+    else:
+        (tmp_path / "plain").mkdir()
+        save_file({"0.weight": model[0].weight.detach()}, tmp_path / "plain/model.safetensors")
+    with pytest.raises(CheckpointError, match="plain: no weight is stored in MXFP8: `mxcompile convert`"):
+        mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_values_are_of_the_dtype_that_the_rest_of_the_checkpoint_has(tmp_path, dtype):
+    """Where config.json does not say."""
+    from mxcompile.checkpoint.convert import convert
+
+    model = llama().to(dtype)
+    model.save_pretrained(tmp_path / "in")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    config.pop("dtype")
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    convert(tmp_path / "in", tmp_path / "out")
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import threading
@@ -112,18 +114,62 @@ def test_transposed_layers_are_refused_with_the_layouts_reason(tmp_path, capsys)
     assert "compressed-tensors has blocks along the last dimension only (4 of them)" in said[-1]
 
 
+def _tensor_bytes(folder: Path) -> int:
+    return sum(each.nbytes for file in folder.glob("*.safetensors") for each in load_file(file).values())
+
+
+@pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_delayed"])
+def test_a_policy_without_mxfp8_is_refused(source, tmp_path, policy, capsys):
+    assert main(["convert", str(source), str(tmp_path / "out"), "--policy", policy]) == 2
+    error = capsys.readouterr().err
+    assert f"preset {policy} stores no weight: stored weights are MXFP8" in error
+    assert error.count("\n") == 1
+
+
+def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
+    """One file makes a bar that is more than empty or full."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings, file=io.StringIO())
+            bars.append(self)
+
+        def update(self, n=1):
+            self.seen = [*getattr(self, "seen", []), n]
+            return super().update(n)
+
+    monkeypatch.setattr("mxcompile.checkpoint.convert.tqdm", Bar)
+    convert(source, tmp_path / "out")
+    (bar,) = bars
+    entries = sum(len(load_file(file)) for file in source.glob("*.safetensors"))
+    assert bar.disable  # not a terminal
+    assert len(bar.seen) == bar.total == 2 * entries
+
+
 def test_the_command(source, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(source), str(out), "--dry-run"]) == 0
-    assert "14 of 16 weights in MXFP8" in capsys.readouterr().out
+    foreseen = capsys.readouterr().out
+    assert "14 of 16 weights in MXFP8" in foreseen
     assert not out.exists()
     assert main(["convert", str(source), str(out)]) == 0
-    printed = capsys.readouterr().out
+    streams = capsys.readouterr()
+    assert streams.err == ""  # no bar where nobody watches
+    printed = streams.out
     assert "worst SQNR" in printed
+    before, after = (_tensor_bytes(folder) for folder in (source, out))
+    sizes = f"{source} {before / 1024:.1f} KiB, {out} {after / 1024:.1f} KiB ({after / before:.0%})"
+    assert f"written: {sizes}" in printed
+    assert sizes in foreseen
     assert "from_pretrained" not in printed
     assert main(["inspect", str(out)]) == 0
     said = capsys.readouterr().out
     assert "layout: compressed-tensors" in said
+    assert max(map(len, said.splitlines())) <= 120
+    assert "\nmodel.layers.0-1.mlp.gate_proj.weight,\nmodel.layers.0-1.mlp.up_proj.weight" in re.sub(
+        r" +.*", "", said
+    )
     assert "mxfp8 e4m3" in said
     assert main(["convert", str(source), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err

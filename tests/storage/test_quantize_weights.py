@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.errors import ModelError
+from mxcompile.errors import ModelError, PolicyError
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.storage import tensor
 
 BF16 = torch.bfloat16
 ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -184,7 +186,68 @@ def test_a_weight_that_an_embedding_reads_stays():
     model, table = quantized(policy=ALL)
     assert "embed.weight" not in stored_names(model)
     (embedding,) = (weight for weight in table.weights if weight.name == "embed.weight")
-    assert embedding.reason == "role embedding"
+    assert embedding.reason == "policy: rule 1, but it is the table of an embedding"
+
+
+RULES = {
+    "head": ({"name": "head"}, "policy: rule 1, but it is the table of an embedding", []),
+    "both": ({"role": ["head", "embedding"]}, "policy: rule 1, but it is the table of an embedding", []),
+    "table": (
+        {"name": "embed"},
+        "policy: rule 1, but it is the table of an embedding",
+        ["policy: rule 1 matched embeddings alone (embed), whose rows are looked up and not multiplied"],
+    ),
+    "typo": (
+        {"name": "blocks.*.dwon"},
+        "role embedding",
+        ["policy: rule 1 matched no layer: 'blocks.*.dwon' (did you mean 'blocks.*.down'?)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_a_rule_that_stores_nothing_is_named(case, caplog):
+    match, reason, warnings = RULES[case]
+    policy = {"version": 1, "preset": "inference", "rules": [{"match": match, "use": "mxfp8"}]}
+    with caplog.at_level("WARNING", logger="mxcompile"):
+        _, table = quantized(policy=policy)
+    assert next(w.reason for w in table.weights if w.name == "embed.weight") == reason
+    assert len(caplog.messages) == len(warnings)
+    assert all(map(str.startswith, caplog.messages, warnings))
+
+
+@pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_tensor", "fp8_block", "fp8_delayed"])
+def test_a_policy_without_mxfp8_stores_nothing_and_says_so(policy):
+    model = Model()
+    with pytest.raises(PolicyError, match=f"preset {policy} stores no weight: stored weights are MXFP8 with"):
+        quantized(model, policy)
+    assert not stored_names(model)
+    _, table = quantized(policy="bf16")  # which asks for none
+    assert "0 of 7 weights in MXFP8" in str(table)
+
+
+def test_of_several_formats_those_of_32_elements_are_stored():
+    rules = [
+        {"match": {"name": "*.up"}, "use": {"precision": "mxfp8", "block": 64}},
+        {"match": {"name": "*.gate"}, "use": "mxfp4"},
+        {"match": {"name": "*.down"}, "use": {"precision": "mxfp8", "weight_block": "32x32"}},
+    ]
+    with pytest.raises(PolicyError, match=r"which this mxfp4 is not; .* which this mxfp8 is not$"):
+        quantized(policy={"version": 1, "preset": "inference", "rules": rules})
+    model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules[:2]})
+    assert stored_names(model) == {"blocks.0.down.weight", "blocks.1.down.weight"}
+    reasons = {w.name.split(".")[2]: w.reason for w in table.weights if w.name.startswith("blocks.0")}
+    assert "which this mxfp8 is not" in reasons["up"]
+    assert "which this mxfp4 is not" in reasons["gate"]
+
+
+def test_the_headline_counts_what_stays_as_it_was():
+    model, table = quantized()
+    every = sum(getattr(p, "stored_bytes", p.nbytes) for p in model.parameters() if p.ndim > 1)
+    bf16 = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    first, second = str(table).splitlines()[:2]
+    assert first == "6 of 7 weights in MXFP8: 74.2 KiB, 51.6% of what they take in BF16"
+    assert second == f"all 7 weights: {every / 1024:.1f} KiB, {every / bf16:.1%} of BF16"
 
 
 class Transposed(nn.Module):
@@ -310,3 +373,32 @@ def test_sharded_parameters_are_refused():
         assert not stored_names(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_report_says_how_stored_weights_are_read():
+    model, _ = quantized()
+    report = mxcompile.explain(model, TOKENS, policy="bf16", training=False)
+    text = " ".join(str(report).split())
+    codes = sum("weight_only" in gemm.kernel for gemm in report.gemms)
+    stored = [gemm for gemm in report.gemms if gemm.formats]
+    share = sum(gemm.n * gemm.k for gemm in stored) / sum(gemm.n * gemm.k for gemm in report.gemms)
+    assert f"weights stored in MXFP8: 6 of 7 layers, {share:.1%} of their elements;" in text
+    assert f"products read the codes of {codes} and dequantized values of {6 - codes}" in text
+    assert "bf16; w stored" in text
+    rows = [line for line in str(report).splitlines() if line.startswith("bf16") and "w: e4m3" in line]
+    counted = [int(re.search(r"(\d+) +\S+%$", row)[1]) for row in rows]
+    assert sum(counted) == 6  # the head, whose weight is not stored, is not among them
+    assert "stored" not in str(mxcompile.explain(Model(), TOKENS, policy="bf16", training=False))
+
+
+def test_running_uncompiled_is_warned_about_once(caplog):
+    tensor._warn_of_eager.cache_clear()
+    model, _ = quantized()
+    with torch.no_grad(), caplog.at_level("WARNING", logger="mxcompile.storage"):
+        torch.compile(model, backend="eager")  # tracing says nothing
+        mxcompile.explain(model, TOKENS, policy="bf16", training=False)
+        assert not any(record.name == tensor.log.name for record in caplog.records)
+        model(TOKENS)
+        model(TOKENS)
+    (said,) = (record.getMessage() for record in caplog.records if record.name == tensor.log.name)
+    assert said.startswith("a product with a stored weight runs uncompiled")

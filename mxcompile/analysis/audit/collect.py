@@ -16,6 +16,7 @@ from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics
+from mxcompile.report.forms.words import own_dtype
 from mxcompile.rules import unused_rules
 
 
@@ -28,6 +29,7 @@ def numerics(session: Session, run: Run, outcome: Outcome, reference: Outcome) -
         gemms=tuple(_gemm(products[index], stats) for index, stats in sorted(run.products.items())),
         parameters=tuple(_parameters(session.report().gemms, reference, outcome)),
         precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
+        own_dtype=own_dtype(session.report().gemms),
         policy=session.options.policy.label,
         gradients=outcome.gradients is not None,
         loss=outcome.loss,
@@ -106,6 +108,7 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
         amax=stats.amax,
         underflow=stats.underflow / numel,
         saturation=stats.saturation / numel,
+        lost=stats.lost / (stats.magnitude or 1.0),
         flops=stats.calls * sum(tag.flops for tag, _ in site.readers),
         scale_histogram=tuple((byte, count) for byte, count in enumerate(stats.histogram) if count),
         **_measures(stats.sums),

@@ -1,7 +1,8 @@
 """`compare`: what several policies do to the numbers of one model on one batch, side by side.
 
-A row a policy: share of the matmul FLOPs that is quantized, the lowest SQNR of each kind of GEMM, error of
-the parameters' gradients, the loss and its gap to BF16. Then a row a layer and GEMM: its SQNR under each.
+A row a policy: share of the matmul FLOPs that is quantized, the lowest SQNR of each kind of GEMM, the SQNR of
+the model's main output, error of the parameters' gradients, the loss and its gap to BF16. Then a row a layer
+and GEMM: its SQNR under each.
 """
 
 from __future__ import annotations
@@ -36,17 +37,33 @@ class AuditComparison:
         layers = self._layers()
         lines = [drawn(fitted(self._policies(), ("policy",)))]
         if len(layers) > 1:
-            title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: in BF16"
+            title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: not quantized"
             lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
         if len(layers) > _ROWS + 1:
             lines.append(f"… and {len(layers) - _ROWS - 1} that no policy moves so far")
-        for each in self.audits:
-            lines += wrapped(f"note, {each.numerics.policy}: {note}" for note in each.numerics.notes)
-        return "\n".join(lines)
+        return "\n".join([*lines, *wrapped(self._notes())])
+
+    def _notes(self) -> list[str]:
+        """What is to be known of all, once, and then of each."""
+        of_all = [
+            note
+            for note in self.audits[0].numerics.notes
+            if all(note in each.numerics.notes for each in self.audits)
+        ]
+        return [f"note: {note}" for note in of_all] + [
+            f"note, {each.numerics.policy}: {note}"
+            for each in self.audits
+            for note in each.numerics.notes
+            if note not in of_all
+        ]
 
     def _policies(self) -> Table:
-        headers = ["policy", "quantized", *(f"{gemm} ≥ dB" for gemm in Gemm), "gradients", "loss", "gap"]
-        return [headers, *map(_row, self.audits)]
+        """A row for each policy; what was measured of none has no column."""
+        least = [f"{gemm} ≥ dB" for gemm in Gemm]
+        headers = ["policy", "quantized", *least, "output dB", "gradients", "loss", "gap"]
+        columns = zip(headers, *map(_row, self.audits), strict=True)
+        filled = [column for index, column in enumerate(columns) if index < 2 or any(column[1:])]
+        return [list(row) for row in zip(*filled, strict=True)]
 
     def _layers(self) -> Table:
         """Headers, and a row for every layer and GEMM that any policy quantizes."""
@@ -87,6 +104,7 @@ def _row(measured: Audit) -> list[str]:
         _name(measured),
         f"{summary.flop_share:.1%} {', '.join(words)}".strip(),
         *(decibels(lowest(values)) if values else "" for values in least),
+        "" if numerics.logits_sqnr_db is None else decibels(numerics.logits_sqnr_db),
         "" if error is None else percent(error),
         "" if numerics.loss is None else f"{numerics.loss:.6g}",
         "" if numerics.loss_gap is None else f"{numerics.loss_gap:+.4%}",
@@ -102,8 +120,11 @@ def compare(
 ) -> AuditComparison:
     """`audit` of `model` under each of `policies`, which are all read before anything runs.
 
-    args, kwargs, loss_fn: as of `audit`. Raises `OptionError` without policies, and what `audit` raises.
+    args, kwargs, loss_fn: as of `audit`. Raises `OptionError` for what is not a list of
+    policies, and what `audit` raises.
     """
+    if isinstance(policies, str):
+        raise OptionError(f"policies is a list, found {policies!r}: write [{policies!r}]")
     resolved = [Policy.resolve(policy) for policy in policies]
     if not resolved:
         raise OptionError("compare needs at least one policy")

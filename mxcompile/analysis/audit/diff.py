@@ -70,8 +70,12 @@ class AuditDifference:
         worse = sum(one.worse > 0 for one in self.moved)
         left_out = len(self.moved) - _ROWS
         more = [f"{left_out} that moved less are not listed"] if left_out > 0 else []
-        counted = f"numerics: {worse} worse, {len(self.moved) - worse} better" if self.moved else ""
-        return [counted or "numerics: nothing moved beyond chance", *self.facts, *more]
+        counted = "numerics: nothing moved beyond chance"
+        if self.report.is_unrelated:
+            counted = "numerics: nothing was compared"
+        elif self.moved:
+            counted = f"numerics: {worse} worse, {len(self.moved) - worse} better"
+        return [counted, *self.facts, *more]
 
     def _table(self) -> Table:
         rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mxcompile.errors import OptionError
 from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import Numerics, Report, files, schema
+from mxcompile.report.forms import framed
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -38,6 +40,21 @@ class Audit:
         from mxcompile.analysis.audit.text import to_text
 
         return to_text(self.numerics, rows=20)
+
+    def __repr__(self) -> str:
+        """Returns one line, for lists of audits and prompts."""
+        from mxcompile.analysis.audit.text import headline
+
+        return f"<{headline(self.numerics)}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the page in a frame, for notebooks."""
+        return framed(_html(self))
+
+    def with_note(self, note: str) -> Audit:
+        """Returns the audit with `note` as the first one of its numbers."""
+        notes = (note, *self.numerics.notes)
+        return dataclasses.replace(self, numerics=dataclasses.replace(self.numerics, notes=notes))
 
     def view(self, by: str) -> str:
         """The numbers as a table of another order: one of `VIEWS`. Raises `OptionError` for another word."""
@@ -135,14 +152,17 @@ def audit(
     named = keywords("audit", model, inputs, kwargs, {"policy": policy, "loss_fn": loss_fn})
     session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
     with tqdm(desc="audit: tracing", unit="GEMM", disable=None, leave=False) as bar:
+        counted: list[int] = []
 
         def step(what: str) -> None:
-            bar.total = max(2 * len(session.sites.products), bar.n + 1)
+            expected = counted[0] if counted else len(session.sites.products)
+            bar.total = max(2 * expected, bar.n + 1)
             bar.set_description(f"audit: {what}", refresh=False)
             bar.update()
 
         plain = Run(quantized=lambda _: False, on_product=lambda: step("unquantized"))
         reference = session.run(plain, backward=True)
+        counted.append(int(bar.n))  # without a loss no backward has run
         run = Run(quantized=lambda _: True, observe=True, on_product=lambda: step("quantized, measured"))
         outcome = session.run(run, backward=True)
     return Audit(report=session.report(), numerics=numerics(session, run, outcome, reference))

@@ -85,6 +85,8 @@ class CastStats:
     amax: float = 0.0
     underflow: int = 0
     saturation: int = 0
+    magnitude: float = 0.0
+    lost: float = 0.0
     histogram: list[int] = field(default_factory=lambda: [0] * 256)
 
     def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> None:
@@ -105,6 +107,8 @@ class CastStats:
             self.amax = max(self.amax, largest)
             self.saturation += num_cut
             self.underflow += num_lost
+            self.magnitude += size.sum(dtype=torch.float64).item()
+            self.lost += size[lost].sum(dtype=torch.float64).item()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,13 +23,13 @@ from mxcompile.report.forms.tables import (
 from mxcompile.report.numerics_groups import Group, by_block, by_role
 
 _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "error"]
-_TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "MSE", "error", "to 0", "cut", "2^"]
+_TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]
 _PARAMETER_HEADERS = ["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"]
 _GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""]
 _GEMM_TITLE = "Outputs of GEMMs against FP32, by FLOPs × error²: SQNR in dB, relative error"
 _TENSOR_TITLE = (
-    "Casts, by FLOPs × (error² + share cast to zero): SQNR in dB, relative error, shares cast to zero and cut"
-    " off, exponents of the scales"
+    "Casts, by FLOPs × (error² + lost): SQNR in dB, relative error, share cast to zero, share lost so of the"
+    " magnitudes, share cut off, exponents of the scales"
 )
 _PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by FLOPs × error²"
 
@@ -54,7 +54,7 @@ def to_markdown(numerics: Numerics) -> str:
 
 
 def _by_underflow(numerics: Numerics) -> Table:
-    losing = sorted(numerics.tensors, key=lambda tensor: tensor.underflow, reverse=True)
+    losing = sorted(numerics.tensors, key=lambda tensor: (tensor.lost, tensor.underflow), reverse=True)
     return [_TENSOR_HEADERS, *map(_tensor, (tensor for tensor in losing if tensor.underflow))]
 
 
@@ -76,23 +76,29 @@ def view(numerics: Numerics, by: str) -> str:
     return "\n".join([*wrapped(_facts(numerics)), "", *said])
 
 
-def _facts(numerics: Numerics) -> list[str]:
-    facts = [
+def headline(numerics: Numerics) -> str:
+    """`numerics` in one line."""
+    return (
         f"{numerics.precision} audit, policy {numerics.policy}: {len(numerics.gemms)} GEMMs,"
         f" {len(numerics.tensors)} cast tensors{'' if numerics.gradients else ', forward only'}"
-    ]
+    )
+
+
+def _facts(numerics: Numerics) -> list[str]:
+    facts = [headline(numerics)]
     if numerics.loss is not None and numerics.loss_reference is not None and numerics.loss_gap is not None:
         facts.append(
-            f"loss {numerics.loss:.6g}, in BF16 {numerics.loss_reference:.6g}: gap {numerics.loss_gap:+.4%}"
+            f"loss {numerics.loss:.6g}, in {numerics.own_dtype} {numerics.loss_reference:.6g}:"
+            f" gap {numerics.loss_gap:+.4%}"
         )
     if numerics.logits_sqnr_db is not None and numerics.logits_cosine is not None:
         facts.append(
-            f"main output against BF16: SQNR {decibels(numerics.logits_sqnr_db)} dB,"
+            f"main output against {numerics.own_dtype}: SQNR {decibels(numerics.logits_sqnr_db)} dB,"
             f" cosine {numerics.logits_cosine:.6f}"
         )
     if numerics.gradient_error is not None and numerics.gradient_cosine is not None:
         facts.append(
-            f"parameter gradients against BF16, weighted by FLOPs: relative error"
+            f"parameter gradients against {numerics.own_dtype}, weighted by FLOPs: relative error"
             f" {percent(numerics.gradient_error)}, cosine {numerics.gradient_cosine:.6f}"
         )
     return facts + [f"note: {' '.join(note.split())}" for note in numerics.notes]
@@ -130,8 +136,11 @@ def _tensor(tensor: TensorNumerics) -> list[str]:
     return [
         _named(tensor.name, len(tensor.shared_with), tensor.calls),
         f"{tensor.operand} {how}",
-        *_errors(tensor),
+        decibels(tensor.sqnr_db),
+        f"{tensor.cosine:.5f}",
+        percent(tensor.rel_error),
         percent(tensor.underflow),
+        percent(tensor.lost),
         percent(tensor.saturation),
         _range(tensor.scale_histogram),
     ]
@@ -141,7 +150,7 @@ def _parameter(one: ParameterNumerics, flops: int) -> list[str]:
     return [one.name, one.role, f"{one.flops / flops:.1%}", *_errors(one)]
 
 
-def _errors(one: GemmNumerics | TensorNumerics | ParameterNumerics) -> list[str]:
+def _errors(one: GemmNumerics | ParameterNumerics) -> list[str]:
     return [decibels(one.sqnr_db), f"{one.cosine:.5f}", f"{one.mse:.1e}", percent(one.rel_error)]
 
 

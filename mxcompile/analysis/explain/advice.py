@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.sweep import at_tokens
-from mxcompile.formats import is_quantized, labels
+from mxcompile.formats import Operands, is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.report import Report
+from mxcompile.policy.presets import PRESETS
+from mxcompile.report import GemmRecord, Report
 from mxcompile.report.fold import Row, fold
-from mxcompile.report.forms.words import speedup, tokens_of
+from mxcompile.report.forms.words import own_dtype, speedup, tokens_of
 
 _MANY = 1 << 20
 """Tokens at which more would change nothing."""
@@ -21,18 +23,36 @@ _NAMED = 3
 
 
 def advised(report: Report) -> Report:
-    """`report`, one with estimates, with a warning if all in all it is slower than in BF16."""
+    """`report`, one with estimates, with warnings if it is of a model in FP32, or slower than unquantized."""
     summary = report.summary
     if not summary.estimate_us or not summary.estimate_bf16_us:
         return report
-    ratio = summary.estimate_bf16_us / summary.estimate_us
-    if ratio >= 1:
-        return report
-    words = labels(gemm.precision for gemm in report.gemms)
-    said = f"{summary.target} is estimated slower with {words} than in BF16 ({ratio:.2f}×): {_help(report)}"
+    said = [*_of_fp32(report), *_slower(report)]
     return dataclasses.replace(
-        report, summary=dataclasses.replace(summary, warnings=(*summary.warnings, said))
+        report, summary=dataclasses.replace(summary, warnings=(*summary.warnings, *said))
     )
+
+
+def _of_fp32(report: Report) -> list[str]:
+    """That a model is in FP32, which hardly anybody trains on a GPU."""
+    peak = TARGETS[report.summary.target].peak
+    if own_dtype(report.gemms) != "FP32" or peak is None:
+        return []
+    return [
+        f"this model is FP32: its products are estimated at the {peak.fp32_tflops:g} TFLOP/s of FP32, where"
+        f" BF16 has {peak.bf16_tflops:g}; to look at it in BF16: model.to(torch.bfloat16), autocast, or"
+        " --dtype bf16"
+    ]
+
+
+def _slower(report: Report) -> list[str]:
+    if _ratio(report) >= 1:
+        return []
+    words = labels(gemm.precision for gemm in report.gemms)
+    return [
+        f"{report.summary.target} is estimated slower with {words} than in {own_dtype(report.gemms)}"
+        f" ({_ratio(report):.2f}×): {_help(report)}"
+    ]
 
 
 def _help(report: Report) -> str:
@@ -52,8 +72,31 @@ def _why_never(report: Report) -> str:
     target = TARGETS[report.summary.target]
     if target.native:
         return "casts cost more than products gain, at any number of tokens"
-    fp8 = " (the policy fp8_rowwise runs on this chip's own FP8 GEMM)" if target.fp8_tiles else ""
-    return f"the chip multiplies in BF16, and casts come on top{fp8}"
+    own = own_dtype(report.gemms)
+    return f"the chip multiplies in {own}, and casts come on top{_with_fp8(report)}"
+
+
+def _with_fp8(report: Report) -> str:
+    """The policy for the chip's own FP8 GEMM, if that is estimated to be faster; "" otherwise."""
+    if not TARGETS[report.summary.target].fp8_tiles:
+        return ""
+    fp8 = PRESETS["fp8_rowwise"].precision.formats(PRESETS["fp8_rowwise"].formats)
+    ratio = _ratio(estimate(dataclasses.replace(report, gemms=tuple(_cast_to(g, fp8) for g in report.gemms))))
+    if ratio <= 1:
+        return ""
+    return f" (the policy fp8_rowwise, on the chip's own FP8 GEMM, is estimated at {ratio:.2f}×)"
+
+
+def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
+    """`gemm`, if it is quantized, with operands in `formats`."""
+    if not is_quantized(gemm.precision):
+        return gemm
+    found = [(form, formats.of(form.operand)) for form in gemm.formats]
+    changed = (
+        dataclasses.replace(form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation)
+        for form, fmt in found
+    )
+    return dataclasses.replace(gemm, formats=tuple(changed))
 
 
 def _narrow(many: Report) -> list[str]:

@@ -57,8 +57,10 @@ def compare(
 ) -> Comparison:
     """`explain` of `model` under each of `policies`, which are all read before anything is traced.
 
-    Raises `OptionError` without policies, and what `explain` raises.
+    Raises `OptionError` for what is not a list of policies, and what `explain` raises.
     """
+    if isinstance(policies, str):
+        raise OptionError(f"policies is a list, found {policies!r}: write [{policies!r}]")
     resolved = [Policy.resolve(policy) for policy in policies]
     if not resolved:
         raise OptionError("compare needs at least one policy")

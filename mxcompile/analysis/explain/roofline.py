@@ -1,13 +1,14 @@
-"""Roofline estimates: how long a GEMM takes at best, quantized with its casts and in BF16.
+"""Roofline estimates: how long a GEMM takes at best, quantized with its casts and in the model's own dtype.
 
-    BF16            max(2mnk / bf16, 2(mk + kn + mn) / bandwidth)
-    native          max(2mnk / rate of the format, (b (mk + kn) + 2mn) / bandwidth) + casts
-    emulated        BF16's, + casts
+    own dtype       max(2mnk / rate of the dtype, d (mk + kn + mn) / bandwidth)
+    native          max(2mnk / rate of the format, (b (mk + kn) + d mn) / bandwidth) + casts
+    emulated        the own dtype's, + casts
 
-b is the bytes of an element with its share of a scale, 33/32 for MXFP8.
+d is the bytes of an element of the own dtype, 2 for BF16, whose rate is BF16's, or 4 for FP32, whose products
+are FP32's. b is the bytes of an element with its share of a scale, 33/32 for MXFP8.
 
-A cast writes b bytes an element (2 where the GEMM is emulated and reads BF16) and reads half of the BF16
-source: its two layouts share one read. One scale for the tensor takes a read more. The cast of an input that
+A cast writes b bytes an element (d where the GEMM is emulated and reads values) and reads half of the source:
+its two layouts share one read. One scale for the tensor takes a read more. The cast of an input that
 sibling layers share (q, k and v; gate and up) is divided between them. Not in it: norms, activations, the
 optimizer, communication and launches, which BF16 has too. A cast that fuses with its producer costs less. An
 estimate, never a measurement.
@@ -24,7 +25,8 @@ from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 
 _QUANTIZED = 1 + 1 / BLOCK
 _BF16 = 2.0
-_READ = _BF16 / 2
+WIDE = {"float32": 4.0, "float64": 8.0}
+"""Bytes of the dtypes whose products are not those of BF16."""
 
 
 def estimate(report: Report) -> Report:
@@ -36,7 +38,7 @@ def estimate(report: Report) -> Report:
     gemms = tuple(
         dataclasses.replace(
             gemm,
-            estimate_bf16_us=_bf16_us(gemm, target.peak),
+            estimate_bf16_us=_own_us(gemm, target.peak),
             estimate_us=_us(gemm, target.peak, target, siblings[_siblings(gemm)]),
         )
         for gemm in report.gemms
@@ -55,32 +57,38 @@ def _siblings(gemm: GemmRecord) -> tuple[object, ...]:
     return gemm.graph, parent, gemm.role, gemm.gemm, gemm.batch, gemm.m if gemm.gemm != "dgrad" else gemm.name
 
 
-def _bf16_us(gemm: GemmRecord, peak: Peak) -> float:
-    a, b, out = _elements(gemm)
-    return peak.time_us(flops=gemm.flops, tflops=peak.bf16_tflops, num_bytes=_BF16 * (a + b + out))
+def _own_us(gemm: GemmRecord, peak: Peak) -> float:
+    tflops = peak.fp32_tflops if gemm.dtype in WIDE else peak.bf16_tflops
+    return peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=_width(gemm) * sum(_elements(gemm)))
+
+
+def _width(gemm: GemmRecord) -> float:
+    """Returns the bytes of an element of the GEMM's own dtype."""
+    return WIDE.get(gemm.dtype, _BF16)
 
 
 def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     if not is_quantized(gemm.precision):
-        return _bf16_us(gemm, peak)
+        return _own_us(gemm, peak)
     a, b, out = _elements(gemm)
     forms = [_format(fmt) for fmt in gemm.formats]
     tflops = _native_tflops(forms, peak, target)
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
     cast_bytes = product_bytes = 0.0
+    width = _width(gemm)
     for numel, form, share, said in zip((a, b), forms, shares, gemm.formats, strict=True):
         twice = form.tile == Tile.TENSOR and form.amax.kind is not AmaxKind.DELAYED
-        reads = 2 * _READ if twice else _READ
+        reads = width if twice else width / 2
         held = _QUANTIZED if form.is_mx or (tflops and form.mx_elem) else form.bytes_per_element
         if said.rounding != STORED:
-            cast_bytes += (reads + (held if tflops else _BF16)) * numel / share
+            cast_bytes += (reads + (held if tflops else width)) * numel / share
         elif not tflops:
-            cast_bytes += (held + _BF16) * numel  # dequantized
+            cast_bytes += (held + width) * numel  # dequantized
         product_bytes += held * numel
     product = (
-        peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + _BF16 * out)
+        peak.time_us(flops=gemm.flops, tflops=tflops, num_bytes=product_bytes + width * out)
         if tflops
-        else _bf16_us(gemm, peak)
+        else _own_us(gemm, peak)
     )
     return product + peak.time_us(flops=0, tflops=peak.bf16_tflops, num_bytes=cast_bytes)
 

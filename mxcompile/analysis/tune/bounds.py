@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mxcompile.errors import ModelError, OptionError
+from mxcompile.errors import ModelError, OptionError, shown
 from mxcompile.report import Numerics
 
 
@@ -22,11 +22,13 @@ class Bounds:
     def __post_init__(self) -> None:
         if self.min_sqnr is None and self.max_loss_gap is None:
             raise OptionError("tune needs a bound: min_sqnr (in dB), max_loss_gap (a share), or both")
-        if self.min_sqnr is not None and not math.isfinite(self.min_sqnr):
-            raise OptionError(f"min_sqnr is a finite number of dB, found {self.min_sqnr}")
-        if self.max_loss_gap is not None and not 0 < self.max_loss_gap < math.inf:
+        if self.min_sqnr is not None and not (_is_number(self.min_sqnr) and math.isfinite(self.min_sqnr)):
+            raise OptionError(f"min_sqnr is a finite number of dB, found {shown(self.min_sqnr)}")
+        if self.max_loss_gap is not None and not (
+            _is_number(self.max_loss_gap) and 0 < self.max_loss_gap < math.inf
+        ):
             raise OptionError(
-                f"max_loss_gap is a positive share (0.002 for 0.2 %), found {self.max_loss_gap}"
+                f"max_loss_gap is a positive share (0.002 for 0.2 %), found {shown(self.max_loss_gap)}"
             )
 
     def allows_sqnr(self, sqnr_db: float) -> bool:
@@ -58,3 +60,7 @@ class Bounds:
         if self.max_loss_gap is not None:
             parts.append(f"loss within {self.max_loss_gap:.3g} of BF16 ({self.max_loss_gap:.4%})")
         return ", ".join(parts)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -40,6 +40,7 @@ from mxcompile.analysis.tune.measure import lowest_sqnr, quantizes
 from mxcompile.analysis.tune.tuned import Chosen, Tuned
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import Report
+from mxcompile.report.fold import spelled
 from mxcompile.report.numerics import lowest
 
 
@@ -86,7 +87,7 @@ def mix(call: Call, start: Policy, among: Sequence[str], bounds: Bounds, target:
         comments=tuple(_comments(found, chosen)),
         audit=final,
         flop_share_before=search.flop_share_before,
-        met=bounds.allow(final.numerics) and quantizes(final.report, bounds),
+        met=bounds.allow(final.numerics) and (quantizes(final.report, bounds) or search.is_dearer(found)),
         target=target if search.costs.estimated else "",
     )
 
@@ -184,6 +185,10 @@ class _Search:
         left = [one for one in every if gemms - set(one.kept) and (layer, one) not in self._failed]
         return iter(sorted([*left, BF16], key=lambda one: self.costs(layer, one)))
 
+    def is_dearer(self, found: Mix) -> bool:
+        """Whether `found` leaves a layer in BF16 that could be quantized, since that would cost more."""
+        return any(option == BF16 and len(list(self._options(layer))) > 1 for layer, option in found.items())
+
     def _in_bf16(self, index: int, layer: str) -> tuple[str, ...]:
         kept = self._kept[index].get(layer, [])
         return tuple(str(gemm) for gemm in Gemm if gemm in kept)
@@ -246,7 +251,7 @@ class _Search:
                 sqnr_db=lowest(values) if values else None,
                 estimate_us=us if self.costs.estimated else None,
                 estimate_bf16_us=bf16 if self.costs.estimated else None,
-                reason="; ".join(self._cheaper_failed(layer, option)),
+                reason="; ".join([*self._cheaper_failed(layer, option), *self._dearer(layer, option)]),
             )
 
     def _cheaper_failed(self, layer: str, option: Option) -> Iterator[str]:
@@ -262,6 +267,14 @@ class _Search:
             if name == layer and failed != option and self.costs(layer, failed) < cost
         )
 
+    def _dearer(self, layer: str, option: Option) -> Iterator[str]:
+        """What the cheapest that `layer` could be quantized to costs, where it is in BF16 for that."""
+        rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
+        bf16 = self.costs(layer, BF16)[0]
+        if rest and self.costs.estimated and bf16:
+            us = self.costs(layer, rest[0])[0]
+            yield f"{self._word(rest[0])} would take {us / bf16:.2f} of BF16's time"
+
 
 def _comments(found: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
     """A sentence for the rule of every option, in the order of the rules."""
@@ -270,5 +283,8 @@ def _comments(found: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
         layers = [by_name[name] for name, had in found.items() if had == option]
         values = [each.sqnr_db for each in layers if each.sqnr_db is not None]
         measured = f", lowest SQNR {decibels(lowest(values))} dB" if values else ""
-        reasons = "; ".join(f"{each.name}: {each.reason}" for each in layers if each.reason)
+        by_reason: dict[str, list[str]] = {}
+        for each in layers:
+            by_reason.setdefault(each.reason, []).append(each.name)
+        reasons = "; ".join(f"{spelled(names)}: {reason}" for reason, names in by_reason.items() if reason)
         yield f"{layers[0].use}: {len(layers)} layers{measured}. {reasons}".strip()

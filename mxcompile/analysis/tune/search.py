@@ -67,6 +67,8 @@ def tune(
         "loss_fn": loss_fn,
     }
     named = keywords("tune", model, inputs, kwargs, given)
+    if isinstance(among, str):
+        raise OptionError(f"among is a list of precisions and presets, found {among!r}: write [{among!r}]")
     if among:
         call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
         return mix(call, Policy.resolve(policy), among, bounds, check(target))

@@ -66,7 +66,8 @@ class Tuned:
     for the first rules of the policy, why they are there. audit: of the model under `policy`.
     flop_share_before: share of the matmul FLOPs that was quantized at the start;
     ``audit.report.summary.flop_share`` is what was kept. met: whether the audit is within the bounds and
-    quantizes anything. target: that costs were estimated for, "" if none was.
+    quantizes anything, or could and BF16 is estimated to be faster. notes: what a reader should know. target:
+    that costs were estimated for, "" if none was.
     """
 
     policy: Policy
@@ -77,6 +78,7 @@ class Tuned:
     audit: Audit
     flop_share_before: float
     met: bool
+    notes: tuple[str, ...] = ()
     target: str = ""
 
     def __str__(self) -> str:
@@ -98,6 +100,8 @@ class Tuned:
         kept = self.audit.report.summary.flop_share
         lowest = self.audit.numerics.lowest_sqnr_db
         reached = ["nothing is left quantized"]
+        if self.met and lowest is None:
+            reached = [f"everything in BF16, which is estimated to be fastest on {self.target}"]
         if lowest is not None:
             reached = [f"lowest SQNR of a GEMM {decibels(lowest)} dB"]
         if (gap := self.audit.numerics.loss_gap) is not None:
@@ -107,6 +111,7 @@ class Tuned:
             f"reached: {', '.join(reached)}",
             f"kept quantized: {kept:.1%} of matmul FLOPs, {self.flop_share_before:.1%} before",
             *self._estimated(),
+            *(f"note: {note}" for note in self.notes),
         ]
 
     def _estimated(self) -> list[str]:

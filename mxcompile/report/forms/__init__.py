@@ -7,6 +7,7 @@ networkx.
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 
 from mxcompile.report.forms.json import to_json
 from mxcompile.report.forms.text import to_markdown, to_text
@@ -21,6 +22,11 @@ def _html(report: ReportData) -> str:
     from mxcompile.report.forms.html import to_html
 
     return to_html(report)
+
+
+def framed(page: str) -> str:
+    """Returns the HTML `page` as part of another, for notebooks."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 FORMS: dict[str, Callable[[ReportData], str]] = {

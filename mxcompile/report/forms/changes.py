@@ -28,6 +28,8 @@ def to_markdown(changes: Changes) -> str:
 
 def _headline(changes: Changes) -> str:
     lost = len(changes.fell_back)
+    if changes.is_unrelated:
+        return "no layer in common: these reports are of different models, or all modules have new names"
     if lost:
         return f"{count(lost, 'layer')} fell back from {changes.words}"
     return f"no layer fell back from {changes.words}" if changes.changes else "the same for every layer"

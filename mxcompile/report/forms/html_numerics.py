@@ -63,11 +63,11 @@ def _tiles(numerics: Numerics) -> Iterable[str]:
         gap = (
             ""
             if numerics.loss_gap is None
-            else f"{numerics.loss_gap:+.3%} of {numerics.loss_reference:.4f} in BF16"
+            else f"{numerics.loss_gap:+.3%} of {numerics.loss_reference:.4f} in {numerics.own_dtype}"
         )
         yield tile("loss", f"{numerics.loss:.4f}", gap)
     if numerics.logits_sqnr_db is not None:
-        yield tile("output against BF16", _db(numerics.logits_sqnr_db))
+        yield tile(f"output against {numerics.own_dtype}", _db(numerics.logits_sqnr_db))
     if numerics.gradient_error is not None and numerics.gradient_cosine is not None:
         said = f"relative error; cosine {numerics.gradient_cosine:.5f}"
         yield tile("parameter gradients, by FLOPs", f"{numerics.gradient_error:.2%}", said)

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
-from mxcompile.policy import Code
-from mxcompile.report.forms.words import count
+from mxcompile.policy import ATTENTION_PRODUCTS, Code
+from mxcompile.report.forms.words import count, is_stored, own_dtype
 from mxcompile.report.record import GemmRecord, Summary
 
 LITTLE = 0.5
 """A share of FLOPs in MXFP8 below which the report says why it is not more."""
 _NAMED = 4
+_READS_CODES = "weight_only"
+"""In the names of kernels that read the codes of a stored weight."""
 
 
 def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
@@ -20,7 +22,7 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     if not gemms:
         graphs = "a graph without matrix products" if summary.graphs else "nothing: no graph was captured"
         return [f"no matrix product was seen; what was compiled is {graphs}"]
-    said = []
+    said = _stored(gemms)
     if summary.flop_share < LITTLE:
         said += _reasons(gemms, summary.flop_share)
     unknown = Counter(" ".join(gemm.facts) for gemm in gemms if is_unknown(gemm))
@@ -28,6 +30,24 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
         named = _listed(f"opaque operator {name} (×{number})" for name, number in unknown.most_common())
         said.append(f"not in the share, since their FLOPs are unknown: {named}")
     return said
+
+
+def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
+    """How many weights are read as they are stored; nothing where none is stored."""
+    layers = [gemm for gemm in gemms if gemm.gemm == "fprop" and gemm.role not in ATTENTION_PRODUCTS]
+    stored = [gemm for gemm in layers if is_stored(gemm)]
+    if not stored:
+        return []
+    share = sum(map(_weight, stored)) / (sum(map(_weight, layers)) or 1)
+    codes = sum(is_quantized(gemm.precision) or _READS_CODES in gemm.kernel for gemm in stored)
+    return [
+        f"weights stored in MXFP8: {len(stored)} of {count(len(layers), 'layer')}, {share:.1%} of their"
+        f" elements; products read the codes of {codes} and dequantized values of {len(stored) - codes}"
+    ]
+
+
+def _weight(gemm: GemmRecord) -> int:
+    return gemm.batch * gemm.n * gemm.k
 
 
 def is_unknown(gemm: GemmRecord) -> bool:
@@ -50,7 +70,7 @@ def _reasons(gemms: Sequence[GemmRecord], share: float) -> list[str]:
     if not total:
         return []
     named = _listed(f"{flops / total:.1%} {reason}" for reason, flops in by_reason.most_common() if flops)
-    return [f"{1 - share:.1%} of the FLOPs stay in BF16: {named}"]
+    return [f"{1 - share:.1%} of the FLOPs stay in {own_dtype(gemms)}: {named}"]
 
 
 def _listed(words: Iterable[str]) -> str:

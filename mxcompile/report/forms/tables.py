@@ -17,7 +17,7 @@ WIDTH = 120
 Table = list[list[str]]
 """Rows of cells, the first the headers."""
 
-NAMES = ("layer", "weight", "most harm in")
+NAMES = ("layer", "weight", "tensor", "most harm in", "reason", "change")
 """Headers of the columns whose cells are never cut."""
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_])")
@@ -63,7 +63,11 @@ def _short(cell: str, width: int) -> str:
 
 
 def _broken(name: str, width: int) -> str:
-    """`name` in lines, after dots, commas and spaces where these are near enough."""
+    """`name` in lines: each of several on one, and those too long after dots and spaces if there are any."""
+    names = name.split(", ")
+    if len(names) > 1 and len(name) > width:
+        listed = [f"{each}," for each in names[:-1]] + names[-1:]
+        return "\n".join(_broken(each, width) for each in listed)
     lines = [""]
     for step in re.findall(r".*?[., ]+|.+$", name):
         if lines[-1] and len(lines[-1]) + len(step.rstrip()) > width:

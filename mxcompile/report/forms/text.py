@@ -18,6 +18,9 @@ from mxcompile.report.forms.words import (
     duration,
     flop_count,
     formats,
+    is_stored,
+    own_dtype,
+    precision_word,
     size,
     speedup,
     stored_saving,
@@ -31,12 +34,17 @@ _NAMED = 3
 def to_text(report: ReportData) -> str:
     """`report` for a terminal."""
     rows = fold(report.gemms)
-    lines = wrapped([headline(report), *_said(report, rows)])
+    lines = [to_summary(report)]
     if rows:
         layers = fitted(_layer_table(rows), ("layer", "precision", "reason"))
         kernels = fitted(_kernel_table(report.gemms), ("kernel", "formats"))
         lines += ["", drawn(layers), "", drawn(kernels)]
     return "\n".join(lines)
+
+
+def to_summary(report: ReportData) -> str:
+    """Returns the facts and warnings of `report` for a terminal, without its tables."""
+    return "\n".join(wrapped([headline(report), *_said(report, fold(report.gemms))]))
 
 
 def to_markdown(report: ReportData) -> str:
@@ -56,8 +64,11 @@ def headline(report: ReportData) -> str:
     """The report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
+    own = own_dtype(report.gemms)
+    of = f" of a model in {own}" if own != "BF16" else ""
     return (
-        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in {words}{unknown_words(report.gemms)}"
+        f"{words} report{of}: {summary.flop_share:.1%} of matmul FLOPs in"
+        f" {words}{unknown_words(report.gemms)}"
         f" ({count(summary.num_gemms, 'GEMM')}{amounts(report.gemms)}, target {summary.target},"
         f" policy {summary.policy})"
     )
@@ -89,6 +100,7 @@ def memory(summary: Summary) -> str:
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     """What is known beside the layers, a sentence each."""
     said = []
+    own = own_dtype(gemm for row in rows for gemm in row.gemms)
     if summary.saved_bytes is not None and summary.saved_bytes_bf16:
         share = summary.saved_bytes / summary.saved_bytes_bf16
         said.append(
@@ -97,8 +109,8 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         )
         if share > 1:
             said.append(
-                "warning: more is kept for backward than in BF16: the copies for backward come on top of what"
-                " the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
+                f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
+                " what the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
             )
     if summary.weight_bytes:
         note = weights_note(summary, rows)
@@ -112,7 +124,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     if summary.estimate_us and summary.estimate_bf16_us:
         said.append(
             f"roofline estimate, no measurement: matmuls and casts {duration(summary.estimate_us)},"
-            f" {duration(summary.estimate_bf16_us)} in BF16"
+            f" {duration(summary.estimate_bf16_us)} in {own}"
             f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
         )
     said.append(
@@ -122,7 +134,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
     slow = [f"{row.name or '(root)'} ({ratio:.2f}×)" for row, ratio in slower(rows)]
     if slow:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
-        said.append(f"warning: estimated slower than in BF16: {', '.join(slow[:_NAMED])}{more}")
+        said.append(f"warning: estimated slower than in {own}: {', '.join(slow[:_NAMED])}{more}")
     return said + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
 
 
@@ -164,7 +176,7 @@ def precision(gemms: Sequence[GemmRecord]) -> str:
     """``mxfp8``, or ``mxfp8; wgrad bf16``: the first GEMM's precision, and the GEMMs that have another."""
     by_gemm: dict[str, set[str]] = {}
     for gemm in gemms:
-        by_gemm.setdefault(gemm.gemm, set()).add(gemm.precision)
+        by_gemm.setdefault(gemm.gemm, set()).add(precision_word(gemm))
     said = {gemm: "/".join(sorted(found)) for gemm, found in by_gemm.items()}
     first = next(iter(said.values()), "")
     others = [f"{gemm} {word}" for gemm, word in said.items() if word != first]
@@ -182,7 +194,7 @@ def _layer_table(rows: Sequence[Row]) -> Table:
                 f"×{row.count}" if row.count > 1 else "",
                 row.gemms[0].role,
                 size(row.gemms[0]),
-                precision(row.gemms),
+                precision(row.gemms) + ("; w stored" if any(map(is_stored, row.gemms)) else ""),
                 *([f"{ratio:.2f}×" if ratio not in (None, 1) else ""] if estimates else []),
                 "; ".join(dict.fromkeys(_reason(gemm) for gemm in row.gemms)),
             ]
@@ -202,12 +214,12 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
     """Kernels by share of FLOPs; the GEMMs of one kernel are one row if their operands' formats agree."""
     by_kernel: dict[tuple[str, str], list[GemmRecord]] = {}
     for gemm in gemms:
-        by_kernel.setdefault((gemm.precision, gemm.kernel or "not lowered"), []).append(gemm)
+        by_kernel.setdefault((precision_word(gemm), gemm.kernel or "not lowered"), []).append(gemm)
     groups: dict[tuple[str, str, str], list[GemmRecord]] = {}
     for key, members in by_kernel.items():
         merged = _merged(members)
         for gemm in members:
-            said = formats(gemm.formats if merged is None else merged)
+            said = formats(gemm.formats if merged is None or not gemm.formats else merged)
             groups.setdefault((*key, said or "-"), []).append(gemm)
     total = sum(gemm.flops for gemm in gemms) or 1
     shares = {key: sum(gemm.flops for gemm in members) / total for key, members in groups.items()}

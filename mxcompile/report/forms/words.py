@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from mxcompile.formats import is_quantized
 from mxcompile.report.fold import Row
-from mxcompile.report.record import GemmRecord, OperandFormat
+from mxcompile.report.record import STORED, GemmRecord, OperandFormat
 
 
 def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
@@ -43,6 +44,32 @@ def size(gemm: GemmRecord) -> str:
     """``64×96×32``, ``8·64×96×32`` for a batch of 8."""
     sizes = f"{gemm.m}×{gemm.n}×{gemm.k}"
     return f"{gemm.batch}·{sizes}" if gemm.batch > 1 else sizes
+
+
+_DTYPES = {"float64": "FP64", "float32": "FP32", "float16": "FP16"}
+
+
+def dtype_label(dtype: str) -> str:
+    """Returns what texts call the dtype that torch names `dtype`: BF16 where it is not known."""
+    return _DTYPES.get(dtype, "BF16")
+
+
+def own_dtype(gemms: Iterable[GemmRecord]) -> str:
+    """Returns what texts call the dtype of most FLOPs of `gemms`, in which those left alone compute."""
+    flops: Counter[str] = Counter()
+    for gemm in gemms:
+        flops[dtype_label(gemm.dtype)] += gemm.flops
+    return max(flops, key=flops.__getitem__, default="BF16")
+
+
+def is_stored(gemm: GemmRecord) -> bool:
+    """Whether the weight of `gemm` is an input in MXFP8."""
+    return any(form.operand == "w" and form.rounding == STORED for form in gemm.formats)
+
+
+def precision_word(gemm: GemmRecord) -> str:
+    """Returns the precision of `gemm`: where it is left alone, its own dtype."""
+    return gemm.precision if is_quantized(gemm.precision) else dtype_label(gemm.dtype).lower()
 
 
 def formats(operands: Sequence[OperandFormat]) -> str:

@@ -1,0 +1,93 @@
+"""Models that are not in BF16: what stays in their own dtype is called so, and estimated at its rate."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mxcompile
+from mxcompile.analysis.audit import audit
+from mxcompile.cli import main
+from mxcompile.lowering.targets import TARGETS
+
+EVERYTHING = {"version": 1, "rules": [{"match": {"name": "0"}, "use": "mxfp8"}]}
+PEAK = TARGETS["sm_100"].peak
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 512, bias=False), nn.GELU(), nn.Linear(512, 2048, bias=False))
+
+
+def made():
+    return model(), (torch.randn(4096, 512),), {}
+
+
+def explained(dtype: torch.dtype, target: str = "sm_100") -> mxcompile.Report:
+    x = torch.randn(4096, 512, dtype=dtype)
+    return mxcompile.explain(model().to(dtype), x, policy=EVERYTHING, target=target)
+
+
+def test_fp32_is_called_fp32_and_takes_its_time():
+    report = explained(torch.float32)
+    assert {gemm.dtype for gemm in report.gemms} == {"float32"}
+    kept = [gemm for gemm in report.gemms if gemm.name == "2"]
+    for gemm in kept:
+        assert gemm.estimate_us == pytest.approx(gemm.flops / (PEAK.fp32_tflops * 1e6))
+        assert gemm.estimate_us == gemm.estimate_bf16_us
+    text = " ".join(str(report).split())
+    assert "MXFP8 report of a model in FP32: " in text
+    assert "% of the FLOPs stay in FP32: " in text
+    assert re.search(r"matmuls and casts \S+ .s, \S+ .s in FP32 ", text)
+    assert "warning: this model is FP32: its products are estimated at the 75 TFLOP/s of FP32" in text
+    assert not re.search(r"\bbf16 +(policy|role|other)", text)
+
+
+def test_bf16_is_as_before():
+    report = explained(torch.bfloat16)
+    assert {gemm.dtype for gemm in report.gemms} == {"bfloat16"}
+    for gemm in report.gemms:
+        if gemm.name == "2":
+            assert gemm.estimate_us == pytest.approx(gemm.flops / (PEAK.bf16_tflops * 1e6))
+    assert "FP32" not in str(report)
+
+
+def test_autocast_decides_what_products_are_in():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = mxcompile.explain(model(), torch.randn(64, 512), target="sm_100")
+    assert {gemm.dtype for gemm in report.gemms if gemm.gemm == "fprop"} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_audit_says_what_it_is_held_to(dtype: str):
+    wide = getattr(torch, dtype)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(wide)
+    found = audit(net, torch.randn(32, 64, dtype=wide), policy=EVERYTHING)
+    word = {"float32": "FP32", "float16": "FP16"}[dtype]
+    assert f"main output against {word}: SQNR" in str(found)
+
+
+def test_the_command_line_looks_at_another_dtype(capsys: pytest.CaptureFixture[str]):
+    command = ["explain", f"{__name__}:made", "--target", "b200"]
+    assert main(command) == 0
+    assert "this model is FP32" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--dtype", "bf16"]) == 0
+    assert "FP32" not in capsys.readouterr().out
+
+
+def test_advice_is_only_what_is_estimated_to_be_faster():
+    """Few tokens: no policy helps, so none is named. Many tokens, wide layers: one does."""
+
+    def warned(tokens: int, width: int) -> str:
+        net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(torch.bfloat16)
+        policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+        x = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
+        (said,) = mxcompile.explain(net.to("meta"), x, policy=policy, target="sm_90").summary.warnings
+        return said
+
+    assert "fp8_rowwise" not in warned(64, 256)
+    found = re.search(r"the policy fp8_rowwise, .*, is estimated at (\S+)×", warned(8192, 4096))
+    assert found
+    assert float(found[1]) > 1
