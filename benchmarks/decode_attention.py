@@ -1,4 +1,4 @@
-"""Attention of one decode step on this machine: keys and values in MXFP8 against BF16.
+"""Attention of one decode step on this machine: keys and values in MXFP8 against BF16 and FP32.
 
 One query for each of 32 heads, 8 heads of keys and values, 128 wide (those of Llama 3 8B), over contexts of
 some lengths, all of it used. A turn reads the caches of as many layers as make 256 MB in BF16, so that every
@@ -9,6 +9,7 @@ before fall asleep.
                           what Hugging Face's models compile to
     sdpa bf16, packed     the same over keys and values as they are, heads that share them as queries: what
                           Hugging Face's models run eagerly
+    sdpa fp32, …          both in FP32; the class of CPU, which the first line names, decides which is faster
     mxfp8, dequantized    the cache in MXFP8 under backend="inductor": values are made first
     mxfp8                 the cache in MXFP8 under backend="mxfp8"
 
@@ -34,13 +35,14 @@ from tqdm import tqdm
 
 import mxcompile  # noqa: F401 - registers the backend's operators
 from mxcompile import ops
+from mxcompile.lowering.cpu.features import features
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 TOTAL_BYTES = 256 << 20
 TOGETHER = 4
 PAUSE_S = 0.02
-BASELINES = ("sdpa bf16, repeated", "sdpa bf16, packed")
+BASELINES = tuple(f"sdpa {dtype}, {form}" for dtype in ("bf16", "fp32") for form in ("repeated", "packed"))
 ELEM = torch.float8_e4m3fn
 
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
+    print(f"class of CPU: {features().name}")
     rows: list[dict[str, Any]] = []
     for context in options.contexts:
         rows += measure(context, options.queries, options.repeats)
@@ -83,15 +86,16 @@ def measure(context: int, queries: int, repeats: int) -> list[dict[str, Any]]:
     q = torch.randn(1, HEADS, queries, DIM).bfloat16()
     mask = torch.arange(context)[None] <= torch.arange(context - queries, context)[:, None]
     made = ways(context, layers)
-    check({name: way.attend(q, way.caches[0], mask[None, None]) for name, way in made.items()})
+    queries_of = {name: q.float() if "fp32" in name else q for name in made}
+    check({name: way.attend(queries_of[name], way.caches[0], mask[None, None]) for name, way in made.items()})
     times: dict[str, list[float]] = {name: [] for name in made}
     for _ in tqdm(range(repeats), desc=f"{context}", leave=False):
         for name, way in made.items():
             time.sleep(PAUSE_S)
-            way.attend(q, way.caches[0], mask[None, None])  # wakes the threads
+            way.attend(queries_of[name], way.caches[0], mask[None, None])  # wakes the threads
             start = time.perf_counter()
             for caches in way.caches:
-                way.attend(q, caches, mask[None, None])
+                way.attend(queries_of[name], caches, mask[None, None])
             times[name].append((time.perf_counter() - start) * 1e3 / layers)
     return [_row(context, queries, name, way, times) for name, way in made.items()]
 
@@ -101,10 +105,14 @@ def ways(context: int, layers: int) -> dict[str, Way]:
     shape = (1, KV_HEADS, context, DIM)
     dense = [tuple(torch.randn(shape).bfloat16() for _ in "kv") for _ in range(layers)]
     stored = [tuple(part for x in layer for part in _cast(x)) for layer in dense]
-    bf16, mxfp8 = ([each[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for each in (dense, stored))
+    wide = [tuple(x.float() for x in layer) for layer in dense]
+    bf16, fp32, mxfp8 = (
+        [each[i : i + TOGETHER] for i in range(0, layers, TOGETHER)] for each in (dense, wide, stored)
+    )
+    forms, caches = (_repeated, _packed), (bf16, fp32)
+    baselines = [(_each(form), cache, "inductor") for cache in caches for form in forms]
     made = {
-        BASELINES[0]: (_each(_repeated), bf16, "inductor"),
-        BASELINES[1]: (_each(_packed), bf16, "inductor"),
+        **dict(zip(BASELINES, baselines, strict=True)),
         "mxfp8, dequantized": (_each(_stored), mxfp8, "inductor"),
         "mxfp8": (_each(_stored), mxfp8, "mxfp8"),
     }
@@ -169,11 +177,12 @@ def _row(context: int, queries: int, run: str, way: Way, times: dict[str, list[f
         "cache_mb": round(way.num_bytes / 1e6, 2),
         "gb_per_s": round(way.num_bytes / median / 1e6, 1),
         **{
-            f"{baseline.rpartition(' ')[2]}_over_this": round(
-                1 / common.median_ratio(times, run, baseline), 2
+            f"{name.removeprefix('sdpa ').replace(', ', '_')}_over_this": round(
+                1 / common.median_ratio(times, run, name), 2
             )
-            for baseline in BASELINES
+            for name in BASELINES
         },
+        "fastest": min(BASELINES, key=lambda name: statistics.median(times[name])),
         "times_us": [round(t * 1e3, 1) for t in times[run]],
     }
 

@@ -1,12 +1,14 @@
-"""Decode and prefill of one linear layer on this machine: stored MXFP8 weights against BF16, int8 and Q8_0.
+"""Decode and prefill of one linear layer on this machine: stored MXFP8 weights and others' forms of them.
 
-Rows of BF16 activations times a weight, larger than the last-level cache by default. All take turns; in a
-turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there is
-a pause in which the threads of the one before fall asleep.
+Rows of BF16 activations times a weight, larger than the last-level cache by default. What counts is the
+faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
+turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there
+is a pause in which the threads of the one before fall asleep.
 
     bf16 inductor            torch.compile of `F.linear`
-    bf16 inductor, frozen    the same with Inductor's freezing, which packs the weight for oneDNN
-    mxcompile mxfp8          the same with its weight stored, under backend="mxfp8"
+    fp32 inductor            the same with weight and activations in FP32
+    bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
+    mxcompile mxfp8          in BF16 with the weight stored, under backend="mxfp8"
     torchao int8             int8 weight-only, compiled
     llama.cpp q8_0           where --llama names the program made of llama_cpp.cpp; FP32 activations
 
@@ -33,12 +35,14 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from mxcompile import ops
+from mxcompile.lowering.cpu.features import features
 
 SHAPES = ("14336x4096", "4096x14336", "8192x8192")
 ROWS = (1, 2, 4, 8, 16, 512)
 PAUSE_S = 0.02
-BASELINE = "bf16 inductor"
-BYTES = {"bf16": 2.0, "mxfp8": 33 / 32, "int8": 1.0, "q8_0": 34 / 32}
+LLAMA = "llama.cpp q8_0"
+BASELINES = ("bf16 inductor", "fp32 inductor")
+BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "int8": 1.0, "q8_0": 34 / 32}
 """Of a weight, for each value; int8 has a scale for each row beside."""
 
 
@@ -97,6 +101,7 @@ def main() -> None:
     parser.add_argument("--llama", help="program that times llama.cpp's Q8_0")
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
+    print(f"class of CPU: {features().name}")
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         made = layers(shape, with_torchao=not options.no_torchao)
@@ -115,7 +120,8 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
     torch.manual_seed(0)
     weight = torch.randn(n, k).bfloat16()
     made: dict[str, Callable[..., Any]] = {
-        BASELINE: torch.compile(_dense(weight), dynamic=False),
+        BASELINES[0]: torch.compile(_dense(weight), dynamic=False),
+        BASELINES[1]: torch.compile(_dense(weight.float()), dynamic=False),
         "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
         "mxcompile mxfp8": torch.compile(Stored(weight), backend="mxfp8", dynamic=False),
     }
@@ -132,10 +138,11 @@ def measure(
     torch._dynamo.reset()
     n, k = map(int, shape.split("x"))
     x = torch.randn(m, k).bfloat16()
-    turns = {name: (lambda layer=layer: _turn(layer, x)) for name, layer in made.items()}
+    inputs = {name: x.float() if "fp32" in name else x for name in made}
+    turns = {name: (lambda layer=layer, x=inputs[name]: _turn(layer, x)) for name, layer in made.items()}
     with ExitStack() as stack:
         if llama:
-            turns["llama.cpp q8_0"] = stack.enter_context(LlamaCpp(llama, n, k, m))
+            turns[LLAMA] = stack.enter_context(LlamaCpp(llama, n, k, m))
         for turn in turns.values():
             turn()
         times: dict[str, list[float]] = {name: [] for name in turns}
@@ -165,7 +172,15 @@ def _row(shape: str, m: int, run: str, times: dict[str, list[float]]) -> dict[st
         "least_ms": round(min(times[run]), 3),
         "gb_per_s": round(num_bytes / median / 1e6, 1),
         "weight_mb": round(num_bytes / 1e6, 1),
-        "bf16_over_this": round(1 / common.median_ratio(times, run, BASELINE), 2),
+        **{
+            f"{name[:4]}_over_this": round(1 / common.median_ratio(times, run, name), 2) for name in BASELINES
+        },
+        **(
+            {"llama_over_this": round(1 / common.median_ratio(times, run, LLAMA), 2)}
+            if LLAMA in times
+            else {}
+        ),
+        "faster": min(BASELINES, key=lambda name: statistics.median(times[name]))[:4],
         "times_ms": [round(t, 3) for t in times[run]],
     }
 

@@ -1,8 +1,8 @@
 """The picture of what `decode_cpu.py` and `serving.py` wrote last: docs/images/serving.png.
 
-Of every measurement the newest line counts; all are drawn over BF16 under Inductor.
+Of every measurement on CPUs of one class the newest line counts; all are drawn over BF16 under Inductor.
 
-Usage: python benchmarks/plot_serving.py [-o docs/images/serving.png]
+Usage: python benchmarks/plot_serving.py [--cpu "AVX-512 BF16"] [-o docs/images/serving.png]
 """
 
 from __future__ import annotations
@@ -18,24 +18,29 @@ import common
 COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#8a8f98", "bf16": "#b8c4d6"}
 """By what a label holds, the first that fits."""
 
+FIRST_CLASS = "AVX-512 BF16"
+"""Of the lines that name no class of CPU."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-o", "--output", type=Path, default=common.ROOT / "docs" / "images" / "serving.png")
-    output = parser.parse_args().output
-    layers = newest("decode_cpu", ("weight", "rows", "run"))
-    models = newest("serving", ("what", "run"))
+    parser.add_argument("--cpu", default=FIRST_CLASS, help="class of CPU, such as AVX2")
+    options = parser.parse_args()
+    output = options.output
+    layers = newest("decode_cpu", ("weight", "rows", "run"), options.cpu)
+    models = newest("serving", ("what", "run"), options.cpu)
     draw(layers, models, output)
     print(f"written to {output}")
 
 
-def newest(name: str, keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The last line of each measurement of a benchmark."""
+def newest(name: str, keys: Iterable[str], cpu: str) -> list[dict[str, Any]]:
+    """The last line of each measurement of a benchmark on CPUs of a class."""
     path = common.RESULTS / f"{name}.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    newest = {tuple(line[key] for key in keys): line for line in lines}
+    newest = {tuple(line[key] for key in keys): line for line in lines if line.get("cpu", FIRST_CLASS) == cpu}
     return [*newest.values()]
 
 
