@@ -40,11 +40,11 @@ def test_text_is_worst_first_and_fits(result: Audit) -> None:
     assert first == "MXFP8 audit, policy preset nvidia: 42 GEMMs, 72 cast tensors"
     numerics = result.numerics
     assert second == (
-        f"loss {numerics.loss:.6g}, in BF16 {numerics.loss_reference:.6g}: gap {numerics.loss_gap:+.4%}"
+        f"loss {numerics.loss:.6g}, in FP32 {numerics.loss_reference:.6g}: gap {numerics.loss_gap:+.4%}"
     )
-    assert third.startswith(f"main output against BF16: SQNR {numerics.logits_sqnr_db:.2f} dB, cosine 0.99")
+    assert third.startswith(f"main output against FP32: SQNR {numerics.logits_sqnr_db:.2f} dB, cosine 0.99")
     assert fourth == (
-        f"parameter gradients against BF16, weighted by FLOPs: relative error {numerics.gradient_error:.3%},"
+        f"parameter gradients against FP32, weighted by FLOPs: relative error {numerics.gradient_error:.3%},"
         f" cosine {numerics.gradient_cosine:.6f}"
     )
     rows = [line.split() for line in text.splitlines() if line.startswith("model.layers.")]

@@ -38,7 +38,7 @@ def test_fp32_is_called_fp32_and_takes_its_time():
         assert gemm.estimate_us == pytest.approx(gemm.flops / (PEAK.fp32_tflops * 1e6))
         assert gemm.estimate_us == gemm.estimate_bf16_us
     text = " ".join(str(report).split())
-    assert "MXFP8 report of a model in FP32: " in text
+    assert "policy policy, model in FP32)" in text
     assert "% of the FLOPs stay in FP32: " in text
     assert re.search(r"matmuls and casts \S+ .s, \S+ .s in FP32 ", text)
     assert "warning: this model is FP32: its products are estimated at the 75 TFLOP/s of FP32" in text

@@ -65,12 +65,12 @@ def headline(report: ReportData) -> str:
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
     own = own_dtype(report.gemms)
-    of = f" of a model in {own}" if own != "BF16" else ""
+    model = f", model in {own}" if own != "BF16" else ""
     return (
-        f"{words} report{of}: {summary.flop_share:.1%} of matmul FLOPs in"
+        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in"
         f" {words}{unknown_words(report.gemms)}"
         f" ({count(summary.num_gemms, 'GEMM')}{amounts(report.gemms)}, target {summary.target},"
-        f" policy {summary.policy})"
+        f" policy {summary.policy}{model})"
     )
 
 
