@@ -298,7 +298,7 @@ def test_init_says_what_is_no_preset_and_where_it_cannot_write(model: str, capsy
     assert main(["policy", "init", model, "--preset", "nvida"]) == 2
     assert "did you mean 'nvidia'?" in capsys.readouterr().err
     assert main(["policy", "init", model, "-o", "no/such/folder.yaml"]) == 2
-    assert "no/such/folder.yaml: cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "no/such/folder.yaml cannot be written: there is no folder" in capsys.readouterr().err
 
 
 def test_check_with_a_model_fails_on_what_matches_nothing(model: str, capsys):
