@@ -16,10 +16,15 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
 
 
-def newest(name: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The last row of benchmarks/results/`name`.jsonl with each combination of values of `keys`."""
+BF16_CPU = "AVX-512 BF16"
+"""The class of CPU of rows that name none."""
+
+
+def newest(name: str, *keys: str, cpu: str = BF16_CPU) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The last row of benchmarks/results/`name`.jsonl on a class of CPU with each combination of `keys`."""
     lines = (ROOT / f"benchmarks/results/{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return {tuple(row.get(key) for key in keys): row for row in map(json.loads, lines)}
+    rows = [row for row in map(json.loads, lines) if row.get("cpu", BF16_CPU) == cpu]
+    return {tuple(row.get(key) for key in keys): row for row in rows}
 
 
 def table(page: str, head: str) -> dict[str, list[str]]:
@@ -35,13 +40,11 @@ def table(page: str, head: str) -> dict[str, list[str]]:
     return found
 
 
-def measured(workload: str) -> list[str]:
+def measured(workload: str, cpu: str = BF16_CPU) -> list[str]:
     """Returns the first number of each result in README's row of `workload`."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (row,) = re.findall(
-        rf"^\| 2 cores, AVX-512 BF16 \| {re.escape(workload)} \|(.*)\|$", readme, re.MULTILINE
-    )
-    return [NUMBER.findall(cell)[0] for cell in row.split("|")]
+    (row,) = re.findall(rf"^\| 2 cores, {cpu} \| {re.escape(workload)} \|(.*)\|$", readme, re.MULTILINE)
+    return [numbers[0] for cell in row.split("|") if (numbers := NUMBER.findall(cell))]
 
 
 def same(shown: Sequence[str], measured: Sequence[float]) -> None:
@@ -62,6 +65,18 @@ def test_training_steps():
     for numbers, run in zip(policies, (*runs[1:3], "saved: mxfp8, with attention"), strict=True):
         found = [rows[model, run] for model in ("llama 2×512", "llama 4×1024")]
         same(numbers, [row[key] for row in found for key in ("ratio_to_bf16", "saved_to_bf16")])
+
+
+def test_training_steps_without_bf16():
+    rows = newest("training_step", "model", "run", cpu="AVX2")
+    mxfp8 = rows["llama 2×256", "mxcompile mxfp8"]
+    of_fp32 = rows["llama 2×256", "mxcompile mxfp8, fp32 model"]
+    shown = measured("training step of a BF16 model, Llama 2 layers × 256, time", "AVX2")[0]
+    same([shown], [mxfp8["ratio_to_bf16"]])
+    shown = measured("the same ÷ the FP32 model under Inductor", "AVX2")[0]
+    same([shown], [mxfp8["ratio_to_fp32"]])
+    shown = measured("training step of an FP32 model ÷ Inductor's in FP32", "AVX2")[0]
+    same([shown], [of_fp32["ratio_to_fp32"]])
 
 
 def test_losses():

@@ -90,7 +90,7 @@ def _say(sentences: list[str], strict: bool) -> None:
 
 
 def _no_product(policy: Policy, fit: RuleFit, tables: Sequence[str]) -> str:
-    """What to say of a rule that matches nothing but embeddings; "" if it matches none."""
+    """Returns the sentence about a rule that matches nothing but embeddings; "" if it matches none."""
     if not tables:
         return ""
     return (
