@@ -96,7 +96,10 @@ def test_narrow_layers_are_named():
 def test_a_chip_without_the_format_is_said_to_be_one():
     said = advice(explained(4096, 64, target="sm_90"))
     assert said.startswith("sm_90 is estimated slower with MXFP8 than in BF16 (0.")
-    assert "the chip multiplies in BF16, and casts come on top (the policy fp8_rowwise runs on" in said
+    assert (
+        "the chip multiplies in BF16, and casts come on top (the policy fp8_rowwise, on the chip's own FP8"
+        in said
+    )
 
 
 def made():
