@@ -317,6 +317,7 @@ def test_a_library_is_bound_by_bytes_and_operations():
     assert (product.us, product.by) == (pytest.approx(1.0), "mma")
 
 
+@pytest.mark.slow
 def test_every_launch_of_a_block_is_understood(generated):
     result = generated("sm_100", True)
     assert result.step.unclear == 0

@@ -39,6 +39,7 @@ def test_attention_is_the_one_a_gpu_runs(generated):
     assert kernels == [f"{FLASH}.default", f"{FLASH}_backward.default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "gfx942"])
 def test_kernels_are_compiled_for_the_target(generated, target):
     result = generated(target, target in ("sm_80", "sm_90"))

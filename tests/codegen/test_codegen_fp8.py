@@ -37,6 +37,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "preset"),
     [

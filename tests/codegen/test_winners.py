@@ -89,6 +89,7 @@ def test_fused_or_separate(choice, kernel):
     assert len(result.launches) == (6 if choice is _separate else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiled", "n", "k"),
     [(False, "128", "128"), (False, "64", "128"), (True, "128", "128"), (True, "256", "128")],

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[2] / "triton_interpreter"
 CHECKS = sorted(FOLDER.glob("check_*.py"))
 
 
+@pytest.mark.slow
 def test_in_interpreter():
     plugins = ["-p", "exact_interpreter", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(

@@ -33,6 +33,7 @@ def generated(form: Form, rows: int, dtype: torch.dtype, target: str, monkeypatc
     return compiled(multiply, [x, qdata, scale], TARGETS[target])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
 @pytest.mark.parametrize("target", EMULATED)
 def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
