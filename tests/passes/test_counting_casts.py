@@ -60,8 +60,8 @@ CASES = [
 def test_as_many_as_are_lowered(preset: str, target: str, monkeypatch: pytest.MonkeyPatch):
     lowered: list[set[Any]] = []
 
-    def run(graph: fx.Graph, *arguments: Any) -> None:
-        lower(graph, *arguments)
+    def run(graph: fx.Graph, *arguments: Any, **options: Any) -> None:
+        lower(graph, *arguments, **options)
         lowered.append(copies(graph))
 
     lower = pipeline.run
