@@ -312,8 +312,8 @@ def test_what_is_not_known_is_said():
 
 def test_a_library_is_bound_by_bytes_and_operations():
     target = TARGETS["sm_100"]
-    assert bounds.of_library(num_bytes=7e6, flops=0.0, fp8=False, target=target).us == pytest.approx(1.0)
-    product = bounds.of_library(num_bytes=0.0, flops=2250e6 * 0.8, fp8=False, target=target)
+    assert bounds.of_library(num_bytes=7e6, flops=0.0, tflops=2250, target=target).us == pytest.approx(1.0)
+    product = bounds.of_library(num_bytes=0.0, flops=2250e6 * 0.8, tflops=2250, target=target)
     assert (product.us, product.by) == (pytest.approx(1.0), "mma")
 
 
