@@ -96,6 +96,7 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
     with quiet():
         for variant in plan:
             bar.set_description(f"{variant.label}, compiling")
+            bar.set_postfix_str("")
             backend, given = variant.backend
             torch._dynamo.reset()
             trainee = demo.Trainee(
