@@ -39,12 +39,12 @@ _SENT = tuple(
 """Collectives; the first argument is what a rank gives."""
 
 
-def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
-    """Bytes of the weights of the linear layers of `graph`, as stored and in BF16; each weight once.
+def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[str, int, int], ...]:
+    """The weights of the linear layers of `graph`, each once: of which layer, bytes as stored, and in BF16.
 
     count: how many layers the module at a path stands for.
     """
-    weights: dict[fx.Node, int] = {}
+    weights: dict[fx.Node, tuple[str, int]] = {}
     for node in graph.nodes:
         tag = tag_of(node)
         if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
@@ -52,9 +52,8 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int
         stored = stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)
         if stored is not None and value is not None:
-            weights[stored] = numel(value.shape) * count(tag.name)
-    held = sum(_held(node, size) for node, size in weights.items())
-    return held, 2 * sum(weights.values())
+            weights.setdefault(stored, (tag.name, numel(value.shape) * count(tag.name)))
+    return tuple((name, _held(node, size), 2 * size) for node, (name, size) in weights.items())
 
 
 def _held(node: fx.Node, numel: int) -> int:

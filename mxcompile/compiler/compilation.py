@@ -118,7 +118,6 @@ class Compilation:
             passes.run(steps, graph)
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
-        held, in_bf16 = weight_bytes(graph, self._count)
         gathers = Gathers() if self.traced else self.found.gathers
         drawn = outline(graph, self.found.inputs, self.found.path)
         self.traced = True
@@ -126,8 +125,7 @@ class Compilation:
             gemms=(*self.part.gemms, *records(graph)),
             outline=self.part.outline + drawn,
             pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
-            weight_bytes=self.part.weight_bytes + held,
-            weight_bytes_bf16=self.part.weight_bytes_bf16 + in_bf16,
+            weights=self.part.weights + weight_bytes(graph, self._count),
             wire_bytes=self.part.wire_bytes + gathers.forward,
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
             cache=_cache_state(),

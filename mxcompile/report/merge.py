@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
@@ -63,33 +63,53 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
         covered |= {copy.name for copy in copies}
 
 
-def work_of(parts: Sequence[Part]) -> dict[str, int]:
-    """The summary's figures of casts, copies and what is sent: of a step, or of a call where none trains.
+def work_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """The summary's figures of bytes and casts: of a step, or of a call where none trains.
 
-    What modules run that have no part of their own counts too; copies that several graphs read count once.
+    What modules run that have no part of their own counts too. A weight, or a copy of one, that several
+    graphs read counts once, and so does a layer that several graphs compute.
     """
-    own = {gemm.name for part in parts for gemm in part.gemms}
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)
-    times = [1 + len(_running(part, own)) for part in training]
-    copies = {
-        path + name.removeprefix(part.prefix): (num_bytes, layers)
-        for part in parts
-        for name, num_bytes, layers in part.copies
-        for path in (part.prefix, *_running(part, own))
-    }
+    times = [(part, len(paths)) for part, paths in _running(training)]
+    copies: dict[str, list[int]] = {}
+    weights: dict[str, list[int]] = {}
+    for part, paths in _running(parts, every=True):
+        for path in paths:
+            copies |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.copies}
+            weights |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.weights}
     return {
+        "saved_bytes": total(n * part.saved_bytes for part, n in times if part.saved_bytes is not None),
+        "saved_bytes_bf16": total(
+            n * part.saved_bytes_bf16 for part, n in times if part.saved_bytes_bf16 is not None
+        ),
+        "weight_bytes": sum(held for held, _ in weights.values()),
+        "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
         "cached_bytes": sum(num_bytes * layers for num_bytes, layers in copies.values()),
         "cached_casts": sum(layers for _, layers in copies.values()),
-        "casts": sum(part.casts * n for part, n in zip(training, times, strict=True)),
-        "wire_bytes": sum(part.wire_bytes * n for part, n in zip(training, times, strict=True)),
-        "wire_bytes_bf16": sum(part.wire_bytes_bf16 * n for part, n in zip(training, times, strict=True)),
+        "casts": sum(part.casts * n for part, n in times),
+        "wire_bytes": sum(part.wire_bytes * n for part, n in times),
+        "wire_bytes_bf16": sum(part.wire_bytes_bf16 * n for part, n in times),
     }
 
 
-def _running(part: Part, own: set[str]) -> list[str]:
-    """Paths of the modules that run the code of `part`, and have no records among `own`."""
-    ends = [gemm.name.removeprefix(part.prefix) for gemm in part.gemms]
-    return [path for path, _block in part.twins if ends and not any(path + end in own for end in ends)]
+def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Part, list[str]]]:
+    """The parts, latest first, and the paths of the modules that run the code of each.
+
+    A layer is of the last part that computes it, of a module's own before a twin's; with `every` of all.
+    """
+    own = {gemm.name for part in parts for gemm in part.gemms}
+    covered: set[str] = set()
+    for part in reversed(parts):
+        names = {gemm.name for gemm in part.gemms}
+        is_new = not names or "" in names or bool(names - covered)  # what has no name is not known again
+        paths = [part.prefix] if every or is_new else []
+        covered |= names
+        for path, _block in part.twins:
+            moved = {path + name.removeprefix(part.prefix) for name in names}
+            if not moved & own and (moved if every else moved - covered):
+                paths.append(path)
+                covered |= moved
+        yield part, paths
 
 
 def with_plan(

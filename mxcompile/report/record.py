@@ -146,15 +146,15 @@ class Part:
 
     prefix: path of the module that the graph was compiled for. twins: path and
     block of the modules that run the same code. histories: of the tapped weights whose scales follow
-    from calls before, the position and how many calls count. copies: of weights that are kept from call to
+    from calls before, the position and how many calls count. weights: of linear layers, each once: of which
+    layer, its bytes as the model holds it, and in BF16. copies: of weights that are kept from call to
     call: of what, the bytes of one, and how many layers it stands for.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
     saved_bytes: int | None = None
     saved_bytes_bf16: int | None = None
-    weight_bytes: int = 0
-    weight_bytes_bf16: int = 0
+    weights: tuple[tuple[str, int, int], ...] = ()
     casts: int = 0
     copies: tuple[tuple[str, int, int], ...] = ()
     wire_bytes: int = 0

@@ -13,7 +13,7 @@ from mxcompile.report.diff import Difference, compare
 from mxcompile.report.forms import FORMS, framed
 from mxcompile.report.forms.json import to_json
 from mxcompile.report.forms.text import headline, to_text
-from mxcompile.report.merge import merge, of_twins, outside, together, total, with_plan, work_of
+from mxcompile.report.merge import merge, of_twins, outside, together, with_plan, work_of
 from mxcompile.report.outline import Outline
 from mxcompile.report.reasons import Reasons, reasons
 from mxcompile.report.record import SCHEMA, GemmRecord, Part, ReportData, Summary, flop_share
@@ -48,10 +48,6 @@ class Report(ReportData):
                 policy=policy,
                 num_gemms=len(gemms),
                 flop_share=flop_share(gemms),
-                saved_bytes=total(part.saved_bytes for part in parts),
-                saved_bytes_bf16=total(part.saved_bytes_bf16 for part in parts),
-                weight_bytes=sum(part.weight_bytes for part in parts),
-                weight_bytes_bf16=sum(part.weight_bytes_bf16 for part in parts),
                 **work_of(parts),
                 pass_time_us=sum(part.pass_time_us for part in parts),
                 graphs=len(parts),

@@ -102,8 +102,7 @@ def test_text_of_a_training_report():
             kept(kernel="aten.addmm"),
             saved_bytes=3 << 20,
             saved_bytes_bf16=4 << 20,
-            weight_bytes=100,
-            weight_bytes_bf16=50,
+            weights=(("layers.0.up", 100, 50),),
             pass_time_us=12_300.0,
             graph_breaks=1,
             cache="miss",
@@ -253,11 +252,11 @@ def test_an_unknown_suffix_is_an_error_that_writes_nothing(name: str, piece: str
 
 def test_what_the_weights_would_take_stored():
     """Of 96·32 elements in BF16 to one byte each and one a block of 32."""
-    said = str(report(*training("up"), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    said = str(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "weights of linear layers 6.0 KiB (3.1 KiB as quantize_weights_ would store them)\n" in said
-    page = to_html(report(*training("up"), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    page = to_html(report(*training("up"), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "3.1 KiB as quantize_weights_ would store them" in page
-    said = str(report(kept(), weight_bytes=2 * 96 * 32, weight_bytes_bf16=2 * 96 * 32))
+    said = str(report(kept(), weights=(("up", 2 * 96 * 32, 2 * 96 * 32),)))
     assert "weights of linear layers 6.0 KiB\n" in said
 
 

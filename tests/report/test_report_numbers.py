@@ -43,14 +43,15 @@ def test_parts_add_up():
         gemms=(record(),),
         saved_bytes=1,
         saved_bytes_bf16=2,
-        weight_bytes=3,
-        weight_bytes_bf16=4,
+        weights=(("up", 3, 4),),
         pass_time_us=5.0,
         graph_breaks=1,
         cache="miss",
         warnings=("same",),
     )
-    other = replace(part, gemms=(kept(), kept()), warnings=("same", "new"), pass_time_us=6.0)
+    other = replace(
+        part, gemms=(kept(), kept()), weights=(("head", 3, 4),), warnings=("same", "new"), pass_time_us=6.0
+    )
     assert merged(part, other) == Summary(
         target="sm_100",
         policy="p.yaml",
@@ -144,7 +145,7 @@ def test_graphs_that_run_without_gradients_do_not_count_as_saving_nothing():
     ],
 )
 def test_bytes_in_words(num_bytes: int, words: str):
-    text = str(report(weight_bytes=num_bytes, weight_bytes_bf16=num_bytes))
+    text = str(report(weights=(("up", num_bytes, num_bytes),)))
     assert f"weights of linear layers {words}\n" in text
 
 
