@@ -17,22 +17,15 @@ MXCOMPILE_VECTORIZED
 namespace mxcompile {
 
 // Whether products with any element, and sums of some, are normal numbers: exponents within 2^±60, or no number.
-inline bool ordinary(const Bfloat16* x, int64_t count) {
-  bool all = true;
+template <class X>
+inline bool ordinary(const X* x, int64_t count) {
+  uint32_t others = 0;
+#pragma omp simd reduction(| : others)
   for (int64_t i = 0; i < count; i++) {
-    uint16_t size = magnitude(x[i]);
-    all &= (size >= (127 - 60) << 7 && size < (127 + 60) << 7) || size == 0 || size >= 0x7f80;
+    const uint32_t size = fp32_bits(magnitude(x[i])), least = (127 - 60) << 23, most = (127 + 60) << 23;
+    others |= static_cast<uint32_t>(size - least >= most - least) & static_cast<uint32_t>(size - 1 < INFINITY_BITS - 1);
   }
-  return all;
-}
-
-inline bool ordinary(const float* x, int64_t count) {
-  bool all = true;
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t size = magnitude(x[i]);
-    all &= (size >= (127 - 60) << 23 && size < (127 + 60) << 23) || size == 0 || size >= INFINITY_BITS;
-  }
-  return all;
+  return !others;
 }
 
 #if MXCOMPILE_LANES == 8
@@ -101,18 +94,25 @@ struct Dot {
 #endif
 
 #ifdef MXCOMPILE_LANES
-// `up` and the order of codes for one row of x, padded with zeros to `padded`, or back.
+// `up` and the order of codes for one row of x, padded with zeros to `padded`, whole blocks.
 template <class Elem, class X>
 inline void arrange(const X* x, int64_t k, int64_t padded, float* out) {
   const float factor = scale_value(127 + Dot<Elem>::up);
-  for (int64_t i = 0; i < padded; i++)
-    out[i / BLOCK * BLOCK + Dot<Elem>::place(i % BLOCK)] = i < k ? widen(x[i]) * factor : 0.0f;
+  for (int64_t at = 0; at < padded; at += BLOCK) {
+    float block[BLOCK] = {};
+    const int64_t count = k - at < BLOCK ? (k > at ? k - at : 0) : BLOCK;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) block[i] = widen(x[at + i]) * factor;
+    for (int64_t i = 0; i < BLOCK; i++) out[at + Dot<Elem>::place(i)] = block[i];
+  }
 }
 
+// Back from there.
 template <class Elem>
 inline void arrange_back(const float* x, int64_t padded, float* out) {
   const float factor = scale_value(127 - Dot<Elem>::up);
-  for (int64_t i = 0; i < padded; i++) out[i] = x[i / BLOCK * BLOCK + Dot<Elem>::place(i % BLOCK)] * factor;
+  for (int64_t at = 0; at < padded; at += BLOCK)
+    for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Dot<Elem>::place(i)] * factor;
 }
 
 // `rows` of x, `apart` from each other, times `weights` rows of k codes; sums of a row of the weight are `stride` apart.
@@ -144,7 +144,7 @@ inline bool sums_in_lanes(const float* x, int64_t apart, const uint8_t* codes, c
   };
   for (int64_t index = 0; index < whole; index += 2) {
     int64_t at = index * BLOCK, soon = at + ahead < k ? ahead : ahead + (weights - 1) * k;  // then the rows after these
-    each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch(codes + w * k + at + soon); });
+    each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch_later(codes + w * k + at + soon); });
     block(codes + at, k, index);
     if (index + 1 < whole) block(codes + at + BLOCK, k, index + 1);
   }

@@ -30,13 +30,18 @@ constexpr int raised = Elem::emax == 8 ? 8 : 0;
 template <class Elem>
 inline bool has_nan(const uint8_t* codes, int64_t count) {
   if (Elem::emax != 8) return false;  // FP16 has NaN and infinities where E5M2 has them
-  uint8_t most = 0;
-#pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < count; i++) {
-    uint8_t size = static_cast<uint8_t>(codes[i] << 1);
-    most = size > most ? size : most;
-  }
-  return most == 0xfe;
+  uint8_t most[4 * CODES] = {}, all = 0;
+  int64_t i = 0;
+  for (; i + 4 * CODES <= count; i += 4 * CODES)
+#pragma omp simd
+    for (int64_t j = 0; j < 4 * CODES; j++) {
+      uint8_t size = static_cast<uint8_t>(codes[i + j] << 1);
+      most[j] = size > most[j] ? size : most[j];
+    }
+  for (; i < count; i++) all |= (codes[i] & 0x7f) == 0x7f;
+#pragma omp simd reduction(| : all)
+  for (int64_t j = 0; j < 4 * CODES; j++) all |= most[j] == 0xfe;
+  return all;
 }
 
 inline uint8_t largest(const uint8_t* bytes, int64_t count) {
@@ -71,7 +76,8 @@ inline Lanes load(const float* from) { return _mm256_loadu_ps(from); }
 inline void store(float* to, Lanes x) { _mm256_storeu_ps(to, x); }
 inline Lanes product(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
-inline void fetch(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
+inline void fetch(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T0); }
+inline void fetch_later(const uint8_t* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
 
 inline float sum(Lanes x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -107,6 +113,7 @@ inline void store(float* to, Lanes x) { vst1q_f32(to, x); }
 inline Lanes product(Lanes a, Lanes b) { return vmulq_f32(a, b); }
 inline Lanes added(Lanes a, Lanes b, Lanes sum) { return vfmaq_f32(sum, a, b); }
 inline void fetch(const uint8_t* from) { __builtin_prefetch(from); }
+inline void fetch_later(const uint8_t* from) { __builtin_prefetch(from, 0, 2); }
 inline float sum(Lanes x) { return vaddvq_f32(x); }
 
 inline void store_sums(const Lanes* x, int64_t stride, float* to) {

@@ -1,14 +1,21 @@
-"""The headers of lowering/cpu alone, compiled for one instruction set after the other, behind ctypes."""
+"""The headers of lowering/cpu alone, compiled for one instruction set after the other, behind ctypes.
+
+Forms of ARM run under qemu-user where this is no ARM machine: `_TOOLS` are Debian's g++-aarch64-linux-gnu and
+qemu-user.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import platform
+import shutil
 import subprocess
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import pytest
+import emulated
 import torch
 from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -24,10 +31,15 @@ FORMS = {
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
     ),
     "avx512 bf16": ("-march=native", "-DCPU_CAPABILITY_AVX512"),
+    "neon": ("-march=armv8-a",),
+    "neon bf16 i8mm": ("-march=armv8.6-a",),
 }
 """By name, what a compiler is told; Inductor's names of its vector ISAs among it."""
 
 _NEEDS = {"plain": "", "avx2": "avx2", "avx512": "avx512_vl", "avx512 bf16": "avx512_bf16"}
+EMULATED = {"neon": "cortex-a72", "neon bf16 i8mm": "max"}
+"""By form, the CPU that the emulator is to be."""
+_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 
 
 def _flags() -> str:
@@ -42,21 +54,46 @@ PARAMS = [pytest.param(form, marks=[] if form in ("plain", _BEST) else pytest.ma
 
 
 @functools.cache
-def library(form: str, source: str, folder: Path) -> ctypes.CDLL:
+def library(form: str, source: str, folder: Path) -> ctypes.CDLL | emulated.Library:
     """`source`, C++ that includes headers of lowering/cpu, as the instruction set called `form` runs it."""
+    stem = folder / f"{form.replace(' ', '_')}_{abs(hash(source))}"
+    if form in EMULATED:
+        return _emulated(form, source, stem)
     if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip(f"forms of x86-64, not of {platform.machine()}")
+        pytest.skip(f"a form of x86-64, not of {platform.machine()}")
     if _NEEDS[form] not in _flags():
         pytest.skip(f"this CPU has no {_NEEDS[form]}")
-    stem = folder / f"{form.replace(' ', '_')}_{abs(hash(source))}"
     stem.with_suffix(".cpp").write_text(source, encoding="utf-8")
     command = [get_cpp_compiler(), *FLAGS, *FORMS[form], f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]
     subprocess.run([*command, "-o", str(stem.with_suffix(".so"))], check=True)
     return ctypes.CDLL(str(stem.with_suffix(".so")))
 
 
-def pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+def _emulated(form: str, source: str, stem: Path) -> emulated.Library:
+    compiler, emulator = map(shutil.which, _TOOLS)
+    if not compiler or not emulator:
+        pytest.skip(f"{' and '.join(_TOOLS)} are not installed")
+    stem.with_suffix(".cpp").write_text(emulated.program(source), encoding="utf-8")
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    command = [compiler, *flags, *FORMS[form], "-static", f"-I{HEADERS}", str(stem.with_suffix(".cpp"))]
+    subprocess.run([*command, "-o", str(stem)], check=True)
+    return emulated.Library([emulator, "-cpu", EMULATED[form], stem], _TENSORS.__getitem__)
+
+
+class _Pointer(ctypes.c_void_p):
+    tensor: Tensor | None
+
+
+_TENSORS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""By address."""
+
+
+def pointer(x: Tensor | None) -> _Pointer:
+    made = _Pointer(None if x is None else x.data_ptr())
+    made.tensor = x
+    if x is not None:
+        _TENSORS[x.data_ptr()] = x
+    return made
 
 
 def integer(value: int) -> ctypes.c_int64:
