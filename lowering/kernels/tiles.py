@@ -261,35 +261,12 @@ def round_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def quantize_square(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
-    """Quantize a tile [R, C] of any float type in squares of 32×32.
-
-    Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C / 32], one a square: they serve both layouts.
-    """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    squares = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C // BLOCK, BLOCK))
-    byte = scale_byte(tl.max(tl.max(magnitude_bits(squares), axis=3), axis=1), ELEM, ROUNDING)
-    scaled = tl.reshape(squares * inverse_scale(byte)[:, None, :, None], (R, C))
-    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
-
-
-@triton.jit
 def dequantize_rowwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
     """FP32 [R, C] of codes uint8 [R, C] and bytes [R, C / 32]; exact."""
     R: tl.constexpr = codes.shape[0]
     C: tl.constexpr = codes.shape[1]
     blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R, C // BLOCK, BLOCK))
     return tl.reshape(blocks * scale_value(scale)[:, :, None], (R, C))
-
-
-@triton.jit
-def dequantize_columnwise(codes, scale, ELEM: tl.constexpr, NATIVE: tl.constexpr):
-    """FP32 [R, C] of codes uint8 [R, C] and bytes [R / 32, C]; exact."""
-    R: tl.constexpr = codes.shape[0]
-    C: tl.constexpr = codes.shape[1]
-    blocks = tl.reshape(decode(codes, ELEM, NATIVE), (R // BLOCK, BLOCK, C))
-    return tl.reshape(blocks * scale_value(scale)[:, None, :], (R, C))
 
 
 @triton.jit

@@ -8,10 +8,10 @@ A template has one output; the other results are buffers it writes to. The tile 
 32, masked past the ends of the matrix, so that no two programs share a block. Scales are row-major or tiled;
 there the grid covers the padding too.
 
-A batch is its matrices one below the other. Where blocks run down their columns and ENTRY, the rows each has,
-is no multiple of 32, the rows of the grid are those of the batch with every entry padded to whole blocks.
+The matrices of a batch are stacked along rows. If blocks run along columns, and ENTRY, the number of rows of
+a matrix, is not a multiple of 32, the grid covers the batch with each matrix padded to whole blocks.
 
-For chips with an MX GEMM. Every other cast is lowered by `lowering.casts`.
+For chips with an MX GEMM. `inductor.casts` lowers every other cast.
 """
 
 from __future__ import annotations

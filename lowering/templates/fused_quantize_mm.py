@@ -122,7 +122,7 @@ def lower_quantize_mm(
     qdata: ir.TensorBox | None = None,
     scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """The product, for what `lowering.fuse` has made; qdata and scale are there if they may win."""
+    """The product, for what `graph.fuse` has made; qdata and scale are there if they may win."""
     (m, _), n = x.get_size(), b.get_size()[1]
     operands = [realize_inputs(operand) for operand in (x, b, scale_b)]
     if bias is not None:
@@ -142,7 +142,7 @@ def lower_quantize_mm(
 
 
 class Separate(SubgraphChoiceCaller):
-    """The choice of a cast and a product: timed as a graph of both, lowered as `lowering.fuse` found them.
+    """The choice of a cast and a product: timed as a graph of both, lowered as `graph.fuse` found them.
 
     cast: arguments of ``mx.quantize`` behind its source. product: of ``mx.scaled_mm``, the cast's results in
     the graph that is lowered, which vanish if this does not win.

@@ -144,7 +144,7 @@ def lower_scaled_grouped_mm(
     offs: ir.TensorBox,
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    """The products of all groups, in any form of the operator, for what `lowering.native` has left."""
+    """The products of all groups, in any form of the operator, for what `graph.native` has left."""
     sides = [a, scale_a, b, scale_b]
     match len(a.get_size()), len(b.get_size()):
         case 2, 2:

@@ -157,7 +157,7 @@ def lower_scaled_mm(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `lowering.native` has left."""
+    """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `graph.native` has left."""
     if len(a.get_size()) == 3:
         return scaled_bmm.lower(a, scale_a, b, scale_b, bias, out_dtype)
     operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]

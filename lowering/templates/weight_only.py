@@ -6,7 +6,7 @@
 
 The weight is read as it is stored, once for all rows of the dot form; the sums are device functions of
 `kernels.weight_only_mm`. Sizes may be anything; offsets into weights are 64 bits wide. What is not for the
-kernel is dequantized (see `lowering.dequantized`).
+kernel is dequantized (see `inductor.dequantized`).
 """
 
 from __future__ import annotations

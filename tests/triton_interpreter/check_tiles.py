@@ -46,15 +46,10 @@ def decode_kernel(code_ptr, out_ptr, ELEM: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def dequantize_kernel(code_ptr, scale_ptr, out_ptr, ROWWISE: tl.constexpr, ELEM: tl.constexpr):
+def dequantize_kernel(code_ptr, scale_ptr, out_ptr, ELEM: tl.constexpr):
     at = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    codes = tl.load(code_ptr + at)
-    if ROWWISE:
-        scale = tl.load(scale_ptr + tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :])
-        tl.store(out_ptr + at, tiles.dequantize_rowwise(codes, scale, ELEM, True))
-    else:
-        scale = tl.load(scale_ptr + tl.arange(0, 2)[:, None] * 64 + tl.arange(0, 64)[None, :])
-        tl.store(out_ptr + at, tiles.dequantize_columnwise(codes, scale, ELEM, True))
+    scale = tl.load(scale_ptr + tl.arange(0, 64)[:, None] * 2 + tl.arange(0, 2)[None, :])
+    tl.store(out_ptr + at, tiles.dequantize_rowwise(tl.load(code_ptr + at), scale, ELEM, True))
 
 
 def bf16_values() -> torch.Tensor:
@@ -123,15 +118,14 @@ def test_decode(elem, native):
 
 
 @ELEM
-@pytest.mark.parametrize("rowwise", [True, False])
-def test_dequantize(elem, rowwise):
+def test_dequantize(elem):
     codes = torch.randint(0, 0x7B, (64, 64), dtype=torch.uint8) | (torch.randint(0, 2, (64, 64)) << 7).to(
         torch.uint8
     )
-    scale = torch.randint(0, 240, (64, 2) if rowwise else (2, 64), dtype=torch.uint8)
+    scale = torch.randint(0, 240, (64, 2), dtype=torch.uint8)
     scale[0, 0], scale[1, 1] = 0, 255
     out = torch.empty(64, 64)
-    dequantize_kernel[(1,)](codes, scale, out, rowwise, elem)
+    dequantize_kernel[(1,)](codes, scale, out, elem)
     factor = np.where(scale.numpy() == 255, np.nan, np.exp2(scale.numpy().astype(np.float64) - 127))
-    wanted = codes.numpy().view(NUMPY[elem]).astype(np.float64) * np.repeat(factor, 32, int(rowwise))
+    wanted = codes.numpy().view(NUMPY[elem]).astype(np.float64) * np.repeat(factor, 32, 1)
     np.testing.assert_array_equal(out.numpy(), wanted.astype(np.float32))
