@@ -35,7 +35,7 @@ Made = list[ir.TensorBox]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cast:
-    """One ``quantize`` or ``quantize_dequantize``.
+    """One ``quantize`` or ``quantize_dequantize``, with a copy that is kept or not.
 
     dim: non-negative. value_dtype: of the values; None for codes and scales.
     """
@@ -63,6 +63,11 @@ class Cast:
             square=square,
             value_dtype=last if values else None,
         )
+
+    def function(self, source: torch.dtype) -> str:
+        """The class of ``casts.h`` whose members cast elements of dtype `source`."""
+        words = f"mxcompile::{self.elem.name.upper()}, mxcompile::Rounding::{self.rounding}"
+        return f"mxcompile::Cast<{words}, {C_TYPES[source]}, {C_TYPES[self.value_dtype or source]}>"
 
     def results(self, x: ir.TensorBox) -> dict[str, Spec]:
         """The tensors it makes of `x`, by the names of the kernel's pointers."""
@@ -168,18 +173,15 @@ def _emit(x: ir.TensorBox, casts: dict[int, Cast]) -> list[ir.TensorBox]:
 
 def _body(shape: list[Any], source: torch.dtype, casts: dict[int, Cast], words: Words) -> str:
     """The call of ``Cast<…>::rows`` or ``matrices``."""
-    cast = next(iter(casts.values()))
-    value = next((each.value_dtype for each in casts.values() if each.value_dtype), source)
-    results = f"mxcompile::Results<{C_TYPES[value]}>"
-
+    cast = next((each for each in casts.values() if each.value_dtype), next(iter(casts.values())))
+    results = f"mxcompile::Results<{C_TYPES[cast.value_dtype or source]}>"
+    function = cast.function(source)
     last = len(shape) - 1
 
     def pointers(dim: int, *names: str) -> str:
         wanted = (words.pointer(f"{n}{last - dim}") if n in names else "nullptr" for n in _RESULTS)
         return f"{results}{{{', '.join(wanted)}}}"
 
-    elem = f"mxcompile::{cast.elem.name.upper()}, mxcompile::Rounding::{cast.rounding}"
-    function = f"mxcompile::Cast<{elem}, {C_TYPES[source]}, {C_TYPES[value]}>"
     x, threads = words.pointer("x"), words.threads
     dim = min(casts)  # of two the one along columns
     if dim == last and not cast.square:

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-from mxcompile.formats import ElemType, Rounding, elem_type, num_blocks
+from mxcompile.formats import Rounding, elem_type, num_blocks
+from mxcompile.lowering.cpu.casts import Cast
 from mxcompile.lowering.cpu.kernel import C_TYPES, text
 from mxcompile.ops.define import LIBRARY
 
@@ -35,17 +36,6 @@ _KEY_WORDS = _CHUNK_BYTES // 8 + 1
 
 Made = tuple[Tensor, ...]
 """What one way to cast a weight gives."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """How a weight is cast: to values of a dtype, or, None, to codes and scales. dim: non-negative."""
-
-    dim: int
-    elem: ElemType
-    rounding: Rounding
-    square: bool
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +53,18 @@ class Copies:
     _of_storage: WeakKeyDictionary[Any, dict[Any, _Copy]] = field(default_factory=WeakKeyDictionary)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def of(self, w: Tensor, way: Way) -> Made:
-        """`w` cast in that `way`."""
+    def of(self, w: Tensor, cast: Cast) -> Made:
+        """`w` cast so."""
         with self._lock:
             own = self._of_storage.setdefault(w.untyped_storage(), {})
-            key = w.storage_offset(), tuple(w.shape), w.stride(), w.dtype, way
+            key = w.storage_offset(), tuple(w.shape), w.stride(), w.dtype, cast
             w = w.detach().contiguous()
             now, found = fingerprint(w), own.pop(key, None)
             self.checks += 1
             if found is None or not torch.equal(found.fingerprint, now):
                 found = None  # what nobody holds any more makes room first
                 self.casts += 1
-                found = _Copy(fingerprint=now, made=_cast(w, way))
+                found = _Copy(fingerprint=now, made=_made(w, cast))
             own[key] = found
             return found.made
 
@@ -108,21 +98,21 @@ def fingerprint(w: Tensor) -> Tensor:
     return sums
 
 
-def _cast(w: Tensor, way: Way) -> Made:
+def _made(w: Tensor, cast: Cast) -> Made:
     """New tensors: values, or codes and scales."""
-    shape, dim, last = w.shape, way.dim, w.ndim - 1
+    shape, dim, last = w.shape, cast.dim, w.ndim - 1
     along = dim == last
-    if way.dtype is not None:
-        made: Made = (_empty(shape, way.dtype),)
+    if cast.value_dtype is not None:
+        made: Made = (_empty(shape, cast.value_dtype),)
         pointers = made[0].data_ptr(), 0, 0
     else:
         scale_shape = [*shape[:dim], num_blocks(shape[dim]), *shape[dim + 1 :]]
-        made = _empty(shape, way.elem.dtype), _empty(scale_shape, torch.uint8)
+        made = _empty(shape, cast.elem.dtype), _empty(scale_shape, torch.uint8)
         pointers = 0, made[0].data_ptr(), made[1].data_ptr()
-    if along and way.square:
+    if along and cast.square:
         dim = last - 1  # a tile's elements are those along columns, its scales those along rows
     sizes = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-    kernel = _kernel(w.dtype, way.dtype or w.dtype, way.elem, way.rounding, way.square)
+    kernel = _kernel(w.dtype, replace(cast, dim=0))
     kernel(w.data_ptr(), *sizes, int(not along), torch.get_num_threads(), *pointers)
     return made
 
@@ -133,10 +123,10 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def build(source: torch.dtype, way: Way) -> None:
+def build(source: torch.dtype, cast: Cast) -> None:
     """Compile what `of` needs for weights of dtype `source`, ahead of its first call."""
     _fingerprint()
-    _kernel(source, way.dtype or source, way.elem, way.rounding, way.square)
+    _kernel(source, replace(cast, dim=0))
 
 
 @functools.cache
@@ -149,25 +139,23 @@ def _fingerprint() -> Callable[..., None]:
 
 
 @functools.cache
-def _kernel(
-    source: torch.dtype, value: torch.dtype, elem: ElemType, rounding: Rounding, square: bool
-) -> Callable[..., None]:
-    """x, three sizes, whether blocks run along columns, threads, values, codes, scales."""
-    results = f"mxcompile::Results<{C_TYPES[value]}>"
-    cast = (
-        f"mxcompile::Cast<mxcompile::{elem.name.upper()}, mxcompile::Rounding::{rounding},"
-        f" {C_TYPES[source]}, {C_TYPES[value]}>"
-    )
-    along = f"{cast}::matrices<true>(x, a1, a2, a3, a5, elements, rest)" if square else ""
-    along = along or f"{cast}::rows(x, a1, a2, a5, all)"
+def _kernel(source: torch.dtype, cast: Cast) -> Callable[..., None]:
+    """A function of x, three sizes, whether blocks run along columns, threads, values, codes and scales.
+
+    It serves every dimension; that of `cast` is not read.
+    """
+    function, value = cast.function(source), C_TYPES[cast.value_dtype or source]
+    rows = f"{function}::matrices<true>(x, a1, a2, a3, a5, elements, rest)" if cast.square else ""
+    rows = rows or f"{function}::rows(x, a1, a2, a5, all)"
+    results = f"mxcompile::Results<{value}>"
     body = f"""
     auto x = reinterpret_cast<const {C_TYPES[source]}*>(a0);
-    auto values = reinterpret_cast<{C_TYPES[value]}*>(a6);
+    auto values = reinterpret_cast<{value}*>(a6);
     auto codes = reinterpret_cast<uint8_t*>(a7), scales = reinterpret_cast<uint8_t*>(a8);
     {results} all{{values, codes, scales}}, none{{nullptr, nullptr, nullptr}};
     {results} elements{{values, codes, nullptr}}, rest{{nullptr, nullptr, scales}};
-    if (a4) {cast}::matrices<{str(square).lower()}>(x, a1, a2, a3, a5, all, none);
-    else {along};
+    if (a4) {function}::matrices<{str(cast.square).lower()}>(x, a1, a2, a3, a5, all, none);
+    else {rows};
     """
     return _compiled("casts.h", body, "piiiiippp")
 
@@ -184,32 +172,32 @@ def _compiled(header: str, body: str, kinds: str) -> Callable[..., None]:
 def _quantize(
     w: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool
 ) -> tuple[Tensor, Tensor]:
-    qdata, scale = COPIES.of(w, way_of(w.ndim, block_dim, elem_dtype, rounding, square))
+    qdata, scale = COPIES.of(w, cast_of(w.ndim, block_dim, elem_dtype, rounding, square))
     return qdata, scale
 
 
 def _values(
     w: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str, square: bool, dtype: torch.dtype
 ) -> Tensor:
-    (values,) = COPIES.of(w, way_of(w.ndim, block_dim, elem_dtype, rounding, square, dtype))
+    (values,) = COPIES.of(w, cast_of(w.ndim, block_dim, elem_dtype, rounding, square, dtype))
     return values
 
 
-def way_of(
+def cast_of(
     rank: int,
     block_dim: int,
     elem_dtype: torch.dtype,
     rounding: str,
     square: bool,
     dtype: torch.dtype | None = None,
-) -> Way:
+) -> Cast:
     """How the operators cast a weight of so many dimensions, from their other arguments."""
-    return Way(
+    return Cast(
         dim=block_dim % rank,
         elem=elem_type(elem_dtype),
         rounding=Rounding(rounding),
         square=square,
-        dtype=dtype,
+        value_dtype=dtype,
     )
 
 

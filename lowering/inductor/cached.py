@@ -24,7 +24,7 @@ def lower_quantize_dequantize_cached(
 ) -> ir.TensorBox:
     """The copy of `w`; what makes it is compiled now."""
     rank = len(w.get_size())
-    copies.build(w.get_dtype(), copies.way_of(rank, block_dim, elem_dtype, rounding, square, dtype))
+    copies.build(w.get_dtype(), copies.cast_of(rank, block_dim, elem_dtype, rounding, square, dtype))
     made: ir.TensorBox = _CALL(w, block_dim, elem_dtype, rounding, square, dtype)
     V.graph.never_reuse_buffers.add(made.get_name())
     return made

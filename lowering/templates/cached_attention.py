@@ -18,7 +18,6 @@ from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
-    autotune_select_algorithm,
     realize_inputs,
 )
 from torch._inductor.virtualized import V
@@ -27,6 +26,7 @@ from mxcompile import ops
 from mxcompile.formats import elem_type
 from mxcompile.lowering.cpu import attention as elsewhere
 from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.attention_forms import form
 from mxcompile.lowering.templates.weight_only import readable
 
@@ -131,12 +131,11 @@ def lower_attention(
     inputs = [realize_inputs(q), *map(_contiguous, stored), *(part.data for part in parts)]
     inputs += [] if mask is None else [realize_inputs(_four_dims(mask))]
     layout = ir.FixedLayout(device, torch.float32, [chosen.parts, batch, queries, heads, dim])
-    choices: list[Any] = []
-    error = TEMPLATE.maybe_append_choice(
-        choices,
-        input_nodes=tuple(inputs),
-        layout=layout,
-        mutated_inputs=inputs[5:7],
+    total = call.only(
+        TEMPLATE,
+        inputs,
+        layout,
+        written=inputs[5:7],
         num_stages=_STAGES,
         num_warps=4,
         BLOCK_R=chosen.rows,
@@ -151,10 +150,6 @@ def lower_attention(
         ELEM=repr(elem_type(elem_dtype).name),
         NATIVE=target.decodes_fp8,
     )
-    if error is not None:
-        raise error
-    made: Any = autotune_select_algorithm(TEMPLATE.name, choices, inputs, layout)
-    total = made[0] if isinstance(made, tuple) else made
     result: ir.TensorBox = to_dtype(_merged(total, *parts), q.get_dtype())
     return result
 

@@ -24,7 +24,6 @@ from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
-    autotune_select_algorithm,
     realize_inputs,
 )
 from torch._inductor.utils import sympy_product, triton_type
@@ -38,7 +37,7 @@ from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import configs, packing
+from mxcompile.lowering.templates import call, configs, packing
 from mxcompile.lowering.templates.producers import Producing
 
 _IMPORTS = r"""
@@ -268,12 +267,11 @@ def _cast(
     roomy = fast and all(configs.light(_operators(source)) for source in sources)
     tile = configs.cast(target, layout if second is None else "two", packed=roomy)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
-    choices: list[Any] = []
-    error = (TEMPLATE if second is None else TEMPLATE_OF_TWO).maybe_append_choice(
-        choices,
-        input_nodes=tuple(inputs),
-        layout=ir.FixedLayout(device, elem_dtype, [m, n]),
-        mutated_inputs=inputs[len(sources) :],
+    qdata = call.only(
+        TEMPLATE if second is None else TEMPLATE_OF_TWO,
+        inputs,
+        ir.FixedLayout(device, elem_dtype, [m, n]),
+        written=inputs[len(sources) :],
         num_stages=1,
         # rows of entries, and rows that are read byte by byte, take registers of their own
         num_warps=tile.num_warps * (2 if entry or gathered else 1),
@@ -291,10 +289,6 @@ def _cast(
         PACKED=fast,
         INDEX="tl.int64",
     )
-    if error is not None:
-        raise error
-    made: Any = autotune_select_algorithm("mx_cast", choices, inputs, choices[0].layout)
-    qdata: ir.TensorBox = made[0] if isinstance(made, tuple) else made
     return (qdata, *others)
 
 

@@ -22,7 +22,6 @@ from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
-    autotune_select_algorithm,
     realize_inputs,
 )
 from torch._inductor.utils import triton_type
@@ -33,6 +32,7 @@ from mxcompile.formats import Format, Tile
 from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.kernels.configs import FP8_CAST, TileConfig, chosen
 from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import call
 
 _F32 = torch.float32
 _VIEW = lowerings[torch.ops.aten.view.default]
@@ -331,13 +331,12 @@ def _call(
 ) -> ir.TensorBox:
     """The result of `template`, of `shape`. others: beside `x`, the first `read` of them only read."""
     inputs: list[Any] = [x, *others[:read], *(other.data for other in others[read:])]
-    choices: list[Any] = []
-    error = template.maybe_append_choice(
-        choices,
-        input_nodes=tuple(inputs),
-        layout=ir.FixedLayout(x.get_device_or_error(), dtype, list(shape)),
+    return call.only(
+        template,
+        inputs,
+        ir.FixedLayout(x.get_device_or_error(), dtype, list(shape)),
+        written=inputs[1 + read :],
         call_sizes=x.get_size(),
-        mutated_inputs=inputs[1 + read :] or None,
         num_stages=1,
         num_warps=tile.num_warps,
         BLOCK_M=tile.block_m,
@@ -345,8 +344,3 @@ def _call(
         DTYPE=triton_type(x.get_dtype()),
         **settings,
     )
-    if error is not None:
-        raise error
-    made: Any = autotune_select_algorithm(template.name, choices, inputs, choices[0].layout)
-    result: ir.TensorBox = made[0] if isinstance(made, tuple) else made
-    return result

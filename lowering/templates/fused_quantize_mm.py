@@ -29,11 +29,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout, elem_type
 from mxcompile.lowering.inductor.winners import choose
-from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import examples
+from mxcompile.lowering.templates import call, examples
 from mxcompile.lowering.templates.configs import products
 from mxcompile.lowering.templates.fused_tiles import tiles
+from mxcompile.lowering.templates.tile import blocks, index_type
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes, tiles
@@ -128,11 +128,8 @@ def lower_quantize_mm(
     if bias is not None:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
     layout = ir.FixedLayout(x.get_device_or_error(), out_dtype, [m, n])
-    choices: list[Any] = []
-    for keywords in _choices(operands, layout, elem_dtype, rounding):
-        error = TEMPLATE.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
-        if error is not None:
-            raise error
+    tried = ((TEMPLATE, arguments) for arguments in _choices(operands, layout, elem_dtype, rounding))
+    choices = call.choices_of(operands, layout, tried)
     if qdata is not None and scale is not None:
         product = [qdata, scale, b, scale_b, bias, out_dtype]
         cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
@@ -174,16 +171,17 @@ def _choices(
 ) -> Iterator[dict[str, Any]]:
     """The template's arguments for each tile."""
     (x, b, scale_b, *_), (m, n) = operands, layout.size
+    layouts = [layout, *(operand.get_layout() for operand in operands)]
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
     # none if the size was not known before, or if the option `target` named another chip than this
     found = tiles(target.name, rows, columns) or products(target.name, rows)[:1]
     for swap, tile in found:
         yield {
-            **_blocks(tile, swap=swap),
+            **blocks(tile, swap=swap),
             "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),
             "EVEN_K": sizes.statically_known_multiple_of(x.get_size()[1], tile.block_k),
-            "INDEX": "tl.int32" if _fits_int32(operands, layout) else "tl.int64",
+            "INDEX": index_type(*(each.storage_size() for each in layouts)),
             "BIASED": len(operands) > 3,
             "TILED": len(scale_b.get_size()) == 1,
             "WORDS": not target.tmem_columns,
@@ -195,25 +193,5 @@ def _choices(
         }
 
 
-def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
-    """A tile's shape; of a swapped product block_m counts columns of `out`, block_n rows."""
-    return {
-        "BLOCK_M": tile.block_n if swap else tile.block_m,
-        "BLOCK_N": tile.block_m if swap else tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "SWAP": swap,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-
-
 def _layout_of(scale: ir.TensorBox) -> str:
     return ScaleLayout.TILED_128X4 if len(scale.get_size()) == 1 else ScaleLayout.ROW_MAJOR
-
-
-def _fits_int32(operands: list[Any], layout: ir.Layout) -> bool:
-    """Whether every element of the operands and the result is less than 2^31 from its start, with room."""
-    limit = 2**31 - 2**21
-    known = V.graph.sizevars.statically_known_lt
-    layouts = [layout, *(operand.get_layout() for operand in operands)]
-    return all(known(one.storage_size(), limit) for one in layouts)

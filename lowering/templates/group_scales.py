@@ -27,7 +27,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
-from mxcompile.lowering.inductor.winners import choose
+from mxcompile.lowering.templates import call
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scaled_tile
@@ -113,11 +113,10 @@ def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False
         width = across * (TILE_ROWS * TILE_BLOCKS)
         layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [down, width])
         groups = int(operands[1].get_size()[0]) if len(operands) > 1 else 0
-        choices: list[Any] = []
-        error = TEMPLATE.maybe_append_choice(
-            choices,
-            input_nodes=tuple(operands),
-            layout=layout,
+        tiles = call.only(
+            TEMPLATE,
+            operands,
+            layout,
             num_warps=4,
             num_stages=1,
             BYTES=_BYTES,
@@ -125,7 +124,5 @@ def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False
             NUM_GROUPS=groups,
             POWER=1 << groups.bit_length(),
         )
-        if error is not None:
-            raise error
-        made[key] = realize_inputs(choose(TEMPLATE.name, choices, operands, layout))
+        made[key] = realize_inputs(tiles)
     return made[key]

@@ -25,7 +25,6 @@ from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import (
     SymbolicGridFn,
     TritonTemplate,
-    autotune_select_algorithm,
     realize_inputs,
 )
 from torch._inductor.utils import sympy_product, triton_type
@@ -36,7 +35,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.targets import Target, of_device
-from mxcompile.lowering.templates import configs, packing
+from mxcompile.lowering.templates import call, configs, packing
 from mxcompile.lowering.templates.producers import Producing
 
 _SIDES = ("ROWS", "COLUMNS")
@@ -221,12 +220,11 @@ def _call(
     gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
     is_packed = settings["PACKED"]
     tile = configs.operand_cast(target, len(sources), packed=is_packed, gathered=gathered)
-    choices: list[Any] = []
-    error = TEMPLATE.maybe_append_choice(
-        choices,
-        input_nodes=tuple(inputs),
-        layout=ir.FixedLayout(device, first.dtype, first.shape),
-        mutated_inputs=inputs[len(sources) :] or None,
+    made = call.only(
+        TEMPLATE,
+        inputs,
+        ir.FixedLayout(device, first.dtype, first.shape),
+        written=inputs[len(sources) :],
         num_stages=1,
         num_warps=tile.num_warps,
         BLOCK_M=tile.block_m,
@@ -238,7 +236,4 @@ def _call(
         INDEX="tl.int64",
         **settings,
     )
-    if error is not None:
-        raise error
-    made: Any = autotune_select_algorithm(TEMPLATE.name, choices, inputs, choices[0].layout)
-    return [made[0] if isinstance(made, tuple) else made, *others]
+    return [made, *others]

@@ -25,10 +25,10 @@ from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
+    call,
     configs,
     defaults,
     examples,
@@ -199,12 +199,10 @@ def _tiled(
         form = _default(sides, layout, tiles, library=library)
         tiles, library = tiles[: int(form != defaults.VENDOR)], form == defaults.VENDOR
     keywords = {"COLUMNS": columns, **scaled_grouped_mm_tiled.majorness(a, b)}
-    choices = _choices(scaled_grouped_mm_tiled.ROWS_TEMPLATE, sides, layout, tiles, groups, **keywords)
-    if library:
-        vendor.GROUPED.maybe_append_choice(choices, input_nodes=tuple(sides), layout=layout)
+    template = scaled_grouped_mm_tiled.ROWS_TEMPLATE
+    tried = _tried(template, sides, tiles, groups, **keywords) + [(vendor.GROUPED, {})] * library
     made = examples.grouped(sides, a.get_size()[0])
-    name = scaled_grouped_mm_tiled.ROWS_TEMPLATE.name
-    return choose(name, choices, sides, layout, examples=made, at_once=True)
+    return call.best(template.name, sides, layout, tried, examples=made, at_once=True)
 
 
 def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, library: bool) -> str:
@@ -217,21 +215,11 @@ def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, l
     return defaults.default(product, of_device(layout.device), runs).form
 
 
-def _choices(
-    template: TritonTemplate,
-    sides: list[Any],
-    layout: ir.Layout,
-    tiles: list[TiledConfig],
-    groups: int,
-    **keywords: bool,
-) -> list[Any]:
-    choices: list[Any] = []
-    for tile in tiles:
-        given = scaled_grouped_mm_tiled.arguments(sides, tile, groups) | keywords
-        error = template.maybe_append_choice(choices, input_nodes=tuple(sides), layout=layout, **given)
-        if error is not None:
-            raise error
-    return choices
+def _tried(
+    template: TritonTemplate, sides: list[Any], tiles: list[TiledConfig], groups: int, **keywords: bool
+) -> list[tuple[Any, dict[str, Any]]]:
+    """`template` with each of `tiles`."""
+    return [(template, scaled_grouped_mm_tiled.arguments(sides, tile, groups) | keywords) for tile in tiles]
 
 
 def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:
@@ -247,7 +235,6 @@ def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch
     tiled = [group_scales.of_groups_of_k(scale, ends, groups) for scale in scales]
     given = [a, tiled[0], b, tiled[1], ends]
     template = scaled_grouped_mm_tiled.K_TEMPLATE
-    tried = tiles if configs.autotuning() else tiles[:1]
-    choices = _choices(template, given, layout, tried, groups)
+    tried = _tried(template, given, tiles if configs.autotuning() else tiles[:1], groups)
     made = examples.grouped(given, k)
-    return choose(template.name, choices, given, layout, examples=made, at_once=True)
+    return call.best(template.name, given, layout, tried, examples=made, at_once=True)

@@ -23,12 +23,20 @@ from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, elem_type
+from mxcompile.formats import elem_type
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
-from mxcompile.lowering.templates import configs, defaults, examples, scaled_bmm, scaled_mm_tiled, vendor
+from mxcompile.lowering.templates import (
+    call,
+    configs,
+    defaults,
+    examples,
+    scaled_bmm,
+    scaled_mm_tiled,
+    vendor,
+)
+from mxcompile.lowering.templates.tile import blocks, index_type
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import scale_bytes
@@ -169,12 +177,8 @@ def lower_scaled_mm(
         sum_: ir.TensorBox = to_dtype(_ADD(wide, bias), out_dtype)
         return sum_
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
-    choices: list[Any] = []
-    for kind, keywords in _choices(operands, layout):
-        error = kind.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **keywords)
-        if error is not None:
-            raise error
-    return choose("mx_scaled_mm", choices, operands, layout, examples=examples.dense(operands))
+    tried = _choices(operands, layout)
+    return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(operands))
 
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -210,11 +214,11 @@ def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, sw
     (m, n), k = layout.size, operands[0].get_size()[1]
     known_multiple = V.graph.sizevars.statically_known_multiple_of
     return {
-        **_blocks(tile, swap=swap),
+        **blocks(tile, swap=swap, GROUP_M=_GROUP_M),
         "EVEN_M": known_multiple(m, tile.block_n if swap else tile.block_m),
         "EVEN_N": known_multiple(n, tile.block_m if swap else tile.block_n),
         "EVEN_K": known_multiple(k, tile.block_k),
-        "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+        "INDEX": index_type(*(operand.get_layout().storage_size() for operand in operands)),
         "TILED_A": len(operands[1].get_size()) == 1,
         "TILED_B": len(operands[3].get_size()) == 1,
     }
@@ -225,23 +229,3 @@ def _gathered(operands: list[Any]) -> bool:
     known_multiple = V.graph.sizevars.statically_known_multiple_of
     strides = [stride for operand in (operands[0], operands[2]) for stride in operand.get_stride()]
     return not all(stride == 1 or known_multiple(stride, configs.WORD) for stride in strides)
-
-
-def _blocks(tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:
-    """A tile's shape; of a swapped product block_m counts columns of `out`, block_n rows."""
-    return {
-        "BLOCK_M": tile.block_n if swap else tile.block_m,
-        "BLOCK_N": tile.block_m if swap else tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": _GROUP_M,
-        "SWAP": swap,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-
-
-def _fits_int32(operands: list[Any]) -> bool:
-    """Whether every element of every operand is less than 2^31 from its start, with a tile to spare."""
-    limit = 2**31 - BLOCK * 2**16
-    known = V.graph.sizevars.statically_known_lt
-    return all(known(operand.get_layout().storage_size(), limit) for operand in operands)

@@ -15,8 +15,9 @@ from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
-from mxcompile.lowering.inductor.winners import choose
+from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.configs import products
 from mxcompile.lowering.templates.examples import Make, dense
 
@@ -67,14 +68,14 @@ def select(
     operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: what makes those that
     autotuning times the tiles on, where it takes more than codes and scales. keywords: the template's own.
     """
-    choices: list[Any] = []
-    for tile in _tiles(operands, layout, rows):
-        arguments = {**tile, **keywords, "WHOLE_K": tile["WHOLE_K"] and keywords.get("WHOLE_K", True)}
-        error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
-        if error is not None:
-            raise error
+    whole = keywords.get("WHOLE_K", True)
+    tried = (
+        (template, {**tile, **keywords, "WHOLE_K": tile["WHOLE_K"] and whole})
+        for tile in _tiles(operands, layout, rows)
+    )
     made = examples or dense(operands)
-    return choose(template.name, choices, operands, layout, examples=made, at_once=examples is not None)
+    at_once = examples is not None
+    return call.best(template.name, operands, layout, tried, examples=made, at_once=at_once)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:
@@ -83,23 +84,31 @@ def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[di
     sizes = V.graph.sizevars
     for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(rows)):
         yield {
-            "BLOCK_M": tile.block_n if swap else tile.block_m,
-            "BLOCK_N": tile.block_m if swap else tile.block_n,
-            "BLOCK_K": tile.block_k,
-            "SWAP": swap,
+            **blocks(tile, swap=swap),
             "WHOLE_K": sizes.statically_known_multiple_of(a.get_size()[-1], tile.block_k),
-            "INDEX": "tl.int32" if _fits_int32(operands) else "tl.int64",
+            "INDEX": index_type(*map(_extent, operands[:4])),
             "ELEM_A": repr(elem_type(a.get_dtype()).name),
             "ELEM_B": repr(elem_type(b.get_dtype()).name),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
         }
 
 
-def _fits_int32(operands: Sequence[Any]) -> bool:
-    """Whether in every matrix every element is less than 2^31 from its start, with a tile to spare."""
+def blocks(tile: MatmulConfig, *, swap: bool, **more: Any) -> dict[str, Any]:
+    """The arguments for the shape of a tile; of a swapped product block_m counts columns, block_n rows."""
+    return {
+        "BLOCK_M": tile.block_n if swap else tile.block_m,
+        "BLOCK_N": tile.block_m if swap else tile.block_n,
+        "BLOCK_K": tile.block_k,
+        **more,
+        "SWAP": swap,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def index_type(*extents: Any) -> str:
+    """The type of offsets into tensors that extend over so many elements, a tile past their ends in reach."""
     known = V.graph.sizevars.statically_known_lt
-    return all(known(_extent(operand), 2**31 - 2**21) for operand in operands[:4])
+    return "tl.int32" if all(known(extent, 2**31 - 2**21) for extent in extents) else "tl.int64"
 
 
 def _extent(operand: Any) -> Any:

@@ -27,8 +27,8 @@ from torch.utils._ordered_set import OrderedSet
 from mxcompile import ops
 from mxcompile.formats import elem_type
 from mxcompile.lowering.inductor import dequantized
-from mxcompile.lowering.inductor.winners import choose
 from mxcompile.lowering.targets import Target, of_device
+from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.configs import single
 from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
 
@@ -154,28 +154,25 @@ def readable(qdata: ir.TensorBox, target: Target) -> Any:
 def _template(
     choices: list[Form], operands: list[Any], layout: ir.Layout, elem: str, target: Target
 ) -> ir.TensorBox:
-    callers: list[Any] = []
-    for form in choices:
-        tile = form.tile
-        error = TEMPLATE.maybe_append_choice(
-            callers,
-            input_nodes=tuple(operands),
-            layout=layout,
-            num_stages=tile.num_stages,
-            num_warps=tile.num_warps,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            STAGES=tile.num_stages,
-            PARTS=form.parts,
-            ON_TENSOR_CORES=form.on_tensor_cores,
-            BIASED=len(operands) > 3,
-            ELEM=repr(elem),
-            NATIVE=target.decodes_fp8,
-        )
-        if error is not None:
-            raise error
-    out: Any = choose(TEMPLATE.name, callers, operands, layout, [str(form) for form in choices])
+    tried = (
+        {
+            "num_stages": form.tile.num_stages,
+            "num_warps": form.tile.num_warps,
+            "BLOCK_M": form.tile.block_m,
+            "BLOCK_N": form.tile.block_n,
+            "BLOCK_K": form.tile.block_k,
+            "STAGES": form.tile.num_stages,
+            "PARTS": form.parts,
+            "ON_TENSOR_CORES": form.on_tensor_cores,
+            "BIASED": len(operands) > 3,
+            "ELEM": repr(elem),
+            "NATIVE": target.decodes_fp8,
+        }
+        for form in choices
+    )
+    words = [str(form) for form in choices]
+    forms_of = ((TEMPLATE, arguments) for arguments in tried)
+    out: Any = call.best(TEMPLATE.name, operands, layout, forms_of, words=words)
     # x is a buffer now, but was not when this lowering began: what it was made of, which may be another
     # product's parts, is no origin of this one
     out.data.data.origins = OrderedSet([V.graph.current_node])

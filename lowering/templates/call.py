@@ -1,0 +1,62 @@
+"""Calls of templates: choices become Inductor's, and the chosen one a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch._inductor import ir
+from torch._inductor.select_algorithm import autotune_select_algorithm
+
+from mxcompile.lowering.inductor import winners
+from mxcompile.lowering.templates.examples import Make
+
+Tried = Iterable[tuple[Any, Mapping[str, Any]]]
+"""Templates, or kernels of a library, with the arguments to try them with."""
+
+
+def choices_of(operands: Sequence[Any], layout: ir.Layout, tried: Tried) -> list[Any]:
+    """The choices for Inductor. Raises what it says against one."""
+    choices: list[Any] = []
+    for template, arguments in tried:
+        error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
+        if error is not None:
+            raise error
+    return choices
+
+
+def only(
+    template: Any,
+    operands: Sequence[Any],
+    layout: ir.Layout,
+    *,
+    written: Sequence[Any] = (),
+    **arguments: Any,
+) -> ir.TensorBox:
+    """The result of `template`, to which there is no other choice.
+
+    written: those of `operands` that the kernel writes; others it only reads.
+    """
+    arguments["mutated_inputs"] = list(written) or None
+    choices = choices_of(operands, layout, [(template, arguments)])
+    chosen: Any = autotune_select_algorithm(template.name, choices, list(operands), layout)
+    result: ir.TensorBox = chosen[0] if isinstance(chosen, tuple) else chosen
+    return result
+
+
+def best(
+    name: str,
+    operands: Sequence[Any],
+    layout: ir.Layout,
+    tried: Tried,
+    *,
+    words: Sequence[str] = (),
+    examples: Mapping[int, Make] | None = None,
+    at_once: bool = False,
+) -> ir.TensorBox:
+    """The result of the product called `name`, by the choice that Inductor takes (see `winners.choose`).
+
+    words: what the record says of each choice; its tile if there are none.
+    """
+    choices = choices_of(operands, layout, tried)
+    return winners.choose(name, choices, operands, layout, words, examples=examples, at_once=at_once)
