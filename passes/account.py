@@ -15,6 +15,7 @@ from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
+from mxcompile.ops.view import Product, result_of, results_of
 from mxcompile.passes.flow import origin, readers, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
@@ -66,9 +67,9 @@ def _held(node: fx.Node, numel: int) -> int:
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
-        qdata = untransposed(argument(node, 2 * side))[0]
+        qdata = untransposed(Product.read(node).sides[side][0])[0]
         qdata = argument(qdata) if packet(qdata) in PICKS else qdata
-        cast = argument(qdata) if packet(qdata) is operator.getitem else qdata
+        cast = result_of(qdata)[0] or qdata
         return stored(argument(cast)) if packet(cast) in ops.CASTS else stored(cast)
     matrices = [
         arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
@@ -135,7 +136,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
 def _is_read(node: fx.Node) -> bool:
     """Whether `node` is a cast whose elements are read, and not its scales alone."""
     return node.target in _ELEMENTS_AND_SCALES and any(
-        user.args[1] == 0 and user.users for user in node.users
+        place == 0 and result.users for place, result in results_of(node)
     )
 
 

@@ -10,10 +10,9 @@ compares and keeps. Numerics do not change.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -25,6 +24,7 @@ from mxcompile.graph.names import GraphInput, joined
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import WEIGHT_KEY, GemmTag, set_tag, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
+from mxcompile.ops.view import Cast, Product, result_of
 from mxcompile.passes.flow import graph_input, readers, viewed
 from mxcompile.policy import Code, Gemm, Reason, Weights
 
@@ -76,18 +76,19 @@ def _weights(graph: fx.Graph) -> Iterator[tuple[fx.Node, GemmTag, fx.Node]]:
             continue
         if packet(node) not in ops.PRODUCTS:
             continue
-        qdata = untransposed(argument(node, 2 * tag.tensors.index("w")))[0]
+        qdata = untransposed(Product.read(node).sides[tag.tensors.index("w")][0])[0]
         if packet(qdata) in PICKS:
             qdata = argument(qdata)
-        if qdata.target is operator.getitem:  # else it is stored quantized, and nobody casts it
-            yield node, tag, argument(qdata)
+        cast, _ = result_of(qdata)
+        if cast is not None:  # else it is stored quantized, and nobody casts it
+            yield node, tag, cast
 
 
 def _replace(cast: fx.Node, path: str, build: Builder) -> None:
-    source, dim, elem_dtype, rounding, *options = cast.args
+    view = Cast.read(cast)
+    how = view.block_dim, view.elem_dtype, view.rounding, view.square
     with build.graph.inserting_before(cast):
-        arguments: tuple[Any, ...] = (source, dim, elem_dtype, rounding, bool(options and options[0]))
-        made = build.call(ops.quantize_cached, *arguments, like=cast)
+        made = build.call(ops.quantize_cached, view.x, *how, like=cast)
     made.meta.update({key: cast.meta[key] for key in ("mx_itemsize",) if key in cast.meta})
     made.meta[WEIGHT_KEY] = path
     build.replace(cast, made)

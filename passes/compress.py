@@ -18,8 +18,7 @@ and FP32. Runs on the partitioned graphs, where what crosses between them is kno
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,6 +32,8 @@ from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
 from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor, value_of
+from mxcompile.graph.transpose import readers
+from mxcompile.ops.view import Cast, result_of, results_of
 from mxcompile.passes.flow import viewed
 from mxcompile.passes.upstream import upstream
 
@@ -100,7 +101,7 @@ class _Crossing:
     def compress(self, node: fx.Node, tag: GemmTag) -> bool:
         """Save an MX copy instead of `node`; not where two different ones would be needed."""
         end = self._ends[node.name]
-        casts = [user for user in _users(end) if packet(user) in ops.CASTS]
+        casts = [user for user, _ in readers(end, is_step) if packet(user) in ops.CASTS]
         root, steps = chain_to(node)
         saved = self._copies.get(root)
         if len(casts) + (saved is not None) > 1:
@@ -128,7 +129,7 @@ class _Crossing:
             return None
         assert source is not None
         steps = chain_to(argument(cast))[1]
-        return self._cast(source, cast.args[1:], cast, steps)
+        return self._cast(source, Cast.read(cast).arguments()[1:], cast, steps)
 
     def _made(self, node: fx.Node, tag: GemmTag) -> _Copy:
         """A copy along the innermost dimension of `node` in memory."""
@@ -139,7 +140,7 @@ class _Crossing:
             fmt = tag.formats[tag.tensors.index("x")]
             if fmt.is_mx:
                 elem, rounding = fmt.elem.dtype, str(fmt.derivation)
-        how = value.ndim - 1, elem, rounding, False
+        how = value.ndim - 1, elem, rounding
         if order == sorted(order):
             return self._cast(node, how, node, ())
         with self._forward.graph.inserting_before(node.next):
@@ -150,7 +151,8 @@ class _Crossing:
         """`source` cast in forward as soon as it is there, or the cast of it that there is."""
         value = value_of(source)
         call = self._forward.call
-        cast = next((u for u in source.users if u.target is ops.quantize and u.args[1:] == how), None)
+        casts = (user for user in source.users if user.target is ops.quantize)
+        cast = next((node for node in casts if Cast.read(node).arguments()[1:] == how), None)
         if cast is None:
             with self._forward.graph.inserting_before(source.next):
                 cast = call(ops.quantize, source, *how, like=like)
@@ -160,7 +162,7 @@ class _Crossing:
                 self._forward.pick(cast, index, f"{source.name}_{part}")
                 for index, part in enumerate(("qdata", "scale"))  # a name that backward has not either
             )
-        return _Copy(qdata=qdata, scale=scale, dim=_dim(cast), steps=steps)
+        return _Copy(qdata=qdata, scale=scale, dim=Cast.read(cast).block_dim, steps=steps)
 
     def _restored(self, node: fx.Node, copy: _Copy, after: Chain) -> fx.Node | None:
         """The value of `copy` in the shape of `node`, laid out as it is; None if a size is not at hand.
@@ -209,8 +211,8 @@ class _Crossing:
 
     def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
         """Let backward read what forward has cast instead of `cast`."""
-        for user in list(cast.users):
-            part = copy.qdata if user.args[1] == 0 else copy.scale
+        for place, user in list(results_of(cast)):
+            part = copy.qdata if place == 0 else copy.scale
             user.replace_all_uses_with(self._ends[part.name])
             self._backward.graph.erase_node(user)
         self._backward.graph.erase_node(cast)
@@ -221,30 +223,15 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
     found: dict[fx.Node, _Copy] = {}
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:
-        if packet(qdata) is not operator.getitem or qdata.args[1] != 0:
+        cast, place = result_of(qdata)
+        if cast is None or cast.target is not ops.quantize or place != 0:
             continue
-        cast = argument(qdata)
-        scales = [user for user in cast.users if user.args[1] == 1 and user in nodes]
-        if cast.target is ops.quantize and scales:
+        scales = [result for its, result in results_of(cast) if its == 1 and result in nodes]
+        if scales:
             root, steps = chain_to(argument(cast))
-            found.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=_dim(cast), steps=steps))
+            dim = Cast.read(cast).block_dim
+            found.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=dim, steps=steps))
     return found
-
-
-def _dim(cast: fx.Node) -> int:
-    dim = cast.args[1]
-    assert isinstance(dim, int)
-    return dim
-
-
-def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads `node` or its elements in another order."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            yield user
-            if is_step(user):
-                pending.append(user)
 
 
 def _read_by_kept_product(node: fx.Node) -> bool:

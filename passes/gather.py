@@ -28,6 +28,7 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
 from mxcompile.graph.tags import tensor, value_of
+from mxcompile.ops.view import Cast, results_of
 
 _VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
 _ALONG = {aten.cat: 1, aten.slice: 1, aten.split: 2}
@@ -120,8 +121,8 @@ class _Moved:
         for each in self.casts:
             with graph.inserting_before(each):
                 parts = _unpacked(made[argument(each)], width, how[0], build)
-            for user in list(each.users):
-                build.replace(user, parts[int(user.args[1])])  # type: ignore[arg-type]
+            for place, user in list(results_of(each)):
+                build.replace(user, parts[place])
         for old in (*self.casts, *reversed(self.steps), self.gather):  # a collective is never dead by itself
             graph.erase_node(old)
 
@@ -139,13 +140,12 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
     return call(aten.view.dtype, codes, elem, like=rows), scale
 
 
-def _how(cast: fx.Node) -> tuple[Any, ...] | None:
+def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
     """Element type and rounding of a cast along the last dimension; None for others."""
-    source = tensor(cast.args[0])
-    dim, elem, rounding, *rest = cast.args[1:]
-    plain = not any(rest[:1]) and rest[1:] in ([], [ScaleLayout.ROW_MAJOR]) and not cast.kwargs
-    along = source is not None and isinstance(dim, int) and dim % source.ndim == source.ndim - 1
-    return (elem, rounding) if plain and along else None
+    cast = Cast.read(node)
+    plain = not cast.square and cast.scale_layout == ScaleLayout.ROW_MAJOR
+    along = tensor(cast.x) is not None and cast.side == -1
+    return (cast.elem_dtype, cast.rounding) if plain and along else None
 
 
 def _dtypes(

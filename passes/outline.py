@@ -21,10 +21,11 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, Tile
+from mxcompile.formats import Tile
 from mxcompile.graph.names import GraphInput, joined, module_of, source_of
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
+from mxcompile.ops.view import Cast, Encode
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.policy import Role
 from mxcompile.report import Outline, OutlineNode, folded
@@ -220,17 +221,14 @@ def _title(tag: GemmTag) -> str:
 
 def _cast_words(node: fx.Node) -> tuple[str, str]:
     """Title and details of a cast."""
-    if packet(node) is ops.encode.overloadpacket:
-        dim, fmt = node.args[1], Format.of(str(node.args[2]))
-        layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
-        return f"{fmt.elem} {layout}", f"{fmt}, {layout}"
-    if packet(node) not in (ops.quantize.overloadpacket, ops.quantize_cached.overloadpacket):
+    cast = Encode.of(node) or Cast.of(node)
+    if cast is None or cast.node.target not in ops.QUANTIZERS:
         return _operator(node), _operator(node)
-    _, dim, elem, rounding, square = (*node.args, False)[:5]
-    layout = "rowwise" if dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
-    name = _ELEMS[elem]  # type: ignore[index]
-    tile = Tile.SQUARE if square else Tile.ROW
-    return f"{name} {layout}", f"{name} {tile} {rounding}, {layout}"
+    layout = "rowwise" if cast.block_dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
+    if isinstance(cast, Encode):
+        return f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
+    name, tile = _ELEMS[cast.elem_dtype], Tile.SQUARE if cast.square else Tile.ROW
+    return f"{name} {layout}", f"{name} {tile} {cast.rounding}, {layout}"
 
 
 def _operator(node: fx.Node) -> str:

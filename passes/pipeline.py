@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from torch import fx
@@ -45,39 +46,44 @@ class Pass(Protocol):
         """Transform `graph`, a valid graph, into a valid graph."""
 
 
-def joint_passes(
-    *,
-    inputs: tuple[GraphInput, ...],
-    policy: Policy,
-    strict: bool = False,
-    prefix: str = "",
-    first_index: int = 0,
-    blocks: Blocks | None = None,
-    cut: str = "",
-    known: Mapping[str, tuple[GemmTag, ...]] | None = None,
-    tapped: bool = False,
-    uncached: str = "",
-) -> tuple[Pass, ...]:
-    """The passes over a joint or inference graph, in order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What the passes know of a joint or inference graph beside its nodes.
 
-    cut: why the graph is but a part of a model, "" if it is all. known: of a part, the GEMMs of the whole.
-    tapped: whether weights come with the state of scales that follow from calls before. uncached: why the
-    target cannot keep copies of weights, or "".
+    inputs: of the captured graph. prefix: path of its module. first_index: of its first GEMM. blocks: the
+    repeated ones of the model. cut: why the graph is only a part of a model, "" if it is all of one. known:
+    the GEMMs of the whole model by name, for a part. tapped: whether weights come with the state of scales
+    that follow from calls before. uncached: why the target cannot keep copies of weights, or "".
     """
-    follow = (Follow(known=known or {}),) if cut else ()
+
+    policy: Policy
+    strict: bool = False
+    inputs: tuple[GraphInput, ...] = ()
+    prefix: str = ""
+    first_index: int = 0
+    blocks: Blocks = field(default_factory=Blocks)
+    cut: str = ""
+    known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
+    tapped: bool = False
+    uncached: str = ""
+
+
+def joint_passes(context: Context) -> tuple[Pass, ...]:
+    """The passes over a joint or inference graph, in order."""
+    inputs, prefix, cut = context.inputs, context.prefix, context.cut
     return (
         Untap(),
         Split(),
-        Find(inputs=inputs, prefix=prefix, first_index=first_index, blocks=blocks or Blocks()),
+        Find(inputs=inputs, prefix=prefix, first_index=context.first_index, blocks=context.blocks),
         Classify(inputs=inputs, cuts=Cuts(inputs=None, outputs=None) if cut else Cuts()),
-        *follow,
-        Decide(policy=policy, strict=strict, cut=cut),
-        Rewrite(tapped=tapped),
+        *((Follow(known=context.known),) if cut else ()),
+        Decide(policy=context.policy, strict=context.strict, cut=cut),
+        Rewrite(tapped=context.tapped),
         Reuse(),
         Restore(),
         Share(),
         Gather(),
-        Cache(inputs=inputs, prefix=prefix, obstacle=uncached),
+        Cache(inputs=inputs, prefix=prefix, obstacle=context.uncached),
         Seed(),
         Save(),
     )

@@ -23,9 +23,10 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Rounding
 from mxcompile.graph.build import Builder
 from mxcompile.graph.names import module_of
-from mxcompile.graph.opsets import argument, aten
+from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, results_of
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
 """Dtypes that have every FP8 element times a power of two, extreme scales aside."""
@@ -48,47 +49,47 @@ class Reuse:
             *stored, swapped = parts
             with graph.inserting_before(cast):
                 made = [transpose(part, build) if swapped else part for part in stored]
-            for result in list(cast.users):
-                result.replace_all_uses_with(made[result.args[1]])
+            for place, result in list(results_of(cast)):
+                result.replace_all_uses_with(made[place])
         graph.eliminate_dead_code()
 
 
-def _stored(cast: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """Elements and scales of which `cast` is a cast in their own format, and whether it is of a transpose."""
-    made, dim, elem_dtype, rounding, *options = cast.args
-    if not isinstance(made, fx.Node) or any(options) or rounding != Rounding.RCEIL:
+def _stored(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """Elements and scales of which `node` is a cast in their own format, and whether it is of a transpose."""
+    cast = Cast.read(node)
+    if cast.square or cast.rounding != Rounding.RCEIL:
         return None
-    source, swapped = untransposed(made)
-    if source.target is not ops.dequantize or source.args[3] not in _EXACT:
+    source, swapped = untransposed(cast.x)
+    made = Dequantize.of(source)
+    if made is None or made.dtype not in _EXACT:
         return None
-    q, s = argument(source, 0), argument(source, 1)
-    values, scales = value_of(q), value_of(s)
+    values, scales = value_of(made.qdata), value_of(made.scale)
     rank = values.ndim
-    along = int(dim) % rank  # type: ignore[arg-type]
+    along = cast.block_dim % rank
     if swapped and along >= rank - 2:
         along = 2 * rank - 3 - along
-    same = values.dtype is elem_dtype and scales.ndim == rank
-    same = same and along == int(source.args[2]) % rank  # type: ignore[arg-type]
-    return (q, s, swapped) if same else None
+    same = values.dtype is cast.elem_dtype and scales.ndim == rank
+    return (made.qdata, made.scale, swapped) if same and along == made.block_dim % rank else None
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:
     """Let the casts of weights that were gathered in tiles read the tiles. Raises `PolicyError`."""
-    for values in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
-        q, s, rounding = argument(values, 0), argument(values, 1), values.args[2]
-        codes = value_of(q)
-        for cast in list(values.users):
-            if cast.target is not ops.quantize or [*cast.args[2:]] != [codes.dtype, rounding, True]:
+    for node in graph.find_nodes(op="call_function", target=ops.dequantize_tiles):
+        values = DequantizeTiles.read(node)
+        wanted = value_of(values.qdata).dtype, values.rounding, True
+        for user in list(node.users):
+            cast = Cast.of(user) if user.target is ops.quantize else None
+            if cast is None or (cast.elem_dtype, cast.rounding, cast.square) != wanted:
                 raise PolicyError(
-                    f"the weight of {module_of(cast)[0]} was gathered in 32×32 tiles of {codes.dtype}, scales"
-                    f" rounded {rounding}, and {cast.target} wants it otherwise: give quantize_gathers_ the"
-                    " policy of this compile"
+                    f"the weight of {module_of(user)[0]} was gathered in 32×32 tiles of {wanted[0]}, scales"
+                    f" rounded {values.rounding}, and {user.target} wants it otherwise: give"
+                    " quantize_gathers_ the policy of this compile"
                 )
-            for result in list(cast.users):
-                if result.args[1] == 0:
-                    result.replace_all_uses_with(q)
+            for place, result in list(results_of(user)):
+                if place == 0:
+                    result.replace_all_uses_with(values.qdata)
                 else:
-                    _read_scales(result, s, build)
+                    _read_scales(result, values.scale, build)
     graph.eliminate_dead_code()
 
 

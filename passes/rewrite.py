@@ -28,6 +28,7 @@ from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, VIEWS, argument, aten, i
 from mxcompile.graph.shapes import offsets
 from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.ops.view import result_of
 from mxcompile.passes.flow import gathered
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
@@ -312,6 +313,6 @@ def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
     """Leave on the cast what an element took in the operand it stands for (see `account`)."""
     value = tensor(operand)
     qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]
-    made = qdata.args[0]
-    if isinstance(made, fx.Node) and value is not None:
+    made, _ = result_of(qdata)
+    if made is not None and value is not None:
         made.meta.setdefault("mx_itemsize", value.element_size())

@@ -22,6 +22,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tag_of
 from mxcompile.graph.transpose import untransposed
+from mxcompile.ops.view import Product
 from mxcompile.passes.flow import readers
 from mxcompile.policy import Gemm, Saved
 
@@ -40,7 +41,7 @@ class Save:
                 continue
             if tag.saved in (Saved.COLUMNWISE, Saved.MXFP8):
                 continue
-            qdata = argument(node, 0 if tag.tensors[0] == "x" else 2)
+            qdata, _ = Product.read(node).sides[tag.tensors.index("x")]
             cast = argument(untransposed(qdata)[0])
             if tag.saved is Saved.TRANSCODE:
                 cast = argument(cast)

@@ -15,10 +15,10 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor, value_of
+from mxcompile.ops.view import Encode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,16 +29,13 @@ class Seed:
 
     def apply(self, graph: fx.Graph) -> None:
         """Give the random casts of `graph` their arguments."""
-        casts = [
-            node
-            for node in graph.find_nodes(op="call_function", target=ops.encode)
-            if Format.of(str(node.args[2])).stochastic
-        ]
+        encodes = map(Encode.read, graph.find_nodes(op="call_function", target=ops.encode))
+        casts = [cast for cast in encodes if cast.form.stochastic]
         if not casts:
             return
-        seed = _drawn(graph, casts[0])
+        seed = _drawn(graph, casts[0].node)
         for stream, cast in enumerate(casts):
-            cast.args = (*cast.args[:3], seed, stream, *cast.args[5:])
+            cast.node.args = cast.arguments(seed=seed, stream=stream)
 
 
 def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:

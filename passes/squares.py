@@ -18,6 +18,7 @@ from mxcompile import ops
 from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.ops.view import Cast
 from mxcompile.passes.account import stored_weight
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
@@ -61,14 +62,14 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     """`use` with the cast that is all that reads `weight`, or with what else does."""
     casts = set()
     for user in weight.users:
-        if user.target not in (ops.quantize, ops.quantize_cached):
+        cast = Cast.of(user) if user.target in (ops.quantize, ops.quantize_cached) else None
+        if cast is None:
             return replace(use, reason=f"{packet(user) or user.op} reads it too")
-        if [*user.args[4:5]] != [True]:
+        if not cast.square:
             what = "its blocks are rows; `weight_block: 32x32` lets one copy serve fprop and dgrad"
             return replace(use, reason=what)
-        casts.add(user.args[2:4])
+        casts.add((cast.elem_dtype, cast.rounding))
     if len(casts) != 1:
         return replace(use, reason="its GEMMs cast it in different ways")
     ((elem_dtype, rounding),) = casts
-    assert isinstance(elem_dtype, torch.dtype)
-    return replace(use, elem_dtype=elem_dtype, rounding=str(rounding))
+    return replace(use, elem_dtype=elem_dtype, rounding=rounding)

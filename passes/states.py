@@ -16,6 +16,7 @@ from mxcompile.formats import AmaxKind, Format
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import STATE_KEY, GemmTag, value_of
+from mxcompile.ops.view import arguments_of
 from mxcompile.passes.flow import input_index, stored
 from mxcompile.policy import Gemm
 
@@ -85,9 +86,10 @@ def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
     first: position of the first state among the inputs of the captured graph.
     """
     found: dict[int, int] = {}
-    for op, word in ((ops.known_scale, 2), (ops.mean, 3)):
+    for op in (ops.known_scale, ops.mean):
         for node in graph.find_nodes(op="call_function", target=op):
-            position = input_index(argument(node))
+            given = arguments_of(node)
+            position = input_index(given["state"])
             if position is not None:
-                found[position - first] = Format.of(str(node.args[word])).amax.history
+                found[position - first] = Format.of(given["fmt"]).amax.history
     return tuple(sorted(found.items()))

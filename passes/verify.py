@@ -9,10 +9,11 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
-from mxcompile.formats import Format, num_blocks
+from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import scale_shape
 from mxcompile.graph.opsets import argument, is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
+from mxcompile.ops.view import Product
 from mxcompile.passes.flow import viewed
 
 _FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -44,8 +45,9 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
 
 
 def _check_product(node: fx.Node, after: str) -> None:
+    product = Product.read(node)
     for side, dim in enumerate((-1, -2)):
-        qdata, scale = node.args[2 * side : 2 * side + 2]
+        qdata, scale = product.sides[side]
         found, bytes_ = tensor(qdata), tensor(scale)
         if found is None or bytes_ is None:
             raise VerificationError(f"after {after}: {node.format_node()} reads no tensor")
@@ -54,7 +56,7 @@ def _check_product(node: fx.Node, after: str) -> None:
         if packet(node) in ops.MX_PRODUCTS:
             expected[dim] = num_blocks(expected[dim])
         else:
-            fmt = Format.of(str(node.args[6 + side]))
+            fmt = product.forms[side]
             elements, scales = (fmt.elem.dtype,), fmt.scale.dtype
             expected = scale_shape(expected, dim, fmt.tile)
         if found.dtype not in elements or bytes_.dtype is not scales or len(expected) != bytes_.ndim:

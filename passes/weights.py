@@ -9,7 +9,6 @@ passes and changes nothing.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet, permutation
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
+from mxcompile.ops.view import Cast, Product, result_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
@@ -73,34 +73,31 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         if path:
             yield WeightUse(path=path, **known)
         return
-    cast, found = _source(node.args[2 * side])
+    cast, found = _source(Product.read(node).sides[side][0])
     if path := _path(cast, inputs):
         stored, rank = value_of(cast), len(found or ())
         block = found[rank - 1 if side == 0 else rank - 2] if found else None
         known |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
         return
-    if packet(cast) is not operator.getitem or not isinstance(cast.args[0], fx.Node):
+    made, _ = result_of(cast)
+    if made is None:
         return
-    made = cast.args[0]
-    source, how = argument(made), made.args[1:]
-    parameter, found = _source(source)
+    parameter, found = _source(argument(made))
     path = _path(parameter, inputs)
     if not path:
         return
-    if made.target not in (ops.quantize, ops.quantize_cached) or any(how[3:4]):
+    view = Cast.of(made)
+    if view is None or view.square:
         yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
-    dim, elem_dtype, rounding = how[:3]
-    value = value_of(source)
-    block = found[int(dim) % value.ndim] if found is not None else None  # type: ignore[arg-type]
+    block = found[view.side] if found is not None else None
     if block is None:
         yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
         return
-    assert isinstance(elem_dtype, torch.dtype)
     whole = value_of(parameter)
     known |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, elem_dtype=elem_dtype, rounding=str(rounding), **known)
+    yield WeightUse(path=path, elem_dtype=view.elem_dtype, rounding=view.rounding, **known)
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

@@ -25,6 +25,7 @@ from mxcompile.formats import BLOCK, ElemType, Rounding, ScaleLayout, elem_type
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
 from mxcompile.ops import Spec
+from mxcompile.ops.view import arguments_of
 
 _FLOATS = frozenset({torch.bfloat16, torch.float32})
 _RESULTS = ("values", "codes", "scales")
@@ -145,7 +146,8 @@ def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cas
     for user in source.users:
         if user is node or user.target not in (ops.quantize, ops.quantize_dequantize) or user.kwargs:
             continue
-        its = Cast.of(last + 1, user.args[1:], values=user.target is ops.quantize_dequantize)
+        _, *its_arguments = arguments_of(user).values()
+        its = Cast.of(last + 1, its_arguments, values=user.target is ops.quantize_dequantize)
         if its is None or its.dim != 2 * last - 1 - cast.dim or user in _PROGRESS[V.graph].seen:
             continue
         if (its.elem, its.rounding, its.square) != (cast.elem, cast.rounding, False):

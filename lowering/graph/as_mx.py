@@ -12,24 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import Operands
+from mxcompile.ops.view import Product
 
 _AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
-
-
-def _formats(node: fx.Node) -> list[Format]:
-    return [Format.of(str(word)) for word in node.args[6:8]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +38,9 @@ class AsMX(NativePass):
         """The products of other formats that the chip runs."""
         native = Native(target=self.target, device=self.device)
         for node in list(graph.nodes):
-            if node.target in _AS and self.target.multiplies_mx(*_formats(node)) and native.runs(node):
+            if node.target not in _AS or not native.runs(node):
+                continue
+            if self.target.multiplies_mx(*Product.read(node).forms):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
@@ -50,28 +48,28 @@ class AsMX(NativePass):
         build = Builder(graph, self.name)
         operands = Operands(build)
         for node in self.candidates(graph):
+            product = Product.read(node)
             with graph.inserting_before(node):
-                sides: Any = (self._operand(build, operands, node, side) for side in (0, 1))
-                arguments = [part for side in sides for part in side]
-                made = build.call(_AS[node.target], *arguments, *node.args[4:6], like=node)
+                a, b = (self._operand(build, operands, product, side) for side in (0, 1))
+                made = build.call(_AS[node.target], *a, *b, product.extra, product.out_dtype, like=node)
             set_tag(made, *tags_of(node))
             build.replace(node, made)
         graph.eliminate_dead_code()
         return NO_REASONS
 
     def _operand(
-        self, build: Builder, operands: Operands, node: fx.Node, side: int
+        self, build: Builder, operands: Operands, product: Product, side: int
     ) -> tuple[fx.Node, fx.Node]:
-        """Elements and scale bytes of one operand of `node`."""
-        qdata, scale, dim = argument(node, 2 * side), argument(node, 2 * side + 1), -1 - side
-        form, out, value = _formats(node)[side], tensor(node), tensor(qdata)
+        """Elements and scale bytes of one operand of `product`."""
+        node, (qdata, scale), dim = product.node, product.sides[side], -1 - side
+        form, out, value = product.forms[side], tensor(node), tensor(qdata)
         elem = form.mx_elem
         assert elem is not None
         assert out is not None
         assert value is not None
         if form.elem.is_coded:
             qdata, scale = operands.elements(qdata, scale, dim, str(form), elem.dtype, node)
-        matrices = value.ndim == out.ndim == 2 and packet(node) not in ops.GROUPED
+        matrices = value.ndim == out.ndim == 2 and not product.is_grouped
         layout = self.target.scale_layout if matrices else ScaleLayout.ROW_MAJOR
         given = (scale, qdata, dim, str(form), str(layout))
         return qdata, build.call(ops.block_bytes, *given, like=node)

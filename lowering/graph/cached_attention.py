@@ -25,6 +25,7 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
+from mxcompile.ops.view import Dequantize
 
 _FLOATS = (torch.bfloat16, torch.float32)
 _FORMS = {
@@ -165,14 +166,14 @@ def _part(node: fx.Node) -> _Held:
 
 def _held(node: fx.Node) -> _Held | None:
     """What a cache holds, of which `node` is the values, repeated for heads that share them or not."""
-    made = _unrepeated(node)
-    if made.target is not ops.dequantize:
+    made = Dequantize.of(_unrepeated(node))
+    if made is None:
         return None
-    codes, scales = argument(made, 0), argument(made, 1)
+    codes, scales = made.qdata, made.scale
     elements, scale = tensor(codes), tensor(scales)
     if elements is None or scale is None or elements.ndim != 4 or scale.ndim != 4:
         return None
-    if made.args[2] not in (-1, 3):
+    if made.block_dim not in (-1, 3):
         return None
     if codes.target is aten.view.dtype and _dtype(argument(codes, 0)) is torch.uint8:
         return argument(codes, 0), scales, elements.dtype

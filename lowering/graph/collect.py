@@ -22,10 +22,9 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.templates.configs import single
+from mxcompile.ops.view import Cast, results_of
 
 _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
-_PLAIN: dict[Any, tuple[Any, ...]] = {ops.quantize: (False, ScaleLayout.ROW_MAJOR)}
-"""What the last arguments are that an operator may be without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,22 +84,18 @@ class Collect(LoweringPass):
 
     def _cast(self, node: fx.Node) -> _Cast | None:
         """What `node` is, if the template makes it."""
-        if node.op != "call_function" or node.target not in _FORMS or node.kwargs or not node.users:
+        cast = Cast.of(node) if node.target in _FORMS and node.users else None
+        value = None if cast is None else tensor(cast.x)
+        if cast is None or value is None:
             return None
-        arguments: tuple[Any, ...] = node.args
-        source, dim, elem, rounding, *rest = arguments
-        plain = _PLAIN.get(node.target, ())
-        square, last = (*rest, *plain[len(rest) :])
-        value = tensor(source)
-        coded = node.target is ops.quantize
-        if value is None or (coded and (square or last != ScaleLayout.ROW_MAJOR)):
+        coded = cast.dtype is None
+        if coded and (cast.square or cast.scale_layout != ScaleLayout.ROW_MAJOR):
             return None
-        side = dim if dim < 0 else dim - value.ndim
-        if value.device.type != self.device or not _fits(value, -2 if square else side):
+        if value.device.type != self.device or not _fits(value, -2 if cast.square else cast.side):
             return None
-        side = -1 if square else side  # the same both ways
-        key = source, elem, rounding, square
-        return _Cast(node=node, key=key, side=side, dtype=None if coded else last)
+        side = -1 if cast.square else cast.side  # the same both ways
+        key = cast.x, cast.elem_dtype, cast.rounding, cast.square
+        return _Cast(node=node, key=key, side=side, dtype=cast.dtype)
 
 
 def _fits(value: torch.Tensor, side: int) -> bool:
@@ -134,8 +129,8 @@ def _write(build: Builder, group: _Group) -> None:
         if cast.dtype is not None:
             build.replace(cast.node, results[side][0])
         else:
-            for user in list(cast.node.users):
-                build.replace(user, results[side][user.args[1]])  # type: ignore[index]
+            for place, user in list(results_of(cast.node)):
+                build.replace(user, results[side][place])
             build.graph.erase_node(cast.node)
         for result in results[side]:
             if not result.users:

@@ -26,6 +26,7 @@ from mxcompile.graph.tags import hint, tensor
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
 from mxcompile.lowering.templates import packing
+from mxcompile.ops.view import arguments_of, results_of
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
@@ -104,8 +105,10 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
 
 def _takes_another(cast: fx.Node) -> bool:
     """Whether `cast` makes both copies of one tensor."""
-    alone = cast.target is ops.quantize_operands and cast.args[1] is None and "none" not in cast.args
-    return alone or cast.target is ops.quantize_both
+    if cast.target is ops.quantize_operands:
+        given = arguments_of(cast)
+        return given["y"] is None and "none" not in (given["rows"], given["columns"])
+    return cast.target is ops.quantize_both
 
 
 def _elementwise(node: fx.Node) -> bool:
@@ -116,11 +119,16 @@ def _elementwise(node: fx.Node) -> bool:
 def _fit(first: _Made, second: _Made, order: dict[fx.Node, int]) -> bool:
     """Whether they have one format and size, read the same, and the second can be made where the first is."""
     same = tensor(argument(first.cast)).shape == tensor(argument(second.cast)).shape  # type: ignore[union-attr]
-    alike = (first.cast.target, *first.cast.args[1:]) == (second.cast.target, *second.cast.args[1:])
+    alike = first.cast.target is second.cast.target and _how(first.cast) == _how(second.cast)
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES
     ready = all(order[leaf] < order[first.cast] for leaf in second.leaves)
     return same and alike and few and shared and ready
+
+
+def _how(cast: fx.Node) -> list[Any]:
+    """The arguments of `cast` behind the tensors, in the order of the operators of one tensor and of two."""
+    return [value for name, value in arguments_of(cast).items() if name not in ("x", "y")]
 
 
 def _merge(build: Builder, first: _Made, second: _Made) -> None:
@@ -129,16 +137,13 @@ def _merge(build: Builder, first: _Made, second: _Made) -> None:
             first.cast.prepend(node)
     with build.graph.inserting_before(first.cast):
         sources: tuple[Any, ...] = argument(first.cast), argument(second.cast)
-        target, how = (
-            (ops.quantize_two, first.cast.args[1:])
-            if first.cast.target is ops.quantize_both
-            else (ops.quantize_operands, first.cast.args[2:])
-        )
-        two = build.call(target, *sources, *how, like=first.cast)
+        both = first.cast.target is ops.quantize_both
+        target = ops.quantize_two if both else ops.quantize_operands
+        two = build.call(target, *sources, *_how(first.cast), like=first.cast)
         results = [build.call(operator.getitem, two, index, like=first.cast) for index in range(8)]
     for cast, made in ((first.cast, results[:4]), (second.cast, results[4:])):
-        for user in list(cast.users):
-            build.replace(user, made[user.args[1]])  # type: ignore[index]
+        for place, user in list(results_of(cast)):
+            build.replace(user, made[place])
         build.graph.erase_node(cast)
     for unread in [result for result in results if not result.users]:
         build.graph.erase_node(unread)

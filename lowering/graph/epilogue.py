@@ -10,32 +10,27 @@ Views of the whole result do not count. Asked of graphs as they are lowered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.opsets import TRANSPARENT, packet
+from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import numel, tensor
+from mxcompile.graph.transpose import readers
 
 aten = torch.ops.aten
 
 
 def has_epilogue(product: fx.Node) -> bool:
     """Whether elementwise operators alone read `product`, and what reads them wants their result stored."""
-    uses = set(_uses(product))
+    uses = {use for use, _ in readers(product, _is_whole_view)}
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
     return fusible and any(map(_is_stored, uses))
 
 
-def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads `node`, or all of it through views."""
-    for user in node.users:
-        if packet(user) in TRANSPARENT and _size(user) == _size(node):
-            yield from _uses(user)
-        else:
-            yield user
+def _is_whole_view(node: fx.Node) -> bool:
+    """Whether `node` is a view of all of its argument."""
+    return packet(node) in TRANSPARENT and _size(node) == _size(argument(node))
 
 
 def _size(node: fx.Node) -> int | None:
@@ -65,7 +60,7 @@ def _is_stored(use: fx.Node) -> bool:
     """Whether what reads the elementwise operators from `use` on is not casts alone, and no reduction."""
     pending, seen, stored = [use], {use}, False
     while pending:
-        for user in _uses(pending.pop()):
+        for user, _ in readers(pending.pop(), _is_whole_view):
             if packet(user) in _REDUCTIONS:
                 return False
             if user in seen or packet(user) in _CASTS:

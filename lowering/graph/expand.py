@@ -15,7 +15,7 @@ backward stay FP8 (see `operands`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -23,11 +23,12 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument, aten, packet
-from mxcompile.graph.tags import set_tag, tags_of, tensor
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import Operands
 from mxcompile.lowering.targets import Target
+from mxcompile.ops.view import Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +64,11 @@ class _Expander:
 
     def expand(self, node: fx.Node) -> None:
         """Replace `node`, a product of mx operands."""
-        out = tensor(node)
-        assert out is not None
+        out, product = value_of(node), Product.read(node)
         dtype = working_dtype(out.dtype, self._target)
-        qa, sa, qb, sb = (argument(node, index) for index in range(4))
-        extra: Any = node.args[4]
-        words = (*map(str, node.args[6:]), "", "")[:2]
-        after = packet(node) not in ops.GROUPED and all(map(_spans_contraction, words))
+        (qa, sa), (qb, sb) = product.sides
+        extra, words = product.extra, product.words
+        after = not product.is_grouped and all(map(_spans_contraction, words))
         with self._graph.inserting_before(node):
             if after:
                 a, sa = self._operands.elements(qa, sa, -1, words[0], dtype, node)
@@ -77,7 +76,7 @@ class _Expander:
             else:
                 a = self._operands.value(qa, sa, -1, dtype, node, words[0])
                 b = self._operands.value(qb, sb, -2, dtype, node, words[1])
-            if packet(node) in ops.GROUPED:
+            if product.is_grouped:
                 vendors = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
                 result = self._build.call(vendors, a, b, extra, like=node)
             else:

@@ -16,7 +16,7 @@ Numerics do not change.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,10 +25,10 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import WHOLE, AmaxKind, Format, ScaleType, Tile
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tensor
-from mxcompile.graph.transpose import untransposed
+from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, NO_REASONS, LoweringPass, Reasons
+from mxcompile.ops.view import Encode, EncodeTransposed, result_of, results_of
 
 _TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
 _EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
@@ -76,9 +76,9 @@ class FP8Layouts(LoweringPass):
         return NO_REASONS
 
 
-def fits(cast: fx.Node) -> bool:
-    """Whether `cast`, an `encode`, is one that the templates make."""
-    form, value = Format.of(str(cast.args[2])), tensor(cast.args[0])
+def fits(cast: Encode) -> bool:
+    """Whether `cast` is one that the templates make."""
+    form, value = cast.form, tensor(cast.x)
     if value is None or value.ndim != 2 or form.scale is not ScaleType.FP32 or form.elem.is_coded:
         return False
     if form.stochastic or form.amax.kind is AmaxKind.PERCENTILE or form.tile not in _TILES:
@@ -86,25 +86,20 @@ def fits(cast: fx.Node) -> bool:
     return all(not isinstance(size, int) or size > 0 for size in value.shape)
 
 
-def _given(cast: fx.Node) -> fx.Node | None:
-    """The scale that an `encode` is given."""
-    return argument(cast, 5) if len(cast.args) > 5 and cast.args[5] is not None else None
-
-
 def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
     found: dict[_Key, _Casts] = {}
     for node in graph.nodes:
-        if node.target is ops.encode and fits(node) and not _read_otherwise(node):
-            casts = found.setdefault((argument(node), str(node.args[2]), _given(node)), _Casts(first=node))
-            if _along_rows(node):
+        cast, transposed = Encode.of(node), EncodeTransposed.of(node)
+        if cast is not None and fits(cast) and not _read_otherwise(cast):
+            casts = found.setdefault((cast.x, cast.fmt, cast.scale), _Casts(first=node))
+            if _along_rows(cast):
                 casts.row = node
             else:
                 casts.column = node
-        elif node.target is ops.encode_transposed:
-            scale = argument(node, 3)
-            made = argument(scale) if scale.target is operator.getitem else None
-            own = made is not None and made.target is ops.encode and _given(made) is None
-            key = argument(node), str(node.args[2]), None if own else scale
+        elif transposed is not None:
+            made = Encode.of(result_of(transposed.scale)[0])
+            own = made is not None and made.scale is None
+            key = transposed.x, transposed.fmt, None if own else transposed.scale
             found.setdefault(key, _Casts(first=node)).down.append(node)
     for (source, word, given), casts in found.items():
         if given is not None and Format.of(word).amax.stateful:
@@ -130,33 +125,26 @@ def _waits_for(node: fx.Node, first: fx.Node) -> bool:
     return node.target is ops.largest and all(user > first for user in node.users)
 
 
-def _along_rows(cast: fx.Node) -> bool:
+def _along_rows(cast: Encode) -> bool:
     """Whether `cast` contracts the last dimension of a matrix, or its scales serve both."""
-    return cast.args[1] in (-1, 1) or Format.of(str(cast.args[2])).tile.is_square
+    return cast.block_dim in (-1, 1) or cast.form.tile.is_square
 
 
-def _read_otherwise(cast: fx.Node) -> bool:
+def _read_otherwise(cast: Encode) -> bool:
     """Whether elements along columns are read as they lie, or a product that is emulated reads them."""
-    for result in cast.users:
-        if result.args[1] == 0 and result.users and not _along_rows(cast):
+    for place, result in results_of(cast.node):
+        if place == 0 and result.users and not _along_rows(cast):
             return True
-        if any(reader.target in _EMULATED for reader in _readers(result)):
+        if any(reader.target in _EMULATED for reader, _ in readers(result)):
             return True
     return False
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads `node` or transposes of it."""
-    for user in node.users:
-        if untransposed(user)[0] is untransposed(node)[0]:
-            yield from _readers(user)
-        else:
-            yield user
-
-
 def _results(cast: fx.Node | None, index: int) -> list[fx.Node]:
     """The nodes that pick result `index` of `cast` and are read."""
-    return [] if cast is None else [node for node in cast.users if node.args[1] == index and node.users]
+    if cast is None:
+        return []
+    return [result for place, result in results_of(cast) if place == index and result.users]
 
 
 def _write(build: Builder, key: _Key, casts: _Casts) -> None:
@@ -167,7 +155,7 @@ def _write(build: Builder, key: _Key, casts: _Casts) -> None:
     halved = bool(readers) and all(user.target is ops.as_fnuz for user in readers)
     if halved:
         elements = readers
-    halves = {bool(node.args[4:] and node.args[4]) for node in casts.down}
+    halves = {EncodeTransposed.read(node).fnuz for node in casts.down}
     if elements and casts.down and halves != {halved}:  # elements of two types take two kernels
         parts = [(elements, [], halved), ([], casts.down, halves.pop())]
     else:

@@ -11,19 +11,19 @@ Numerics do not change.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument, packet
-from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.templates.configs import autotuning
 from mxcompile.lowering.templates.fused_tiles import Tiles, tiles
+from mxcompile.ops.view import Cast, Product, result_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,25 +39,22 @@ class Fuse(NativePass):
         for node in list(graph.nodes):
             cast = cast_of(node)
             if cast is not None:
-                out = tensor(node)
-                assert out is not None
-                found = tiles(self.target.name, *map(hint, out.shape))
+                found = tiles(self.target.name, *map(hint, value_of(node).shape))
                 if found:
-                    self._fuse(build, node, cast, found)
+                    self._fuse(build, Product.read(node), cast, found)
         return NO_REASONS
 
-    def _fuse(self, build: Builder, node: fx.Node, cast: fx.Node, found: Tiles) -> None:
-        qdata, scale, b, scale_b, bias, out_dtype = node.args
-        source, _, elem_dtype, rounding, *_ = cast.args
-        competing = (qdata, scale) if autotuning() else ()
+    def _fuse(self, build: Builder, product: Product, cast: Cast, found: Tiles) -> None:
+        node, right = product.node, product.sides[1]
+        competing = product.sides[0] if autotuning() else ()
+        how = cast.elem_dtype, cast.rounding, product.out_dtype
         with build.graph.inserting_before(node):
-            arguments = (source, b, scale_b, bias, elem_dtype, rounding, out_dtype, *competing)
-            fused = build.call(ops.quantize_mm, *arguments, like=node)
+            fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *how, *competing, like=node)
         kernel = f"mx_quantize_mm {_config(found, bool(competing))} ({self.target.mma})"
         set_tag(fused, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, fused)
         if not competing:
-            for result in (*cast.users, cast):
+            for result in (*cast.node.users, cast.node):
                 build.graph.erase_node(result)
 
 
@@ -69,28 +66,27 @@ def _config(found: Tiles, competes: bool) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' if swap else ''}"
 
 
-def cast_of(node: fx.Node) -> fx.Node | None:
+def cast_of(node: fx.Node) -> Cast | None:
     """The cast of the left operand of `node`, a product of matrices, if it may be computed there instead."""
     if packet(node) is not ops.scaled_mm.overloadpacket or not all(tag.kernel for tag in tags_of(node)):
         return None
-    bias, out = tensor(node.args[4]), tensor(node)
-    results = node.args[:2]
+    product = Product.read(node)
+    bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None
-    if not all(_is_result(result, place, node) for place, result in enumerate(results)):
+    casts = [_cast(result, place, node) for place, result in enumerate(results)]
+    cast = Cast.of(casts[0])
+    if cast is None or None in casts:
         return None
-    cast = argument(node.args[0])  # type: ignore[arg-type]
-    source, dim, _, _, *square = cast.args
-    alone = len(cast.users) == 2 and all(user in results for user in cast.users)
-    shared = any(packet(user) in ops.CASTS and user is not cast for user in argument(cast).users)
-    rowwise = int(dim) in (-1, 1) and not any(square[:1])  # type: ignore[arg-type]
-    return cast if alone and rowwise and not shared and tensor(source) is not None else None
+    alone = len(cast.node.users) == 2 and all(user in results for user in cast.node.users)
+    shared = any(packet(user) in ops.CASTS and user is not cast.node for user in cast.x.users)
+    rowwise = cast.block_dim in (-1, 1) and not cast.square
+    return cast if alone and rowwise and not shared and tensor(cast.x) is not None else None
 
 
-def _is_result(result: Any, place: int, reader: fx.Node) -> bool:
-    """Whether `result` is what a cast returns in `place`, for `reader` alone."""
-    if not isinstance(result, fx.Node) or result.target is not operator.getitem:
-        return False
-    cast, index = result.args
-    ours = isinstance(cast, fx.Node) and cast.target is ops.quantize
-    return bool(ours and index == place and list(result.users) == [reader])
+def _cast(result: fx.Node, place: int, reader: fx.Node) -> fx.Node | None:
+    """The cast that returns `result` in `place`, for `reader` alone; None if there is none such."""
+    cast, index = result_of(result)
+    if cast is None or cast.target is not ops.quantize:
+        return None
+    return cast if index == place and list(result.users) == [reader] else None

@@ -22,6 +22,7 @@ from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.templates import configs, defaults
+from mxcompile.ops.view import Product
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -58,7 +59,7 @@ class Native(NativePass):
 
     def _product(self, node: fx.Node) -> defaults.Product:
         """`node` in the terms of the table of defaults."""
-        out, a = tensor(node), tensor(node.args[0])
+        out, a = tensor(node), tensor(Product.read(node).a)
         assert out is not None
         assert a is not None
         *groups, m, n = map(hint, out.shape)
@@ -72,7 +73,8 @@ class Native(NativePass):
         """The tiles of the tiled form for `node`, if it fits."""
         if _is_grouped(node):
             return self._tiled_groups(node)
-        out, a, scale_a, b, scale_b = map(tensor, (node, *node.args[:4]))
+        left, right = Product.read(node).sides
+        out, a, scale_a, b, scale_b = map(tensor, (node, *left, *right))
         if out is None or a is None or b is None or out.ndim != 2:
             return []
         if any(scale is None or scale.ndim != 1 for scale in (scale_a, scale_b)):
@@ -83,7 +85,8 @@ class Native(NativePass):
 
     def _tiled_groups(self, node: fx.Node) -> list[TiledConfig]:
         """The same for groups of K, of rows, or of columns, which are rows of the transposed product."""
-        out, a, b = tensor(node), tensor(node.args[0]), tensor(node.args[2])
+        product = Product.read(node)
+        out, a, b = map(tensor, (node, product.a, product.b))
         if out is None or a is None or b is None or (a.ndim, b.ndim) == (3, 3):
             return []
         if a.ndim == b.ndim:
@@ -98,12 +101,12 @@ class Native(NativePass):
 
     def runs(self, node: fx.Node) -> bool:
         """Whether the product `node` is one the target runs itself."""
-        out, a = tensor(node), tensor(node.args[0])
+        product = Product.read(node)
+        out, a, offs = map(tensor, (node, product.a, product.offs))
         if out is None or a is None or out.dtype not in _OUTPUTS:
             return False
         if a.ndim not in (2, 3) or a.device.type != self.device:
             return False
-        offs = tensor(node.args[4]) if _is_grouped(node) else None
         if offs is not None and not isinstance(offs.shape[0], int):
             return False
         if configs.single(out.shape):
@@ -116,11 +119,11 @@ def _shape(tile: MatmulConfig | TiledConfig) -> str:
 
 
 def _is_grouped(node: fx.Node) -> bool:
-    return packet(node) is ops.scaled_grouped_mm.overloadpacket
+    return Product.read(node).is_grouped
 
 
 def _name(node: fx.Node) -> str:
-    out, a = tensor(node), tensor(node.args[0])
+    out, a = tensor(node), tensor(Product.read(node).a)
     if _is_grouped(node):
         along_k = out is not None and a is not None and out.ndim > a.ndim
         return "mx_scaled_grouped_mm_k" if along_k else "mx_scaled_grouped_mm"
@@ -129,7 +132,8 @@ def _name(node: fx.Node) -> str:
 
 def _rows(node: fx.Node) -> int:
     """How many rows each product of `node` has; of groups of rows or columns, on average."""
-    out, a, b = tensor(node), tensor(node.args[0]), tensor(node.args[2])
+    product = Product.read(node)
+    out, a, b = map(tensor, (node, product.a, product.b))
     assert out is not None
     assert a is not None
     assert b is not None

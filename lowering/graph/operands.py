@@ -11,16 +11,15 @@ The first fuses with what makes x and never becomes FP8. Each operand is made on
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import WEIGHT_KEY, tensor
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.ops.view import Cast, Encode, result_of
 
 _WITH_VALUES = {
     ops.quantize: ops.quantize_dequantize,
@@ -80,30 +79,27 @@ class Operands:
         dtype: torch.dtype,
         like: fx.Node,
     ) -> fx.Node:
-        made = _encoded(qdata, scale)
-        if made is not None:
-            source, cast_dim, its, *seed = made.args[:5]
-            arguments = (source, scale, cast_dim, its, scaled, dtype, *seed)
-            return self._build.call(ops.round_with, *arguments, like=like)
+        cast = _encoded(qdata, scale)
+        if cast is not None:
+            how = cast.block_dim, cast.fmt, scaled, dtype, cast.seed, cast.stream
+            return self._build.call(ops.round_with, cast.x, scale, *how, like=like)
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 
     def _emit(self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        made = qdata.args[0] if qdata.target is operator.getitem else None
-        if isinstance(made, fx.Node) and made.target in _WITH_VALUES:
-            square = len(made.args) > 4 and made.args[4]
-            if square or scale.target is operator.getitem:
-                arguments: tuple[Any, ...] = (*made.args[:4], square)
-                value = self._build.call(_WITH_VALUES[made.target], *arguments, dtype, like=like)
-                value.meta.update({key: made.meta[key] for key in (WEIGHT_KEY,) if key in made.meta})
-                return value
+        cast = Cast.of(result_of(qdata)[0])
+        if cast is not None and (cast.square or scale.target is operator.getitem):
+            how = cast.block_dim, cast.elem_dtype, cast.rounding, cast.square, dtype
+            value = self._build.call(_WITH_VALUES[cast.node.target], cast.x, *how, like=like)
+            value.meta.update({key: v for key, v in cast.node.meta.items() if key == WEIGHT_KEY})
+            return value
         return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
 
 
-def _encoded(qdata: fx.Node, scale: fx.Node) -> fx.Node | None:
+def _encoded(qdata: fx.Node, scale: fx.Node) -> Encode | None:
     """The ``encode`` that made both."""
-    made = argument(qdata) if qdata.target is operator.getitem else None
-    return made if made is not None and made.target is ops.encode and scale.args[:1] == (made,) else None
+    (made, _), (its, _) = result_of(qdata), result_of(scale)
+    return Encode.of(made) if made is its else None
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

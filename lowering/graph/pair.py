@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
-
-_OPTIONAL = (False, ScaleLayout.ROW_MAJOR)  # what a cast's last two arguments are where it has none
+from mxcompile.ops.view import Cast, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +35,8 @@ class Pair(NativePass):
             key = _key(node)
             if key is None:
                 continue
-            source, side, *fmt = key
-            other = waiting.pop((source, -3 - side, *fmt), None)
+            side, *how = key
+            other = waiting.pop((-3 - side, *how), None)
             if other is None:
                 waiting[key] = node
             else:
@@ -47,24 +45,22 @@ class Pair(NativePass):
 
 
 def _key(node: fx.Node) -> tuple[Any, ...] | None:
-    """Source, direction, format and scale layout of a cast of a matrix; None for any other node."""
-    if node.op != "call_function" or node.target is not ops.quantize:
+    """Direction, source, format and scale layout of a cast of a matrix; None for any other node."""
+    cast = Cast.of(node) if node.target is ops.quantize else None
+    value = None if cast is None else tensor(cast.x)
+    if cast is None or value is None or value.ndim < 2 or cast.square:
         return None
-    source, dim, elem_dtype, rounding, square, scale_layout = (*node.args, *_OPTIONAL[len(node.args) - 4 :])  # type: ignore[misc]
-    value = tensor(source)
-    if value is None or value.ndim < 2 or square:
-        return None
-    side = int(dim) if dim < 0 else int(dim) - value.ndim  # type: ignore[operator, arg-type]
-    return source, side, elem_dtype, rounding, str(scale_layout)
+    return cast.side, cast.x, cast.elem_dtype, cast.rounding, str(cast.scale_layout)
 
 
 def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
-    rowwise, columnwise = (first, second) if _key(first)[1] == -1 else (second, first)  # type: ignore[index]
-    source, _, *fmt = _key(first)  # type: ignore[misc]
+    cast = Cast.read(first)
+    rowwise, columnwise = (first, second) if cast.side == -1 else (second, first)
+    how = cast.x, cast.elem_dtype, cast.rounding, str(cast.scale_layout)
     with build.graph.inserting_before(first):
-        both = build.call(ops.quantize_both, source, *fmt, like=first)
+        both = build.call(ops.quantize_both, *how, like=first)
         results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
-    for cast, made in ((rowwise, results[:2]), (columnwise, results[2:])):
-        for user in list(cast.users):
-            build.replace(user, made[user.args[1]])  # type: ignore[index]
-        build.graph.erase_node(cast)
+    for node, made in ((rowwise, results[:2]), (columnwise, results[2:])):
+        for place, user in list(results_of(node)):
+            build.replace(user, made[place])
+        build.graph.erase_node(node)

@@ -25,6 +25,7 @@ from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, pac
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.ops.view import Dequantize
 
 _PRODUCTS = frozenset(
     {
@@ -134,9 +135,10 @@ class _Promoter:
     def _dequantized(self, operand: fx.Node) -> fx.Node | None:
         """`operand` in FP32 from its codes, where it is dequantized data; else None."""
         source, swapped = untransposed(operand)
-        if source.target is not ops.dequantize:
+        made = Dequantize.of(source)
+        if made is None:
             return None
-        value = self._build.call(ops.dequantize, *source.args[:3], torch.float32, like=source)
+        value = self._build.call(ops.dequantize, *made.arguments(dtype=torch.float32), like=source)
         return transpose(value, self._build) if swapped else value
 
 

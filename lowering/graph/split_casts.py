@@ -8,13 +8,14 @@ For casts in other formats than MXFP8, where no template makes both. Numerics do
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.ops.view import Encode, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,23 +28,21 @@ class SplitCasts(LoweringPass):
         """Split the casts of `graph`; a part that nobody reads disappears."""
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.encode):
-            _split(build, node)
+            _split(build, Encode.read(node))
         graph.eliminate_dead_code()
         return NO_REASONS
 
 
-def _split(build: Builder, cast: fx.Node) -> None:
-    results: dict[Any, fx.Node] = {user.args[1]: user for user in cast.users}
-    with build.graph.inserting_before(cast):
-        given = cast.args[5] if len(cast.args) > 5 else None
-        scale = given if given is not None else build.call(ops.scale_of, *cast.args[:3], like=cast)
-        parts: list[Any] = [None, scale]
+def _split(build: Builder, cast: Encode) -> None:
+    results, how = dict(results_of(cast.node)), (cast.block_dim, cast.fmt)
+    with build.graph.inserting_before(cast.node):
+        scale = cast.scale or build.call(ops.scale_of, cast.x, *how, like=cast.node)
+        parts = {1: scale}
         if 0 in results and results[0].users:
-            source, *how = cast.args[:5]
-            parts[0] = build.call(ops.encode_with, source, scale, *how, like=cast)
-    for index, user in results.items():
-        part = parts[index]
-        if part is not None:
-            user.replace_all_uses_with(part)
-        build.graph.erase_node(user)
-    build.graph.erase_node(cast)
+            drawn = cast.seed, cast.stream
+            parts[0] = build.call(ops.encode_with, cast.x, scale, *how, *drawn, like=cast.node)
+    for place, result in results.items():
+        if place in parts:
+            result.replace_all_uses_with(parts[place])
+        build.graph.erase_node(result)
+    build.graph.erase_node(cast.node)

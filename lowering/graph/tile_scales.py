@@ -13,7 +13,6 @@ change.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,9 +22,10 @@ from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
-from mxcompile.graph.transpose import untransposed
+from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
+from mxcompile.ops.view import Cast, Product, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,50 +43,39 @@ class TileScales(NativePass):
         """Change the casts of `graph` whose scales only the target's own products read."""
         build = Builder(graph, self.name)
         native = Native(target=self.target, device=self.device)
-        for cast in graph.find_nodes(op="call_function", target=ops.quantize):
-            uses = list(_uses(cast))
+        for node in graph.find_nodes(op="call_function", target=ops.quantize):
+            cast = Cast.read(node)
+            uses = [use for place, result in results_of(node) if place == 1 for use in readers(result)]
             if uses and _can_tile(cast) and all(_takes_tiles(native, *use) for use in uses):
                 _tile(build, cast, uses)
         graph.eliminate_dead_code()
         return NO_REASONS
 
 
-def _can_tile(cast: fx.Node) -> bool:
+def _can_tile(cast: Cast) -> bool:
     """Whether `cast` is of a matrix that is not empty, its scales those of rows or columns, row-major."""
-    value = tensor(cast.args[0])
-    if value is None or value.ndim != 2 or any(cast.args[4:]):
+    value = tensor(cast.x)
+    if value is None or value.ndim != 2 or cast.square or cast.scale_layout != ScaleLayout.ROW_MAJOR:
         return False
     return all(not isinstance(size, int) or size > 0 for size in value.shape)
 
 
-def _uses(cast: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads the scale of `cast`, and the node it reads it from: the scale or a transpose of it."""
-    waiting = [result for result in cast.users if result.args[1] == 1]
-    while waiting:
-        node = waiting.pop()
-        for user in node.users:
-            if untransposed(user)[0] is untransposed(node)[0]:
-                waiting.append(user)
-            else:
-                yield user, node
-
-
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the chip, and `scale` that of one of its operands."""
-    out = tensor(user)
-    reads_scale = user.target is ops.scaled_mm and scale in (user.args[1], user.args[3])
+    out, product = tensor(user), Product.of(user) if user.target is ops.scaled_mm else None
+    reads_scale = product is not None and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and native.runs(user)
 
 
-def _tile(build: Builder, cast: fx.Node, uses: list[tuple[fx.Node, fx.Node]]) -> None:
+def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:
     """Make the scale of `cast` a tiled one, also for those that read transposes of it."""
-    arguments = (*cast.args[:4], False, str(ScaleLayout.TILED_128X4))
-    with build.graph.inserting_before(cast):
-        made = build.call(cast.target, *arguments, like=cast)
-        results = [build.call(operator.getitem, made, index, like=cast) for index in range(2)]
-    made.meta = {**cast.meta, **made.meta}
+    node, arguments = cast.node, cast.arguments(scale_layout=str(ScaleLayout.TILED_128X4))
+    with build.graph.inserting_before(node):
+        made = build.call(node.target, *arguments, like=node)
+        results = [build.call(operator.getitem, made, index, like=node) for index in range(2)]
+    made.meta = {**node.meta, **made.meta}
     for user, scale in uses:
         user.replace_input_with(scale, results[1])
-    for old in cast.users:
-        if old.args[1] == 0:
+    for place, old in list(results_of(node)):
+        if place == 0:
             old.replace_all_uses_with(results[0])

@@ -23,7 +23,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import VIEWS, argument, aten, packet
+from mxcompile.graph.opsets import VIEWS, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
@@ -33,6 +33,7 @@ from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import Operands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
+from mxcompile.ops.view import Dequantize, Product
 
 _Parts = tuple[fx.Node, fx.Node, bool]
 """Elements and scales of a weight as stored, and whether the product's right operand is their transpose."""
@@ -77,19 +78,20 @@ class WeightOnly(LoweringPass):
         return NO_REASONS
 
     def _takes(self, node: fx.Node) -> bool:
-        return self._fits(node, argument(node, 0), stored(argument(node, 2), argument(node, 3)))
+        product = Product.read(node)
+        return self._fits(node, product.a, stored(product.b, product.scale_b))
 
     def _takes_plain(self, node: fx.Node) -> bool:
         """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
         if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
             return False
         x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        out = tensor(node)
-        if out is None or weight.target is not ops.dequantize or weight.args[3] is not out.dtype:
+        out, made = tensor(node), Dequantize.of(weight)
+        if out is None or made is None or made.dtype is not out.dtype:
             return False
         along = -1 if swapped else -2
-        qdata, scale, turned = _stored_parts(weight)
-        return weight.args[2] in (along, along + 2) and self._fits(node, x, (qdata, scale, swapped != turned))
+        qdata, scale, turned = _stored_parts(made)
+        return made.block_dim in (along, along + 2) and self._fits(node, x, (qdata, scale, swapped != turned))
 
     def _fits(self, node: fx.Node, x: fx.Node, parts: _Parts) -> bool:
         """Whether the kernel is for the product `node` of `x` and a weight of these parts."""
@@ -115,14 +117,15 @@ class WeightOnly(LoweringPass):
     def _replace(self, node: fx.Node, build: Builder, operands: Operands) -> None:
         out = tensor(node)
         assert out is not None
-        qa, sa, qb, sb = (argument(node, index) for index in range(4))
+        product = Product.read(node)
+        (qa, sa), (qb, sb) = product.sides
         with build.graph.inserting_before(node):
             x = operands.value(qa, sa, -1, working_dtype(out.dtype, self.target), node)
-            self._emit(node, build, x, stored(qb, sb), node.args[4])
+            self._emit(node, build, x, stored(qb, sb), product.bias)
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
         x, (made, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        weight, scale, turned = _stored_parts(made)
+        weight, scale, turned = _stored_parts(Dequantize.read(made))
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
             x = self._widened(x, node, build)
@@ -165,9 +168,9 @@ class WeightOnly(LoweringPass):
         return choices[0].one_of(len(choices))
 
 
-def _stored_parts(made: fx.Node) -> _Parts:
-    """Elements and scales that `made`, a dequantization, reads, before transposes, if any: then True."""
-    (qdata, swapped), (scale, _) = untransposed(argument(made, 0)), untransposed(argument(made, 1))
+def _stored_parts(made: Dequantize) -> _Parts:
+    """Elements and scales that `made` reads, before transposes, if any: then True."""
+    (qdata, swapped), (scale, _) = untransposed(made.qdata), untransposed(made.scale)
     return qdata, scale, swapped
 
 

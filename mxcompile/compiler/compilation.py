@@ -101,7 +101,7 @@ class Compilation:
             self.traced = True
             return
         plan = self.found.planned.plan
-        steps = passes.joint_passes(
+        context = passes.Context(
             inputs=self.found.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
@@ -109,13 +109,13 @@ class Compilation:
             first_index=len(self.part.gemms),
             blocks=self.found.blocks,
             cut=self.found.cut,
-            known=None if plan is None else plan.by_name,
+            known={} if plan is None else plan.by_name,
             tapped=self._tapped,
             uncached=lowering.uncached(self.target),
         )
         start = time.perf_counter()
         try:
-            passes.run(steps, graph)
+            passes.run(passes.joint_passes(context), graph)
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
         gathers = Gathers() if self.traced else self.found.gathers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from torch import fx
 
 from mxcompile.graph.build import Builder
@@ -12,17 +14,29 @@ from mxcompile.graph.tags import value_of
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
     """The node `node` is a transpose of, by the last two dimensions, and whether it is one."""
     swapped = False
-    while _swaps_last_two(node):
+    while is_transpose(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node, swapped = source, not swapped
     return node, swapped
 
 
-def _swaps_last_two(node: fx.Node) -> bool:
+def is_transpose(node: fx.Node) -> bool:
+    """Whether `node` is its argument with the last two dimensions swapped."""
     order = permutation(node) or []
     last = len(order) - 1
     return last > 0 and order == [*range(last - 1), last, last - 1]
+
+
+def readers(
+    node: fx.Node, through: Callable[[fx.Node], bool] = is_transpose
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads `node`, or what nodes that are `through` make of it, and which of these it reads."""
+    for user in node.users:
+        if through(user):
+            yield from readers(user, through)
+        else:
+            yield user, node
 
 
 def transpose(node: fx.Node, builder: Builder) -> fx.Node:

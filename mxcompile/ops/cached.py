@@ -14,13 +14,13 @@ from mxcompile.ops import mx
 from mxcompile.ops.define import SPECS, define
 
 quantize_cached = define(
-    "quantize_cached(Tensor w, int block_dim, ScalarType elem_dtype, str rounding, bool square)"
+    "quantize_cached(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square)"
     " -> (Tensor qdata, Tensor scale)",
     mx.quantize,
     SPECS[mx.quantize],
 )
 quantize_dequantize_cached = define(
-    "quantize_dequantize_cached(Tensor w, int block_dim, ScalarType elem_dtype, str rounding, bool square,"
+    "quantize_dequantize_cached(Tensor x, int block_dim, ScalarType elem_dtype, str rounding, bool square,"
     " ScalarType dtype) -> Tensor",
     mx.quantize_dequantize,
     SPECS[mx.quantize_dequantize],

@@ -22,7 +22,7 @@ def first_column(title: str) -> list[str]:
 
 
 def test_passes():
-    passes = pipeline.joint_passes(inputs=(), policy=Policy.preset("nvidia"), cut="a part of a model")
+    passes = pipeline.joint_passes(pipeline.Context(policy=Policy.preset("nvidia"), cut="a part of a model"))
     on_parts = [Compress.name, Flatten.name]
     assert first_column("pass") == [step.name for step in passes] + on_parts
 

@@ -143,7 +143,7 @@ def traced(function: Any, *args: Tensor) -> fx.Graph:
 
 def decided_graph() -> fx.Graph:
     graph = traced(lambda x, w: x @ w, torch.randn(4, 8), torch.randn(8, 4))
-    pipeline.run(pipeline.joint_passes(inputs=(), policy=Policy()), graph)
+    pipeline.run(pipeline.joint_passes(pipeline.Context(policy=Policy())), graph)
     return graph
 
 

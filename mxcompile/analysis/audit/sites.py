@@ -9,8 +9,6 @@ What is computed does not change; the marked graph is for `mxcompile.audit.inter
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +20,9 @@ from mxcompile.formats import Format, Rounding, Tile, elem_type
 from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import argument, packet
-from mxcompile.graph.tags import GemmTag, tag_of
+from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.ops.view import Cast, Encode, Product, result_of
 
 MARK = "mx_audit"
 """Where a cast's node.meta holds the position of its `CastSite`."""
@@ -118,13 +117,16 @@ class _Marker:
 
     def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
         """Replace the target of `node` by `observed`."""
-        words = tuple(map(str, node.args[6:]))
+        product = Product.read(node)
+        words = tuple(filter(None, product.words))
         site = ProductSite(tag=tag, op=node.target, words=words)
         self._sites.products.append(site)
         with self._graph.inserting_before(node):
-            left, right = (self._operand(argument(node, 2 * side), site, side) for side in (0, 1))
+            left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
+        (qa, sa), (qb, sb) = product.sides
+        given = qa, sa, qb, sb, product.extra, product.out_dtype
         node.target = observed
-        node.args = (*node.args[:6], left, right, len(self._sites.products) - 1)
+        node.args = (*given, left, right, len(self._sites.products) - 1)
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
@@ -146,10 +148,10 @@ class _Marker:
 
     def _cast_site(self, cast: fx.Node) -> CastSite:
         if MARK not in cast.meta:
-            dim, *how = cast.args[1:]
-            rank = argument(cast).meta["val"].ndim
-            assert isinstance(dim, int)
-            site = CastSite(block_dim=dim % rank, rowwise=dim % rank == rank - 1, fmt=_format(cast, how))
+            view = Encode.of(cast) or Cast.read(cast)
+            rank = value_of(view.x).ndim
+            dim = view.block_dim % rank
+            site = CastSite(block_dim=dim, rowwise=dim == rank - 1, fmt=_format(view))
             self._sites.casts.append(site)
             cast.meta[MARK] = len(self._sites.casts) - 1
             return site
@@ -159,16 +161,13 @@ class _Marker:
 
 def _cast_of(qdata: fx.Node) -> fx.Node | None:
     """The node that quantized `qdata`."""
-    if packet(qdata) is not operator.getitem:
-        return None
-    cast = argument(qdata)
-    return cast if cast.target in ops.QUANTIZERS else None
+    cast, _ = result_of(qdata)
+    return cast if cast is not None and cast.target in ops.QUANTIZERS else None
 
 
-def _format(cast: fx.Node, how: Sequence[Any]) -> Format:
-    """The format of `cast`, from its arguments after the dimension."""
-    if cast.target is ops.encode:
-        return Format.of(how[0])
-    elem, rounding, *square = how
-    tile = Tile.SQUARE if any(square) else Tile.ROW
-    return Format(elem=elem_type(elem), rounding=Rounding(rounding), tile=tile)
+def _format(cast: Encode | Cast) -> Format:
+    """The format of `cast`."""
+    if isinstance(cast, Encode):
+        return cast.form
+    tile = Tile.SQUARE if cast.square else Tile.ROW
+    return Format(elem=elem_type(cast.elem_dtype), rounding=Rounding(cast.rounding), tile=tile)

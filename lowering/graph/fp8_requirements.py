@@ -1,0 +1,165 @@
+"""The requirements of the vendor's FP8 GEMM, in order, with the words for a record where one is not met.
+
+Source: the checks of `torch._scaled_mm` (torch/_meta_registrations.py, ATen/native/cuda/ScaledBlas.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mxcompile.formats import E5M2, WHOLE, Format, Tile
+from mxcompile.graph.tags import tensor, value_of
+from mxcompile.lowering.targets import Target
+from mxcompile.ops.view import Product
+
+_MULTIPLE = 16
+"""Of the sizes of the right operand."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+_ALIGNED = 4
+"""Of the numbers of scales along the dimension that is innermost in their memory: 16 bytes."""
+
+_BLOCKS_SINCE = (12, 9)
+"""The CUDA whose GEMM takes scales of blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A product of FP8 operands with FP32 scales.
+
+    left, right: formats of the operands. device: type of the device that stands for the target.
+    """
+
+    out: Tensor
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    left: Format
+    right: Format
+    target: Target
+    device: str
+
+    @staticmethod
+    def of(node: fx.Node, target: Target, device: str) -> Problem:
+        """That of `node`, an ``encoded_mm``."""
+        product = Product.read(node)
+        left, right = product.forms
+        return Problem(
+            out=value_of(node),
+            a=value_of(product.a),
+            b=value_of(product.b),
+            bias=tensor(product.bias),
+            left=left,
+            right=right,
+            target=target,
+            device=device,
+        )
+
+    @property
+    def tiles(self) -> str:
+        """The extents of the scales, in words."""
+        return " and ".join(dict.fromkeys((str(self.left.tile), str(self.right.tile))))
+
+    @property
+    def odd(self) -> dict[str, Any]:
+        """The sizes of the right operand that are no multiples, by their names."""
+        sizes = {"k": self.b.shape[0], "n": self.b.shape[1]}
+        return {key: size for key, size in sizes.items() if not isinstance(size, int) or size % _MULTIPLE}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a size is 0."""
+        sizes = (*self.out.shape, self.b.shape[0])
+        return any(isinstance(size, int) and size == 0 for size in sizes)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether scales are of blocks along the contraction."""
+        return self.left.tile.along != WHOLE
+
+    @property
+    def num_blocks(self) -> Any:
+        """How many blocks of the right operand lie along the contraction."""
+        return -(-self.a.shape[1] // self.right.tile.along)
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """holds: whether a problem meets it. words: why one does not."""
+
+    holds: Callable[[Problem], bool]
+    words: Callable[[Problem], str]
+
+
+def _cuda_has_blocks(_: Problem) -> bool:
+    version = torch.version.cuda
+    return version is None or tuple(map(int, version.split(".")[:2])) >= _BLOCKS_SINCE
+
+
+def _takes_tiles(problem: Problem) -> bool:
+    return problem.target.multiplies_fp8(str(problem.left.tile), str(problem.right.tile))
+
+
+def _no_gemm_for_tiles(problem: Problem) -> str:
+    target = problem.target
+    others = target.native and not target.multiplies_mx(problem.left, problem.right)
+    hint = "; its MX GEMM multiplies powers of two (scale: pow2)" if others else ""
+    return f"no FP8 GEMM of {target.name} for scales {problem.tiles}{hint}"
+
+
+def _no_multiples(problem: Problem) -> str:
+    sizes = ", ".join(f"{key}={size}" for key, size in problem.odd.items()) or "empty"
+    return f"the FP8 GEMM takes multiples of {_MULTIPLE} ({sizes})"
+
+
+def _takes_elements(problem: Problem) -> bool:
+    both = problem.left.elem == problem.right.elem == E5M2
+    return not both and not (problem.left.tile == Tile.CHANNEL and problem.right.elem == E5M2)
+
+
+def _takes_bias(problem: Problem) -> bool:
+    bias, dtype = problem.bias, problem.out.dtype
+    return bias is None or (bias.ndim == 1 and bias.dtype is dtype and dtype in _HALVES)
+
+
+def _rows_are_aligned(problem: Problem) -> bool:
+    rows = problem.a.shape[0]
+    return isinstance(rows, int) and rows % _ALIGNED == 0
+
+
+REQUIREMENTS = (
+    Requirement(_takes_tiles, _no_gemm_for_tiles),
+    Requirement(lambda p: p.a.ndim == 2, lambda _: "no FP8 GEMM for batches of matrices"),
+    Requirement(lambda p: p.out.device.type == p.device, lambda _: "not on the target's device"),
+    Requirement(lambda p: not p.odd and not p.is_empty, _no_multiples),
+    Requirement(_takes_elements, lambda _: "the FP8 GEMM takes no E5M2 on the right"),
+    Requirement(
+        lambda p: p.left.tile != Tile.CHANNEL or p.out.dtype is torch.bfloat16,
+        lambda _: "the FP8 GEMM with scales a channel gives BF16",
+    ),
+    Requirement(
+        lambda p: not p.in_blocks or _cuda_has_blocks(p),
+        lambda _: f"the FP8 GEMM takes scales of blocks from CUDA 12.9 on (this is {torch.version.cuda})",
+    ),
+    Requirement(
+        lambda p: not p.in_blocks or _rows_are_aligned(p),
+        lambda p: f"the FP8 GEMM with scales of blocks takes multiples of {_ALIGNED} (m={p.a.shape[0]})",
+    ),
+    Requirement(
+        lambda p: not p.in_blocks or p.right.tile.across == 1 or p.num_blocks % _ALIGNED == 0,
+        lambda p: f"the FP8 GEMM takes multiples of {_ALIGNED} blocks along k ({p.num_blocks})",
+    ),
+    Requirement(_takes_bias, lambda _: "the FP8 GEMM takes a vector of its result's half precision as bias"),
+)
+"""In the order in which a record names the first that is not met."""
+
+
+def unmet(problem: Problem) -> str:
+    """Why the vendor's FP8 GEMM does not take `problem`; "" if it does."""
+    return next((each.words(problem) for each in REQUIREMENTS if not each.holds(problem)), "")

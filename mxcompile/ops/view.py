@@ -1,0 +1,222 @@
+"""Calls of mx operators, read by the names of their schemas: one more argument is a change here alone.
+
+Cast.of(node).elem_dtype          Product.of(node).scale_b          None for calls of other operators
+build.call(ops.dequantize, *view.arguments(dtype=torch.float32), like=node)               made again
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import fx
+
+from mxcompile.formats import Format, ScaleLayout
+from mxcompile.ops.cached import quantize_cached, quantize_dequantize_cached
+from mxcompile.ops.general import decode, encode, encoded_grouped_mm, encoded_mm
+from mxcompile.ops.layouts import encode_transposed
+from mxcompile.ops.mx import (
+    dequantize,
+    dequantize_tiles,
+    quantize,
+    quantize_dequantize,
+    scaled_grouped_mm,
+    scaled_mm,
+)
+
+
+@functools.cache
+def _schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments of an operator, in order, and the defaults of those that have one."""
+    arguments = target._schema.arguments
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return tuple(each.name for each in arguments), defaults
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of `node`, a call of an operator, by their names in order, with defaults."""
+    names, defaults = _schema(node.target)
+    given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """One call of an operator. An argument that the operator does not have is the default of its field."""
+
+    node: fx.Node
+    operators: ClassVar[frozenset[Any]]
+
+    @classmethod
+    def of(cls, node: Any) -> Self | None:
+        """The view of `node`; None if it is not a call of one of `operators`."""
+        if not isinstance(node, fx.Node) or node.target not in cls.operators:
+            return None
+        given = arguments_of(node)
+        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(node=node, **known)
+
+    @classmethod
+    def read(cls, node: fx.Node) -> Self:
+        """The view of `node`, a call of one of `operators`."""
+        view = cls.of(node)
+        assert view is not None, f"{node.format_node()} is not a call of {cls.__name__}"
+        return view
+
+    def arguments(self, **changes: Any) -> tuple[Any, ...]:
+        """The arguments of the same call with `changes`, in order; trailing defaults are left out."""
+        names, defaults = _schema(self.node.target)
+        values = arguments_of(self.node) | changes
+        assert len(values) == len(names), f"{self.node.target} has no argument {set(values) - set(names)}"
+        while names and names[-1] in defaults and values[names[-1]] == defaults[names[-1]]:
+            names = names[:-1]
+        return tuple(values[name] for name in names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast(View):
+    """A cast to MXFP8: of codes and scale bytes, or, where `dtype` says which, of values."""
+
+    x: fx.Node
+    block_dim: int
+    elem_dtype: torch.dtype
+    rounding: str
+    square: bool = False
+    scale_layout: str = ScaleLayout.ROW_MAJOR
+    dtype: torch.dtype | None = None
+    operators: ClassVar[frozenset[Any]] = frozenset(
+        {quantize, quantize_cached, quantize_dequantize, quantize_dequantize_cached}
+    )
+
+    @property
+    def side(self) -> int:
+        """The dimension of blocks, counted from the last, which is −1."""
+        return self.block_dim if self.block_dim < 0 else self.block_dim - self.x.meta["val"].ndim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encode(View):
+    """A cast to the format `fmt`. scale: one that is known before; None for one that `x` says."""
+
+    x: fx.Node
+    block_dim: int
+    fmt: str
+    seed: fx.Node | None = None
+    stream: int = 0
+    scale: fx.Node | None = None
+    operators: ClassVar[frozenset[Any]] = frozenset({encode})
+
+    @property
+    def form(self) -> Format:
+        """The format as a value."""
+        return Format.of(self.fmt)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeTransposed(View):
+    """The transpose of the elements of a cast. fnuz: in types with the larger bias."""
+
+    x: fx.Node
+    block_dim: int
+    fmt: str
+    scale: fx.Node
+    fnuz: bool = False
+    operators: ClassVar[frozenset[Any]] = frozenset({encode_transposed})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dequantize(View):
+    """Values of MXFP8 data."""
+
+    qdata: fx.Node
+    scale: fx.Node
+    block_dim: int
+    dtype: torch.dtype
+    operators: ClassVar[frozenset[Any]] = frozenset({dequantize})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode(View):
+    """Values of data in the format `fmt`, or, without a scale, its elements."""
+
+    qdata: fx.Node
+    scale: fx.Node | None
+    block_dim: int
+    fmt: str
+    dtype: torch.dtype
+    operators: ClassVar[frozenset[Any]] = frozenset({decode})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DequantizeTiles(View):
+    """Values of MXFP8 data in tiles of 32×32. rounding: of the scales, when they were made."""
+
+    qdata: fx.Node
+    scale: fx.Node
+    rounding: str
+    dtype: torch.dtype
+    operators: ClassVar[frozenset[Any]] = frozenset({dequantize_tiles})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product(View):
+    """A GEMM of quantized operands a · b, or one for each group. format_a, format_b: "" for MXFP8."""
+
+    a: fx.Node
+    scale_a: fx.Node
+    b: fx.Node
+    scale_b: fx.Node
+    out_dtype: torch.dtype
+    bias: fx.Node | None = None
+    offs: fx.Node | None = None
+    format_a: str = ""
+    format_b: str = ""
+    operators: ClassVar[frozenset[Any]] = frozenset(
+        {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm}
+    )
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether there is a product for each group."""
+        return self.offs is not None
+
+    @property
+    def extra(self) -> fx.Node | None:
+        """The bias, or the offsets of groups."""
+        return self.offs if self.is_grouped else self.bias
+
+    @property
+    def sides(self) -> tuple[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]]:
+        """Elements and scales, of the left operand and of the right."""
+        return (self.a, self.scale_a), (self.b, self.scale_b)
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The formats of both operands, as the operators take them."""
+        return self.format_a, self.format_b
+
+    @property
+    def forms(self) -> tuple[Format, ...]:
+        """The formats of both operands as values; none for MXFP8."""
+        return tuple(Format.of(word) for word in self.words if word)
+
+
+def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The nodes that pick the results of `node`, a call that returns several, with their places."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            place: Any = user.args[1]
+            yield place, user
+
+
+def result_of(node: Any) -> tuple[fx.Node | None, int]:
+    """The call that `node` picks a result of, and the place of that; None and −1 if it is not such a node."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem:
+        call, place = node.args
+        if isinstance(call, fx.Node) and isinstance(place, int):
+            return call, place
+    return None, -1

@@ -1,0 +1,99 @@
+"""Calls of mx operators read by name: defaults, arguments that only some have, calls made again."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import aten
+from mxcompile.graph.transpose import readers
+from mxcompile.ops import view
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+WORD = "e4m3 tensor nearest"
+KINDS = (
+    view.Cast,
+    view.Encode,
+    view.EncodeTransposed,
+    view.Dequantize,
+    view.Decode,
+    view.DequantizeTiles,
+    view.Product,
+)
+
+
+def call(target, *arguments, **named) -> fx.Node:
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in "abcdefgh" if name in (*arguments, *named.values())}
+    given = [nodes.get(each, each) if isinstance(each, str) else each for each in arguments]
+    return graph.call_function(target, tuple(given), {k: nodes.get(v, v) for k, v in named.items()})
+
+
+def test_defaults_and_keywords_are_read():
+    plain = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil"))
+    assert (plain.square, plain.scale_layout, plain.dtype) == (False, "row-major", None)
+    named = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil", scale_layout="128x4"))
+    assert (named.square, named.scale_layout) == (False, "128x4")
+
+
+def test_an_operator_lacks_what_others_have():
+    values = view.Cast.read(call(ops.quantize_dequantize, "a", -2, E4M3, "floor", True, BF16))
+    assert (values.square, values.dtype, values.scale_layout) == (True, BF16, "row-major")
+    product = view.Product.read(call(ops.scaled_mm, "a", "b", "c", "d", None, BF16))
+    assert (product.words, product.forms, product.extra, product.is_grouped) == (("", ""), (), None, False)
+    grouped = view.Product.read(call(ops.scaled_grouped_mm, "a", "b", "c", "d", "e", BF16))
+    assert grouped.is_grouped
+    assert [str(node) for side in grouped.sides for node in side] == ["a", "b", "c", "d"]
+    assert str(grouped.extra) == "e"
+
+
+def test_other_calls_have_no_view():
+    node = call(aten.mm.default, "a", "b")
+    assert view.Cast.of(node) is view.Product.of(node) is view.Encode.of(None) is None
+    with pytest.raises(AssertionError, match="is not a call of Cast"):
+        view.Cast.read(node)
+
+
+def test_a_call_is_made_again_with_changes():
+    cast = view.Cast.read(call(ops.quantize, "a", -1, E4M3, "rceil", False, "row-major"))
+    assert cast.arguments() == (cast.x, -1, E4M3, "rceil")
+    assert cast.arguments(scale_layout="128x4") == (cast.x, -1, E4M3, "rceil", False, "128x4")
+    encode = view.Encode.read(call(ops.encode, "a", -1, WORD, None, 0, "b"))
+    assert encode.arguments(stream=3) == (encode.x, -1, WORD, None, 3, encode.scale)
+    with pytest.raises(AssertionError, match="has no argument"):
+        cast.arguments(seed=None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_fields_are_arguments_of_the_operators(kind: type[view.View]):
+    """Every argument of an operator is a field, and every field is an argument of some operator."""
+    known = [{each.name for each in op._schema.arguments} for op in kind.operators]
+    names = {field.name for field in fields(kind) if field.name != "node"}
+    assert names == set().union(*known)
+
+
+def test_results_and_who_made_them():
+    module = make_fx(lambda x: ops.quantize(x, -1, E4M3, "rceil")[1] + 1, tracing_mode="fake")(
+        torch.randn(4, 64)
+    )
+    (cast,) = module.graph.find_nodes(op="call_function", target=ops.quantize)
+    results = dict(view.results_of(cast))
+    assert view.result_of(results[1]) == (cast, 1)
+    assert view.result_of(cast) == (None, -1)
+
+
+def test_readers_look_through_transposes():
+    def function(x):
+        y = x + 1
+        return y.t() * 2, y.t().t() * 3, y * 4
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(4, 64))
+    (made,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    found = list(readers(made))
+    assert sorted(reader.args[1] for reader, _ in found) == [2, 3, 4]
+    assert all(read in reader.all_input_nodes for reader, read in found)
