@@ -14,8 +14,8 @@ import subprocess
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-import pytest
 import emulated
+import pytest
 import torch
 from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler

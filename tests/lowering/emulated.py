@@ -68,8 +68,8 @@ int main(int, char** words) {{
   using I = int64_t;
   using Function = I (*)(I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, float);
   int64_t result = reinterpret_cast<Function>(functions.at(words[1]))(
-      v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15], v[16],
-      v[17], v[18], v[19], factor);
+      v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
+      v[16], v[17], v[18], v[19], factor);
   fwrite(&result, 8, 1, stdout);
   for (const Buffer& buffer : buffers) fwrite(buffer.bytes, 1, buffer.size, stdout);
 }}

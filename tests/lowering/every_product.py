@@ -50,7 +50,8 @@ SOURCE = "#include <cmath>\n" + "\n".join(_FUNCTION.format(elem=elem, rows=_ROWS
 def differing(functions: Any, elem: str, scale: int, step: int = 1) -> int:
     """How many products of activations, in 64 calls or every `step`-th of these, and all codes are wrong.
 
-    All are under one scale byte. They come in order of their bits: calls of ordinary exponents and others are told apart by the kernel.
+    All are under one scale byte. They come in order of their bits, because the kernel tells calls of ordinary
+    exponents and others apart.
     """
     activations = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     codes = torch.arange(256, dtype=torch.uint8)
