@@ -77,8 +77,8 @@ def _in_process(checkout: Path, sizes: list[int]) -> list[dict[str, Any]]:
 
 def measured(nodes: int) -> dict[str, Any]:
     """Classify a graph of at least `nodes` nodes."""
-    from mxcompile.graph.names import GraphInput
     from mxcompile.graph.tags import tags_of
+    from mxcompile.models.names import GraphInput
     from mxcompile.passes.classify import Classify
     from mxcompile.passes.find import Find
 

@@ -11,10 +11,10 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
-from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
+from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
 from mxcompile.passes.flow import origin, readers, stored, viewed
 from mxcompile.passes.gather import Gather

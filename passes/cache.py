@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.names import GraphInput, joined
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import WEIGHT_KEY, GemmTag, set_tag, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
+from mxcompile.models.names import GraphInput, joined
 from mxcompile.ops.view import Cast, Product, result_of
 from mxcompile.passes.flow import graph_input, readers, viewed
 from mxcompile.policy import Code, Gemm, Reason, Weights

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
+from mxcompile.models.names import GraphInput
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.passes.roles import feeds, uses
 from mxcompile.passes.roles.cuts import Cuts, cut_inputs, ends, live

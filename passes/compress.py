@@ -28,11 +28,11 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, Rounding
 from mxcompile.graph.build import Builder
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
 from mxcompile.graph.tags import GemmTag, Kind, hint, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
+from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, result_of, results_of
 from mxcompile.passes.flow import viewed
 from mxcompile.passes.upstream import upstream

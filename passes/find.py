@@ -17,9 +17,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from mxcompile.graph.blocks import Blocks
 from mxcompile.graph.convolutions import is_pointwise
-from mxcompile.graph.names import GraphInput, joined, layer_name, module_of, source_of
 from mxcompile.graph.opaque import opaque_sizes
 from mxcompile.graph.opsets import (
     ATTENTION_BACKWARD,
@@ -34,6 +32,8 @@ from mxcompile.graph.opsets import (
 )
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import GraphInput, joined, layer_name, module_of, source_of
 from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored, stored_as
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role

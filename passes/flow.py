@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.models.names import GraphInput
 
 
 class Depends(Flag):

@@ -22,9 +22,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Tile
-from mxcompile.graph.names import GraphInput, joined, module_of, source_of
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
+from mxcompile.models.names import GraphInput, joined, module_of, source_of
 from mxcompile.ops.view import Cast, Encode
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.policy import Role

@@ -12,10 +12,10 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
-from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import GemmTag
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import GraphInput
 from mxcompile.passes.cache import Cache
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide

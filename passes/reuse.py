@@ -22,10 +22,10 @@ from mxcompile import ops
 from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Rounding
 from mxcompile.graph.build import Builder
-from mxcompile.graph.names import module_of
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.models.names import module_of
 from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, results_of
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast
 from mxcompile.passes.account import stored_weight
 from mxcompile.passes.flow import graph_input

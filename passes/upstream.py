@@ -18,9 +18,9 @@ from enum import IntEnum
 
 from torch import fx
 
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import ATTENTION_FORWARD, EXPONENTIALS, STREAM_SOURCES, packet
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tags_of, tensor
+from mxcompile.models.names import GraphInput
 from mxcompile.passes.flow import Depends, dependencies, viewed
 from mxcompile.policy import Gemm, Role, Saved
 

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet, permutation
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
+from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Cast, Product, result_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
 from mxcompile.checkpoint.layouts import NO_LAYOUT, named, stored
 from mxcompile.errors import CheckpointError
-from mxcompile.graph.names import joined
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
 )
-from mxcompile.plan.bare import users_own
+from mxcompile.models.names import joined
+from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def load_quantized(
     if not directory.is_dir():
         raise CheckpointError(f"{path}: a file alone does not say what model it is of: pass model=")
     raw = read_json(directory / "config.json")
-    return huggingface(checkpoint, directory, raw, dtype or _dtype(raw, _common_dtype(checkpoint)))
+    return _huggingface(checkpoint, directory, raw, dtype or _dtype(raw, _common_dtype(checkpoint)))
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -72,11 +72,17 @@ def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
     return found if isinstance(found, torch.dtype) and found.is_floating_point else default
 
 
-def huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model that `raw`, the config.json in `path`, is of, with the weights of `checkpoint`, MXFP8 or not.
+def from_directory(directory: Path, dtype: torch.dtype) -> Any:
+    """The Hugging Face model of `directory`, with the weights that lie there, in MXFP8 or not.
 
     dtype: of values, where the checkpoint does not say. Raises `CheckpointError`.
     """
+    raw = read_json(directory / "config.json")
+    return _huggingface(Checkpoint.open(directory), directory, raw, dtype)
+
+
+def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The model that `raw`, the config.json in `path`, is of, with the weights of `checkpoint`."""
     owner, config = architecture(path, raw)
     state = {name: read() for name, read in stored(checkpoint, dtype).items()}
     try:

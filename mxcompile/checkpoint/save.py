@@ -14,7 +14,7 @@ from mxcompile.checkpoint.files import INDEX
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, metadata, pack
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
-from mxcompile.plan.bare import users_own
+from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
 

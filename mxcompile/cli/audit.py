@@ -23,7 +23,7 @@ from mxcompile.cli.arguments import (
 from mxcompile.errors import OptionError
 
 if TYPE_CHECKING:
-    from mxcompile.cli.models import LoadedModel
+    from mxcompile.models.named import LoadedModel
 
 
 def add_measured(command: argparse.ArgumentParser) -> None:
@@ -43,11 +43,12 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from mxcompile.cli.models import load_model
+    from mxcompile.checkpoint.load import from_directory
+    from mxcompile.models.named import load_model
 
     place = device(options.device)
     torch.manual_seed(options.seed)
-    loaded = load_model(options.model, **sizes(options))
+    loaded = load_model(options.model, from_directory, **sizes(options))
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
     if note := made_up(loaded):

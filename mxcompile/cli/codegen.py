@@ -31,14 +31,14 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if a kernel could not run."""
-    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet, working
+    from mxcompile.models.named import load_model
     from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)
     others = [] if options.compare is None else policies_of(options.compare)
     with quiet(), working(f"generating {options.target} code of {options.model}"):
-        loaded = load_model(options.model, meta=True, **sizes(options))
+        loaded = load_model(options.model, **sizes(options))
         results = [
             codegen(
                 loaded.model,

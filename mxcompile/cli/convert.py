@@ -37,14 +37,14 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout
     from mxcompile.checkpoint.plan import Model, make_plan
-    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet
+    from mxcompile.models.named import load_model
 
     check_layout(options.layout)
     with quiet():
         given = None
         if options.model is not None:
-            loaded = load_model(options.model, meta=True)
+            loaded = load_model(options.model)
             given = Model(model=loaded.model, args=loaded.args, kwargs=loaded.kwargs)
         if options.dry_run:
             plan = make_plan(options.source, options.policy, options.layout, given)

@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.analysis.explain.compare import compare
     from mxcompile.analysis.explain.explainer import explain
-    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet, working
+    from mxcompile.models.named import load_model
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError("--compare prints a table: it writes no report, leave out --output")
     policies = None if options.compare is None else policies_of(options.compare)
     with quiet(), working(f"tracing {options.model}"):
-        loaded = load_model(options.model, meta=True, **sizes(options))
+        loaded = load_model(options.model, **sizes(options))
         asked: dict[str, Any] = {
             "target": options.target,
             "training": not options.inference,

@@ -152,11 +152,11 @@ def run_schema(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace, policy: Any, training: bool = True) -> Any:
     """The report of the model that `options` names, under `policy`."""
     from mxcompile.analysis.explain.explainer import explain
-    from mxcompile.cli.models import load_model
     from mxcompile.cli.quiet import quiet, working
+    from mxcompile.models.named import load_model
 
     with quiet(), working(f"tracing {options.model}"):
-        loaded = load_model(options.model, meta=True, **sizes(options))
+        loaded = load_model(options.model, **sizes(options))
         return explain(
             loaded.model, *loaded.args, policy=policy, training=training, strict=False, kwargs=loaded.kwargs
         )

@@ -26,8 +26,8 @@ from mxcompile.compiler.entry import publish
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
-from mxcompile.graph.blocks import Blocks
 from mxcompile.lowering.targets import AUTO, resolve
+from mxcompile.models.blocks import Blocks
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once

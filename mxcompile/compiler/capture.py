@@ -14,8 +14,8 @@ from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
-from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import GraphInput, module_of, source_of
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import GraphInput, module_of, source_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

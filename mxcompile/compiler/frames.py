@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mxcompile.plan.bare import users_own
+from mxcompile.models.wrappers import users_own
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _RESUMED = "torch_dynamo_resume_in"

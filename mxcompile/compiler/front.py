@@ -23,10 +23,10 @@ from torch import nn
 from mxcompile.compiler.backend import Backend
 from mxcompile.compiler.first_call import watch
 from mxcompile.errors import OptionError, not_allowed, shown
-from mxcompile.graph.names import joined, user_path
 from mxcompile.lowering.targets import AUTO
-from mxcompile.plan.bare import plain_class, users_own
-from mxcompile.plan.inputs import check_module
+from mxcompile.models.arguments import check_module
+from mxcompile.models.names import joined, user_path
+from mxcompile.models.wrappers import plain_class, users_own
 from mxcompile.policy import Policy
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.graph.names import GraphInput, joined
+from mxcompile.models.names import GraphInput, joined
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.frames import Frame
-from mxcompile.graph.names import GraphInput, joined, user_path
+from mxcompile.models.names import GraphInput, joined, user_path
 
 _LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
 

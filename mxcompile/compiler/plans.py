@@ -17,7 +17,7 @@ from torch import nn
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.frames import Frame
 from mxcompile.errors import ModelError
-from mxcompile.graph.names import user_path
+from mxcompile.models.names import user_path
 from mxcompile.plan.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)

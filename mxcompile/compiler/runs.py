@@ -19,8 +19,8 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.places import Places
 from mxcompile.compiler.sharing import named
-from mxcompile.graph.names import joined, user_path
-from mxcompile.plan.bare import plain_class, users_own
+from mxcompile.models.names import joined, user_path
+from mxcompile.models.wrappers import plain_class, users_own
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from torch._guards import Guard, TracingContext
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.errors import PolicyError
-from mxcompile.graph.names import user_path
 from mxcompile.graph.tags import Kind
-from mxcompile.plan.bare import plain_class
+from mxcompile.models.names import user_path
+from mxcompile.models.wrappers import plain_class
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 

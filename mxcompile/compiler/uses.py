@@ -20,10 +20,10 @@ from mxcompile.compiler.capture import capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
-from mxcompile.graph.names import GraphInput, joined
 from mxcompile.lowering.targets import Target
-from mxcompile.plan.bare import fake_copy
-from mxcompile.plan.fakes import call
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fakes import call
+from mxcompile.models.names import GraphInput, joined
 from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
@@ -66,20 +66,6 @@ def uses(
     return some_or_all(
         model, lambda leave_out: _Tracer(model, policy, leave_out, read, training).run(args, kwargs)
     )
-
-
-Owner = tuple[nn.Module, str]
-"""A module that holds a parameter, and under which name."""
-
-
-def owners(model: nn.Module) -> dict[str, list[Owner]]:
-    """Every path of a parameter of `model` to all places that hold it."""
-    by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                by_identity[id(parameter)].append((joined(prefix, name), (module, name)))
-    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 
 class _Compilation(Compilation, Generic[Use]):

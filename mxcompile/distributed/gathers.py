@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.compiler.uses import Owner, owners, uses
+from mxcompile.compiler.uses import uses
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.table import GatheredWeight, QuantizedGathers
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local, uneven, with_local
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.formats import num_blocks
+from mxcompile.models.example_inputs import example_inputs
+from mxcompile.models.names import Owner, owners
+from mxcompile.models.wrappers import users_own
 from mxcompile.passes.squares import TileUse, tile_uses
-from mxcompile.plan.bare import users_own
-from mxcompile.plan.examples import example_inputs
 from mxcompile.policy import Policy
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)

@@ -37,10 +37,10 @@ from mxcompile.compiler.inductor import GraphPass
 from mxcompile.compiler.options import Options
 from mxcompile.graph.tags import GemmTag, hint, tags_of
 from mxcompile.lowering.targets import Target
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fakes import call
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in
-from mxcompile.plan.bare import fake_copy
-from mxcompile.plan.fakes import call
 from mxcompile.report import Part
 
 _CONFIG: dict[str, Any] = {

@@ -24,6 +24,7 @@ from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.lowering.targets import TARGETS, Target, check
+from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.offline import bounds
 from mxcompile.offline.binary import cross_compile
 from mxcompile.offline.bounds import Bound
@@ -33,7 +34,6 @@ from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import Call, Module, read
 from mxcompile.ops import CASTS
-from mxcompile.plan.inputs import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 
@@ -60,7 +60,7 @@ def codegen(
     """What a compile of `model` would run on `target`.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
-    called with (see `plan.inputs`). target: a GPU of
+    called with (see `models.arguments`). target: a GPU of
     `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
     forward and backward, else forward only. policy: as the backend's option.
 

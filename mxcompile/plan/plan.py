@@ -25,16 +25,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.names import Stored
 from mxcompile.graph.tags import GemmTag, Kind, tags_of
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.fake_copy import fake_copy, fake_values
+from mxcompile.models.fakes import quiet
+from mxcompile.models.names import Stored
+from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
-from mxcompile.plan.assumed import Assuming
-from mxcompile.plan.bare import fake_copy, fake_values, is_wrapped, users_own
-from mxcompile.plan.fakes import quiet
 from mxcompile.plan.record import record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
 from mxcompile.policy import Layer, Policy, Reason

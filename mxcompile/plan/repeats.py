@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import remove_from_cache
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import joined
 from mxcompile.graph.tags import GemmTag
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import joined
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import name_signature

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import joined, user_path
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import joined, user_path
 from mxcompile.policy import Policy
 
 

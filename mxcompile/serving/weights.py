@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mxcompile.compiler.uses import Owner, owners
 from mxcompile.errors import ModelError
 from mxcompile.formats.numerics import quantize_tensors
-from mxcompile.plan.bare import users_own
-from mxcompile.plan.examples import example_inputs
-from mxcompile.plan.inputs import check_module
+from mxcompile.models.arguments import check_module
+from mxcompile.models.example_inputs import example_inputs
+from mxcompile.models.names import Owner, owners
+from mxcompile.models.wrappers import users_own
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import Chosen, choose
 from mxcompile.serving.table import StoredWeight, StoredWeights

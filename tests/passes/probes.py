@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from mxcompile.compiler.decompositions import table
-from mxcompile.graph.names import GraphInput
 from mxcompile.graph.tags import GemmTag, tags_of
+from mxcompile.models.names import GraphInput
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find

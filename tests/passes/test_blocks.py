@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mxcompile
-from mxcompile.graph.blocks import Blocks
+from mxcompile.models.blocks import Blocks
 
 
 def places(model: nn.Module) -> dict[str, tuple[int, int]]:

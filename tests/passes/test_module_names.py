@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.graph.names import user_path
+from mxcompile.models.names import user_path
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mxcompile.plan.bare import method_of
+from mxcompile.models.wrappers import method_of
 
 
 class Kept:

@@ -16,7 +16,7 @@ from mxcompile.analysis.audit.collect import numerics
 from mxcompile.analysis.audit.interpreter import Run
 from mxcompile.analysis.audit.session import LossFunction, Session
 from mxcompile.errors import OptionError
-from mxcompile.plan.inputs import ModelInput, keywords
+from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
 from mxcompile.report import Numerics, Report, files, schema
 from mxcompile.report.forms import framed
@@ -141,7 +141,7 @@ def audit(
 
     model: on any device that can run it, in training or evaluation mode as it is. It is left as it is, bit
     for bit: weights, buffers, gradients, random number generators. args, inputs, kwargs: what it is called
-    with (see `plan.inputs`). policy: as the backend's option. loss_fn: from the output of the model to a
+    with (see `models.arguments`). policy: as the backend's option. loss_fn: from the output of the model to a
     scalar loss; by default the output itself if it is a scalar, or its ``loss``. Without a loss, or where
     gradients are off, backward is not audited and a note says so.
 

@@ -22,8 +22,8 @@ from mxcompile.analysis.audit.keep import Kept, fresh, uncompiled
 from mxcompile.analysis.audit.sites import Sites
 from mxcompile.compiler.options import Options
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.graph.names import user_path
-from mxcompile.plan.fakes import apart_from_others
+from mxcompile.models.fakes import apart_from_others
+from mxcompile.models.names import user_path
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 

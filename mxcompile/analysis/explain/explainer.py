@@ -26,12 +26,12 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.trace import trace
-from mxcompile.graph.names import user_path
 from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
-from mxcompile.plan.assumed import Assuming
-from mxcompile.plan.bare import fake_copy
-from mxcompile.plan.fakes import call
-from mxcompile.plan.inputs import ModelInput, keywords
+from mxcompile.models.arguments import ModelInput, keywords
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fakes import call
+from mxcompile.models.names import user_path
 from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part, Report
@@ -51,9 +51,9 @@ def explain(
     """What ``torch.compile(model, backend="mxfp8")`` would do to every matrix product of `model`, and why.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
-    called with (see `plan.inputs`); their values are not looked at. policy: as the backend's option. target:
-    what to compile for; "auto" is the device of the model. training: forward and backward, else forward
-    only. strict: a rule that matches no layer is an error.
+    called with (see `models.arguments`); their values are not looked at. policy: as the backend's option.
+    target: what to compile for; "auto" is the device of the model. training: forward and backward, else
+    forward only. strict: a rule that matches no layer is an error.
 
     Returns a `Report` with roofline estimates for the targets that have them. Raises `OptionError` for a
     keyword nobody takes, `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not

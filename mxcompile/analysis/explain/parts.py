@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 
 from mxcompile.formats import KEPT
-from mxcompile.graph.blocks import Blocks
-from mxcompile.graph.names import joined
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.names import joined
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
 from mxcompile.passes.follow import Follow

@@ -28,7 +28,7 @@ from mxcompile.analysis.tune.mix import Call, mix
 from mxcompile.analysis.tune.tuned import Exempt, Tuned, exempting
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, check
-from mxcompile.plan.inputs import ModelInput, keywords
+from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
 
 
@@ -46,8 +46,8 @@ def tune(
 ) -> Tuned:
     """The policy that keeps most of `model` quantized with its error on a call in bounds.
 
-    args, inputs, kwargs: of the call (see `plan.inputs`). min_sqnr: least SQNR in dB of the outputs of all
-    quantized GEMMs against FP32. max_loss_gap: largest share by which the loss may differ from BF16's.
+    args, inputs, kwargs: of the call (see `models.arguments`). min_sqnr: least SQNR in dB of the outputs of
+    all quantized GEMMs against FP32. max_loss_gap: largest share by which the loss may differ from BF16's.
     policy: what to start from, as the backend's option; only layers that it quantizes are considered. among:
     precisions and presets to mix, of which every layer gets the cheapest on `target` that meets the bounds
     (see `mix`); without them layers are quantized as `policy` has it, or not. loss_fn: as for `audit`. The

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
-from mxcompile.plan.assumed import Assuming
+from mxcompile.models.assumed import Assuming
 
 
 @contextmanager

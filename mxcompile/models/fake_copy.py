@@ -11,37 +11,19 @@ copy has the method of the copy.
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.names import PARALLEL, WRAPPERS
-from mxcompile.plan.fakes import Faker
-from mxcompile.plan.rebind import Rebinder
+from mxcompile.models.fakes import Faker
+from mxcompile.models.rebind import Rebinder
+from mxcompile.models.wrappers import FSDP1, HOOKS, is_distributed, plain_class, unwrapped, users_own
 
-_HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 _COMPILED = "_compiled_call_impl"
-_FSDP1 = "_fsdp_wrapped_module"
-
-
-def users_own(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that hold it whole: compiled, or data parallel."""
-    while True:
-        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
-        elif type(model).__name__ in PARALLEL:
-            model = model.get_submodule("module")
-        else:
-            return model
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -50,11 +32,11 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     What cannot be copied (a process group, a lock) is the model's own.
     """
     model = users_own(model)
-    modules, fake = [m for m in model.modules() if _wrapped(m) is m], Faker(mode)
+    modules, fake = [m for m in model.modules() if unwrapped(m) is m], Faker(mode)
     memo: dict[int, Any] = {
         id(module): plain_class(module).__new__(plain_class(module)) for module in modules
     }
-    memo |= {id(module): memo[id(_wrapped(module))] for module in model.modules()}
+    memo |= {id(module): memo[id(unwrapped(module))] for module in model.modules()}
     for module in modules:
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, Tensor) and id(value) not in memo:
@@ -65,8 +47,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             _fill(memo[id(module)], module, memo, copied)
         for module in model.modules():
             _unflatten(module, memo, fake)
-    made: nn.Module = memo[id(model)]
-    return made
+    copied_model: nn.Module = memo[id(model)]
+    return copied_model
 
 
 def fake_values(value: Any, mode: FakeTensorMode) -> Any:
@@ -79,35 +61,13 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
         raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` before ``fully_shard`` changed it."""
-    for kind in type(module).__mro__:
-        if not any(base.__name__ == "FSDPModule" for base in kind.__mro__):
-            return kind
-    return type(module)
-
-
-def is_wrapped(model: nn.Module) -> bool:
-    """Whether any module of `model` is distributed by hooks or by its class."""
-    return any(
-        plain_class(module) is not type(module)
-        or _FSDP1 in module._modules
-        or any(map(_is_distributed, _hooks_of(module)))
-        for module in model.modules()
-    )
-
-
-def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for key in _HOOKS for hook in (module.__dict__.get(key) or {}).values()]
-
-
 def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebinder) -> None:
     """Give `made` the attributes of `module`."""
     for key, value in module.__dict__.items():
         if key == _COMPILED:
             made.__dict__[key] = None
-        elif key in _HOOKS:
-            kept = {number: hook for number, hook in value.items() if not _is_distributed(hook)}
+        elif key in HOOKS:
+            kept = {number: hook for number, hook in value.items() if not is_distributed(hook)}
             made.__dict__[key] = type(value)(copied(kept))
         elif key == "_modules":
             made.__dict__[key] = {
@@ -117,27 +77,9 @@ def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebi
             made.__dict__[key] = copied(value)
 
 
-def method_of(value: Any) -> Any:
-    """The method that `value` was compiled from; `value` if it is anything else."""
-    if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_disable", False):
-        return value
-    method = innermost_fn(value)
-    return method if inspect.ismethod(method) else value
-
-
-def _wrapped(module: nn.Module) -> nn.Module:
-    """What `module` wraps, or itself."""
-    while True:
-        held = (module._modules.get(name) for name in WRAPPERS)
-        inner = next((one for one in held if one is not None), None)
-        if inner is None:
-            return module
-        module = inner
-
-
 def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
     """Give the copies of what FSDP1's `module` has flattened the parameters that they had before."""
-    handle = module.__dict__.get("_handle") if _FSDP1 in module._modules else None
+    handle = module.__dict__.get("_handle") if FSDP1 in module._modules else None
     if handle is None:
         return
     flat = handle.flat_param
@@ -154,16 +96,6 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
 def _put(made: nn.Module, name: str, parameter: Any) -> None:
     made.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
     made._parameters[name] = parameter
-
-
-def _is_distributed(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is one of torch.distributed's own, under whatever it is wrapped in."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    hook = inspect.unwrap(hook)
-    owner = getattr(hook, "__self__", None)
-    homes = (getattr(hook, "__module__", None), type(owner).__module__ if owner is not None else None)
-    return any(home is not None and home.startswith("torch.distributed") for home in homes)
 
 
 class _AsFakes(TorchFunctionMode):

@@ -19,9 +19,9 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
-from mxcompile.plan.assumed import Assuming
-from mxcompile.plan.places import where_failed
-from mxcompile.plan.reading import values_read
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.places import where_failed
+from mxcompile.models.reading import values_read
 from mxcompile.storage import MXTensor
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mxcompile.graph.names import Stored
 from mxcompile.graph.opsets import PICKS, TRANSPARENT, is_matmul_like, may_be_product
+from mxcompile.models.names import Stored
 
 _PART_OF = "_mx_part_of"
 _PASSED_ON = TRANSPARENT | PICKS

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)(?=[.\[]|$|,\ ['"])""")
@@ -117,6 +118,20 @@ def layer_name(module_path: str, parameter_path: str) -> str:
     for suffix in ("qdata", "_", "weight", "_"):  # codes stand for the weight that they are of
         attribute = attribute.removesuffix(suffix)
     return joined(owner, attribute)
+
+
+Owner = tuple[nn.Module, str]
+"""A module that holds a parameter, and under which name."""
+
+
+def owners(model: nn.Module) -> dict[str, list[Owner]]:
+    """Every path of a parameter of `model` to all places that hold it."""
+    by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                by_identity[id(parameter)].append((joined(prefix, name), (module, name)))
+    return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 
 def source_of(node: fx.Node) -> str:

@@ -30,9 +30,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mxcompile.graph.names import user_path
-from mxcompile.plan.outside import Outside
-from mxcompile.plan.places import where
+from mxcompile.models.names import user_path
+from mxcompile.models.outside import Outside
+from mxcompile.models.places import where
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mxcompile.graph.names import PARALLEL, joined, user_path
+from mxcompile.models.names import PARALLEL, joined, user_path
 from mxcompile.policy import Block
 
 _Named = tuple[str, nn.Module]

@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError, nearest
-from mxcompile.plan.dummy_inputs import dummy_inputs
+from mxcompile.models.example_inputs import dummy_inputs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes by what the command line calls them."""
+
+ReadWeights = Callable[[Path, torch.dtype], Any]
+"""Makes the Hugging Face model of a directory with its weights, in the dtype where nothing says another."""
 
 _FACTORY = "package.module:factory, a function that returns (model, args, kwargs)"
 _DIRECTORY = "a directory with a Hugging Face config.json"
@@ -45,18 +48,23 @@ class LoadedModel:
 
 
 def load_model(
-    spec: str, *, meta: bool = False, batch: int = 1, length: int | None = None, dtype: str | None = None
+    spec: str,
+    read: ReadWeights | None = None,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: str | None = None,
 ) -> LoadedModel:
     """The model that `spec` names, in `dtype`, one of `DTYPES`, or its own.
 
     spec: ``package.module:factory`` (the working directory is importable), or a directory with a
-    config.json, with or without ``hf:`` before it, whose weights are read from safetensors beside it and else
-    random. meta: build it without memory, for tracing only. batch, length: of the inputs made for a
-    config.json; a factory makes its own.
+    config.json, with or without ``hf:`` before it. read: reads the weights that lie in safetensors beside the
+    config.json; without such files they are random. Without `read` the model is on the meta device, for
+    tracing only. batch, length: of the inputs made for a config.json; a factory makes its own.
     Raises `ModelError` for a spec that names nothing, or a factory that returns something else, and
     `CheckpointError` for weights that are damaged or do not fit.
     """
-    loaded = _load(spec, meta, batch, length)
+    loaded = _load(spec, read, batch, length)
     if dtype is None:
         return loaded
     asked = DTYPES[dtype]
@@ -68,14 +76,19 @@ def load_model(
     return replace(loaded, model=loaded.model.to(asked), args=args, kwargs=kwargs)
 
 
-def _load(spec: str, meta: bool, batch: int, length: int | None) -> LoadedModel:
+def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -> LoadedModel:
     path = Path(spec.removeprefix("hf:"))
     if spec.startswith("hf:") or path.is_dir() or path.suffix == ".json":
-        with torch.device("meta") if meta else nullcontext():
-            return _from_config(spec, path, meta, batch, length)
+        with _place(read):
+            return _from_config(spec, path, read, batch, length)
     if ":" in spec:
-        return _from_factory(spec, meta)
+        return _from_factory(spec, read)
     raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
+
+
+def _place(read: ReadWeights | None) -> AbstractContextManager[Any]:
+    """Tensors made in here are on the meta device if nobody reads their values."""
+    return torch.device("meta") if read is None else nullcontext()
 
 
 def _advice(spec: str, path: Path) -> str:
@@ -98,16 +111,16 @@ def _beside(path: Path) -> list[str]:
     return [file.parent.name for file in path.absolute().parent.glob("*/config.json")]
 
 
-def _from_factory(spec: str, meta: bool) -> LoadedModel:
+def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
     """What the factory makes; with memory where it cannot run without, since it reads values say."""
     module_name, _, attribute = spec.partition(":")
     try:
         factory = _attribute(module_name, attribute)
         try:
-            with torch.device("meta") if meta else nullcontext():
+            with _place(read):
                 made = factory()
         except Exception as error:
-            if not meta or "meta" not in str(error):
+            if read is not None or "meta" not in str(error):
                 raise
             print(
                 f"{spec} cannot be made without memory for its weights"
@@ -146,7 +159,9 @@ def _shape_of(value: Any) -> str:
     return type(value).__name__
 
 
-def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | None) -> LoadedModel:
+def _from_config(
+    spec: str, path: Path, read: ReadWeights | None, batch: int, length: int | None
+) -> LoadedModel:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -161,12 +176,16 @@ def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | No
         raise ModelError(
             f"model {spec!r}: a config.json needs transformers: pip install transformers"
         ) from None
-    has_weights = not meta and path.is_dir() and any(path.glob("*.safetensors"))
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     try:
         config = transformers.AutoConfig.for_model(**{"model_type": kind, **raw})
         owner = _architecture(transformers, names, config)
         config.use_cache = False
-        model = _with_weights(path, _dtype(raw)) if has_weights else owner(config).to(_dtype(raw))
+        if read is not None and has_weights:
+            model = read(path, _dtype(raw)).train()  # as a new one is
+            model.config.use_cache = False
+        else:
+            model = owner(config).to(_dtype(raw))
     except MXCompileError:
         raise
     except Exception as error:  # transformers validates configurations in its own ways
@@ -175,19 +194,8 @@ def _from_config(spec: str, path: Path, meta: bool, batch: int, length: int | No
         name=spec,
         model=model,
         kwargs=dummy_inputs(model, config, batch, length),
-        made_up="inputs" if has_weights else "weights and inputs",
+        made_up="inputs" if read is not None and has_weights else "weights and inputs",
     )
-
-
-def _with_weights(directory: Path, dtype: torch.dtype) -> nn.Module:
-    """The model of a directory with the weights that it holds, in training mode as a new one is."""
-    from mxcompile.checkpoint.files import Checkpoint, read_json
-    from mxcompile.checkpoint.load import huggingface
-
-    raw = read_json(directory / "config.json")
-    model: Any = huggingface(Checkpoint.open(directory), directory, raw, dtype)
-    model.config.use_cache = False
-    return model.train()  # type: ignore[no-any-return]
 
 
 def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:

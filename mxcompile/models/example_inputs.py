@@ -1,6 +1,7 @@
-"""Random inputs for a Hugging Face model, from its configuration.
+"""Random inputs for models that say what they take: Hugging Face's by their configuration, and timm's.
 
-They are what its forward takes, with labels if it takes them, and no longer than it has positions for.
+The inputs of a Hugging Face model are what its forward takes, with labels if it takes them, and no longer
+than it has positions for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,32 @@ from torch import Tensor, nn
 from mxcompile.errors import ModelError
 
 _LENGTH = 512
+
+
+def example_inputs(model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments on the meta device that `model`, of Hugging Face or timm, can be traced with.
+
+    Without labels and caches. Raises `ModelError` for any other model.
+    """
+    with torch.device("meta"):
+        config = getattr(model, "config", None)
+        if hasattr(config, "model_type"):
+            return _without_labels(model, dummy_inputs(model, config, 1, None))
+        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+        if size is not None:
+            return {"x": torch.randn(1, *size, dtype=_floats(model))}
+    raise ModelError(
+        f"cannot trace {type(model).__name__} without inputs: pass args=(…) or kwargs={{…}}; values do not"
+        " matter"
+    )
+
+
+def _without_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(model.forward).parameters
+    labels = inputs.pop("labels", None)
+    if labels is not None and "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = labels
+    return inputs | ({"use_cache": False} if "use_cache" in parameters else {})
 
 
 def dummy_inputs(model: nn.Module, config: Any, batch: int, length: int | None) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""What wraps a user's module: compiled, sharded, data parallel, checkpointed; and the module without it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import innermost_fn
+
+from mxcompile.models.names import PARALLEL, WRAPPERS
+
+HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
+"""Attributes of a module that hold hooks by number."""
+FSDP1 = "_fsdp_wrapped_module"
+"""What FSDP1 calls the module that it wraps."""
+
+
+def users_own(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that hold it whole: compiled, or data parallel."""
+    while True:
+        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        elif type(model).__name__ in PARALLEL:
+            model = model.get_submodule("module")
+        else:
+            return model
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` before ``fully_shard`` changed it."""
+    for kind in type(module).__mro__:
+        if not any(base.__name__ == "FSDPModule" for base in kind.__mro__):
+            return kind
+    return type(module)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether any module of `model` is distributed by hooks or by its class."""
+    return any(
+        plain_class(module) is not type(module)
+        or FSDP1 in module._modules
+        or any(map(is_distributed, _hooks_of(module)))
+        for module in model.modules()
+    )
+
+
+def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for key in HOOKS for hook in (module.__dict__.get(key) or {}).values()]
+
+
+def method_of(value: Any) -> Any:
+    """The method that `value` was compiled from; `value` if it is anything else."""
+    if not isinstance(value, FunctionType) or getattr(value, "_torchdynamo_disable", False):
+        return value
+    method = innermost_fn(value)
+    return method if inspect.ismethod(method) else value
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What `module` wraps, or itself."""
+    while True:
+        held = (module._modules.get(name) for name in WRAPPERS)
+        inner = next((one for one in held if one is not None), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_distributed(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is one of torch.distributed's own, under whatever it is wrapped in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    hook = inspect.unwrap(hook)
+    owner = getattr(hook, "__self__", None)
+    homes = (getattr(hook, "__module__", None), type(owner).__module__ if owner is not None else None)
+    return any(home is not None and home.startswith("torch.distributed") for home in homes)
