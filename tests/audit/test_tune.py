@@ -13,12 +13,12 @@ from recorded_bars import recorded_bars
 from torch import Tensor, nn
 
 from mxcompile.analysis.audit import audit
-from mxcompile.analysis.tune import Exempt, tune
-from mxcompile.analysis.tune.tuned import exempting
+from mxcompile.analysis.tune import Tuned, tune
+from mxcompile.analysis.tune.candidates import BF16, Candidate, Mix, Option, by_use, mixed
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
-from mxcompile.policy import Policy
-from mxcompile.report import GemmRecord, Report, Summary
+from mxcompile.policy import Layer, Policy, Role
+from mxcompile.policy.model import Block
 
 FLOOR: dict[str, Any] = {
     "version": 1,
@@ -45,7 +45,7 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
 
     found = tune(model, policy="ocp", min_sqnr=25, **kwargs)
     assert found.met
-    assert [(e.name, gemm) for e in found.exempt for gemm in e.gemms] == failing
+    assert in_bf16(found) == failing
     kept = {(g.name, g.gemm) for g in found.audit.report.gemms if g.precision == "mxfp8"}
     start = {(g.name, g.gemm) for g in before.report.gemms if g.precision == "mxfp8"}
     assert kept == start - set(failing)
@@ -59,12 +59,16 @@ def test_a_planted_outlier_layer_is_found_and_nothing_else(tmp_path: Path) -> No
     lines = text.splitlines()
     (rule,) = (i for i, line in enumerate(lines) if line.endswith(f"name: {name}"))
     comment = next(line for line in reversed(lines[:rule]) if line.strip().startswith("#"))
-    measured = re.fullmatch(
-        r"  # dgrad (\d+\.\d\d) dB, below 25 dB \((\d+\.\d\d)% of matmul FLOPs\)", comment
+    measured = re.search(
+        r"preset ocp: 1 layer, lowest SQNR (\S+) dB. \S+: dgrad (\S+) dB in preset ocp$", comment
     )
     assert measured is not None
-    assert float(measured[1]) < 25
+    assert float(measured[1]) >= 25 > float(measured[2])
     assert "kept quantized: " in text
+
+
+def in_bf16(tuned: Tuned) -> list[tuple[str, str]]:
+    return [(chosen.name, gemm) for chosen in tuned.chosen for gemm in chosen.kept]
 
 
 class Sum(nn.Module):
@@ -98,14 +102,13 @@ def test_a_bound_on_the_loss_exempts_the_layer_that_moves_it() -> None:
 
     found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
     assert found.met
-    assert [(e.name, e.gemms) for e in found.exempt] == [("branches.2", ("fprop",))]
-    assert found.exempt[0].reason == f"fprop alone moves the loss by {alone[2]:+.4%}"
+    assert in_bf16(found) == [("branches.2", "fprop")]
+    assert found.chosen[0].reason == f"policy alone moves the loss by {alone[2]:+.4%}"
     assert abs(found.audit.numerics.loss_gap or 1) <= 0.01
-    assert found.exempt[0].flop_share == pytest.approx(
-        1 / 8
-    )  # of four forward and four weight gradient GEMMs
     assert found.flop_share_before == 1.0
-    assert found.audit.report.summary.flop_share == pytest.approx(7 / 8)
+    assert found.audit.report.summary.flop_share == pytest.approx(
+        7 / 8
+    )  # of four forward and four weight GEMMs
     formats = {g.formats for g in found.audit.report.gemms if g.name == "branches.2" and g.gemm == "wgrad"}
     assert {form.rounding for group in formats for form in group} == {"floor"}  # as the rule it stands before
     assert "bound: loss within 0.01 of BF16 (1.0000%): met" in str(found)
@@ -117,7 +120,7 @@ def test_no_exception_where_none_is_needed() -> None:
         model, *args, policy={**FLOOR, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}, min_sqnr=10
     )
     assert found.met
-    assert found.exempt == ()
+    assert found.chosen == ()
     assert len(found.policy.rules) == 1
 
 
@@ -127,7 +130,7 @@ def test_a_bound_that_nothing_meets() -> None:
     assert not found.met
     assert "CANNOT BE MET" in str(found)
     assert "nothing is left quantized" in str(found)
-    assert [e.name for e in found.exempt] == [f"branches.{i}" for i in range(4)]
+    assert [(each.name, each.use) for each in found.chosen] == [(f"branches.{i}", "bf16") for i in range(4)]
     assert all("use: bf16" in str(rule) or rule["use"] == "bf16" for rule in found.policy.to_dict()["rules"])
 
 
@@ -167,17 +170,23 @@ def test_what_is_not_finite_is_within_no_bound() -> None:
     found = tune(model, *args, policy=FLOOR, max_loss_gap=0.01)
     assert not found.met
     found = tune(model, *args, policy=FLOOR, min_sqnr=10)
-    assert [e.name for e in found.exempt if "fprop" in e.gemms] == ["branches.1"]
-    assert "fprop NaN, below 10 dB" in found.exempt[1].reason
+    reasons = {each.name: each.reason for each in found.chosen}
+    assert [name for name, reason in reasons.items() if "fprop" in reason] == ["branches.1"]
+    assert "fprop NaN dB in policy" in reasons["branches.1"]
+
+
+def kept_in_bf16(policy: Policy, layer: Layer, gemms: tuple[str, ...]) -> Policy:
+    mix: Mix = {layer.name: Option(candidate=0, kept=gemms) if len(gemms) < 3 else BF16}
+    layers = {layer.name: layer}
+    return mixed(policy, by_use(policy, layers, [Candidate.start(policy)], mix), layers)
+
+
+def layer(name: str, block: Block | None = None) -> Layer:
+    return Layer(name=name, role=Role.FFN_IN, module="Linear", m=64, n=64, k=64, block=block)
 
 
 def test_names_with_pattern_signs_match_themselves_only() -> None:
-    record = GemmRecord(
-        name="h[0].*", role="qkv", gemm="fprop", m=1, n=1, k=1, precision="mxfp8", reason=""
-    )  # fmt: skip
-    report = Report(gemms=(record,), summary=Summary())
-    exempt = Exempt(name="h[0].*", gemms=("fprop",), reason="", flop_share=1.0)
-    policy = exempting(Policy(), report, [exempt])
+    policy = kept_in_bf16(Policy(), layer("h[0].*"), ("fprop", "dgrad", "wgrad"))
     (rule,) = policy.rules
     assert rule.match.name == ("h[[]0].[*]",)
     assert [rule.match.names(name) for name in ("h[0].*", "h0.a", "h[0].a")] == [True, False, False]
@@ -187,15 +196,7 @@ def test_names_with_pattern_signs_match_themselves_only() -> None:
 def test_what_is_left_of_a_layer_stays_under_the_rule_of_its_blocks() -> None:
     use = {"precision": "mxfp8", "rounding": "floor"}
     policy = Policy.from_dict({"version": 1, "rules": [{"match": {"blocks": {"first": 1}}, "use": use}]})
-    records = tuple(
-        GemmRecord(
-            name="h.0.up", role="ffn_in", gemm=gemm, m=64, n=64, k=64, precision="mxfp8", reason="",
-            block=(0, 4),
-        )
-        for gemm in ("fprop", "dgrad", "wgrad")
-    )  # fmt: skip
-    exempt = Exempt(name="h.0.up", gemms=("dgrad",), reason="", flop_share=0.3)
-    rule, *_ = exempting(policy, Report(gemms=records, summary=Summary()), [exempt]).rules
+    rule, *_ = kept_in_bf16(policy, layer("h.0.up", Block(0, 4)), ("dgrad",)).rules
     assert (str(rule.use.fprop), str(rule.use.dgrad), rule.use.rounding) == ("mxfp8", "bf16", "floor")
 
 
@@ -230,10 +231,11 @@ def test_the_bar_says_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     (bar,) = bars
     assert list(dict.fromkeys(bar.said)) == [
         "tune: tracing",
-        "tune: unquantized: ",
-        "tune: everything quantized: ",
-        *(f"tune: branches.{branch} alone: " for branch in range(4)),
-        "tune: what is left, together: ",
+        "tune: everything in policy: ",
+        "tune: the rest in policy: ",
         "tune: audit of the policy: ",
     ]
-    assert bar.n == bar.total - 1  # the audit at the end has its own
+    tune(model, *inputs, policy=FLOOR, max_loss_gap=0.01)
+    (_, bar) = bars
+    alone = [words for words in bar.said if words.endswith("alone: ")]
+    assert alone == [f"tune: the loss with branches.{branch} alone: " for branch in range(4)]

@@ -2,6 +2,6 @@
 
 from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.analysis.tune.search import tune
-from mxcompile.analysis.tune.tuned import Exempt, Tuned
+from mxcompile.analysis.tune.tuned import Chosen, Tuned
 
-__all__ = ["Bounds", "Exempt", "Tuned", "tune"]
+__all__ = ["Bounds", "Chosen", "Tuned", "tune"]

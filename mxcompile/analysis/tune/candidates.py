@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mxcompile.analysis.explain.roofline import estimate, operand_bytes
-from mxcompile.analysis.tune.tuned import without_idle
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.formats import KEPT, PRECISIONS, Choices, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
@@ -21,7 +21,6 @@ from mxcompile.policy.model import Preset
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
-from mxcompile.rules import layers_of
 
 _ALL = tuple(map(str, Gemm))
 _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
@@ -29,10 +28,15 @@ _NOTHING = Use(fprop=KEPT, dgrad=KEPT, wgrad=KEPT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """word: what it is called. use: what a rule for it says."""
+    """word: its name. use: of a rule for it; None for the policy that tuning starts from."""
 
     word: str
-    use: Use
+    use: Use | None
+
+    @classmethod
+    def start(cls, policy: Policy) -> Candidate:
+        """Returns the candidate that is as `policy` has it."""
+        return cls(word=Path(policy.label).name, use=None)
 
     @classmethod
     def of(cls, word: str, under: Choices) -> Candidate:
@@ -47,12 +51,6 @@ class Candidate:
         words = [name for name, row in PRECISIONS.items() if row.quantizes]
         presets = [name for name, preset in PRESETS.items() if preset.gemms]
         raise OptionError(not_allowed("precision or preset", word, [*words, *presets]))
-
-    def without(self, gemms: Iterable[str]) -> Use:
-        """What a rule says that keeps `gemms` in BF16."""
-        kept: dict[str, Any] = dict.fromkeys(gemms, KEPT)
-        left = [gemm for gemm in Gemm if gemm not in kept and self.use.wants(gemm) != KEPT]
-        return dataclasses.replace(self.use, **kept) if left else _NOTHING
 
 
 def _use(preset: Preset, under: Choices) -> Use:
@@ -91,6 +89,7 @@ class Costs:
 
     def __init__(self, reports: Sequence[Report], target: str) -> None:
         self._of: dict[tuple[str, int, str], Cost] = {}
+        self._quantized: set[tuple[str, int, str]] = set()
         self.estimated = False
         for index, report in enumerate(reports):
             aimed = dataclasses.replace(report.summary, target=target)
@@ -106,6 +105,8 @@ class Costs:
         key = gemm.name, candidate, gemm.gemm
         before = self._of.get(key, (0.0, 0.0))
         self._of[key] = before[0] + (us or 0.0), before[1] + num_bytes
+        if is_quantized(gemm.precision):
+            self._quantized.add(key)
 
     def __call__(self, layer: str, option: Option) -> Cost:
         """Of `layer` with `option`."""
@@ -115,24 +116,35 @@ class Costs:
         ]
         return round(sum(us for us, _ in found), 6), sum(size for _, size in found)
 
-    def gemms(self, layer: str) -> frozenset[str]:
-        """The kinds of GEMMs that `layer` has."""
-        return frozenset(gemm for name, _, gemm in self._of if name == layer)
+    def quantized(self, layer: str, candidate: int) -> frozenset[str]:
+        """Returns the kinds of GEMMs of `layer` that the candidate quantizes."""
+        return frozenset(gemm for gemm in _ALL if (layer, candidate, gemm) in self._quantized)
 
 
-def mixed(policy: Policy, layers: Mapping[str, Layer], candidates: Sequence[Candidate], mix: Mix) -> Policy:
-    """`policy` with a rule before its own for every option of `mix`, in the order of their first layers."""
-    rules = tuple(
-        Rule(
-            match=Match(name=tuple(literal(name) for name, had in mix.items() if had == option)),
-            use=_NOTHING if option == BF16 else candidates[option.candidate].without(option.kept),
-        )
-        for option in dict.fromkeys(mix.values())
-    )
-    return without_idle(policy, rules, layers, set(mix))
+def by_use(
+    start: Policy, layers: Mapping[str, Layer], candidates: Sequence[Candidate], mix: Mix
+) -> dict[Use, list[str]]:
+    """Returns the layers of every rule that makes `start` into `mix`, in the order of their first layers."""
+    names: dict[Use, list[str]] = {}
+    for name, option in mix.items():
+        use = _NOTHING if option == BF16 else candidates[option.candidate].use
+        if use is None and option.kept:
+            index = start.rule_for(layers[name])
+            use = Use() if index is None else start.rules[index].use
+        if use is not None:
+            kept: dict[str, Any] = dict.fromkeys(option.kept, KEPT)
+            names.setdefault(dataclasses.replace(use, **kept), []).append(name)
+    return names
 
 
-def quantized_layers(report: Report) -> dict[str, Layer]:
-    """The layers of which `report` has a quantized GEMM, as rules see them."""
-    names = {gemm.name for gemm in report.gemms if is_quantized(gemm.precision)}
-    return {layer.name: layer for layer in layers_of(report.gemms) if layer.name in names}
+def mixed(policy: Policy, uses: Mapping[Use, Sequence[str]], layers: Mapping[str, Layer]) -> Policy:
+    """Returns `policy` with a rule for each of `uses` before its own; idle ones go."""
+    rules = tuple(Rule(match=Match(name=tuple(map(literal, names))), use=use) for use, names in uses.items())
+    others = [layer for name, layer in layers.items() if not any(name in names for names in uses.values())]
+    idle = _deciding(policy, layers.values()) - _deciding(policy, others)
+    left = tuple(rule for index, rule in enumerate(policy.rules) if index not in idle)
+    return dataclasses.replace(policy, rules=rules + left, label="tuned policy")
+
+
+def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:
+    return {policy.rule_for(layer) for layer in layers}

@@ -1,28 +1,156 @@
-"""What tuning asks of a run of the model."""
+"""The runs of a search: the model under every candidate, SQNR of its GEMMs, and the loss of a mix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mxcompile.analysis.audit import Run, Session
+from torch import nn
+from tqdm import tqdm
+
+from mxcompile.analysis.audit import Audit, Run, Session, audit, loss_gap
 from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.tune.bounds import Bounds
+from mxcompile.analysis.tune.candidates import BF16, Candidate, Mix, Option, by_use, mixed
 from mxcompile.formats import is_quantized
+from mxcompile.policy import Layer, Policy, Use
 from mxcompile.report import Report
 from mxcompile.report.numerics import lowest
+from mxcompile.rules import layers_of
 
 
-def quantizes(report: Report, bounds: Bounds) -> bool:
-    """Whether anything is left for the bounds to be about."""
-    left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
-    return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a model: the arguments of `Session`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_fn: LossFunction | None
+
+    def session(self, policy: Policy) -> Session:
+        """Returns the call under `policy`."""
+        return Session(self.model, self.args, self.kwargs, policy=policy, loss_fn=self.loss_fn)
+
+    def audit(self, policy: Policy) -> Audit:
+        """Returns the audit of the call under `policy`."""
+        return audit(self.model, *self.args, policy=policy, loss_fn=self.loss_fn, kwargs=self.kwargs)
 
 
-def lowest_sqnr(session: Session, quantized: Callable[[Key], bool]) -> dict[Key, float]:
-    """SQNR of the quantized GEMMs of one run, the worst of those of one name, in the order they ran."""
-    run = Run(quantized=quantized, observe=True)
-    session.run(run, backward=True)
-    found: dict[Key, list[float]] = {}
-    for index, stats in run.products.items():
-        found.setdefault(session.sites.products[index].key, []).append(stats.sums.sqnr_db)
-    return {key: lowest(values) for key, values in found.items()}
+class Trials:
+    """The runs of a model under `candidates`, and which of its GEMMs are below the bound.
+
+    layers: those that the policy `start` quantizes. kept: for every candidate the GEMMs, by layer,
+    that stay in BF16 under it. below: why, as sentences. flop_share: quantized under `start`. bar: shows
+    progress.
+    """
+
+    def __init__(
+        self, call: Call, start: Policy, candidates: Sequence[Candidate], bounds: Bounds, bar: tqdm[Any]
+    ) -> None:
+        self.candidates = candidates
+        self.bar = bar
+        self.kept: list[dict[str, list[str]]] = [{} for _ in candidates]
+        self.below: list[dict[str, list[str]]] = [{} for _ in candidates]
+        self._start = start
+        self._call = call
+        self._bounds = bounds
+        session = call.session(start)
+        self._reference = session.run(Run(quantized=lambda _: False)).loss
+        bar.update()
+        bounds.check_loss(self._reference)
+        self.flop_share = session.report().summary.flop_share
+        self.layers = _quantized_layers(session.report())
+        self._sessions = [self._session(index, session) for index in range(len(candidates))]
+
+    @property
+    def reports(self) -> list[Report]:
+        """What the passes did, for every candidate."""
+        return [session.report() for session in self._sessions]
+
+    def policy(self, mix: Mix) -> Policy:
+        """Returns the policy of `mix`."""
+        return mixed(self._start, self.by_use(mix), self.layers)
+
+    def by_use(self, mix: Mix) -> dict[Use, list[str]]:
+        """Returns the layers of every rule in the policy of `mix`, in the order of their first layers."""
+        return by_use(self._start, self.layers, self.candidates, mix)
+
+    def audit(self, mix: Mix) -> Audit:
+        """Returns the audit of `mix`."""
+        self.bar.set_description("tune: audit of the policy")
+        measured = self._call.audit(self.policy(mix))
+        self.bar.update()
+        return measured
+
+    def _session(self, index: int, started: Session) -> Session:
+        """Returns the call with all layers in the candidate `index`, and finds its GEMMs below the bound."""
+        self.bar.set_description(f"tune: everything in {self.candidates[index].word}")
+        everywhere = dict.fromkeys(self.layers, Option(candidate=index, kept=()))
+        whole = self.candidates[index].use is None
+        session = started if whole else self._call.session(self.policy(everywhere))
+        if self._bounds.min_sqnr is None:
+            session.run(Run(quantized=lambda _: False))
+            self.bar.update()
+            return session
+        while self._exclude(index, self._sqnr(session, index)):
+            self.bar.set_description(f"tune: the rest in {self.candidates[index].word}")
+        return session
+
+    def _sqnr(self, session: Session, index: int) -> dict[Key, float]:
+        """Returns the SQNR of the GEMMs that are not kept, the worst of those of one name, as they run."""
+        kept = self.kept[index]
+        run = Run(quantized=lambda key: key[1] not in kept.get(key[0], ()), observe=True)
+        session.run(run, backward=True)
+        self.bar.update()
+        values: dict[Key, list[float]] = {}
+        for site, stats in run.products.items():
+            values.setdefault(session.sites.products[site].key, []).append(stats.sums.sqnr_db)
+        return {key: lowest(each) for key, each in values.items()}
+
+    def _exclude(self, index: int, sqnr: Mapping[Key, float]) -> bool:
+        """Keep the GEMMs in BF16 under the candidate `index` that are below the bound; whether there are."""
+        failing = {key: value for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)}
+        # what follows a NaN is NaN: only the first of them is known to be the cause
+        finite = {key: value for key, value in failing.items() if not math.isnan(value)}
+        for (layer, gemm), value in (finite or dict(itertools.islice(failing.items(), 1))).items():
+            self.kept[index].setdefault(layer, []).append(gemm)
+            below = f"{gemm} {decibels(value)} dB in {self.candidates[index].word}"
+            self.below[index].setdefault(layer, []).append(below)
+        return bool(failing)
+
+    def fails(self, mix: Mix, final: Audit) -> bool:
+        """Whether the audit of `mix` is out of bounds and there is something else to try."""
+        failing = False
+        for index in range(len(self.candidates)):
+            inside = {name for name, option in mix.items() if option.candidate == index}
+            by_key: dict[Key, list[float]] = {}
+            for gemm in final.numerics.gemms:
+                if gemm.name in inside:
+                    by_key.setdefault((gemm.name, gemm.gemm), []).append(gemm.sqnr_db)
+            failing |= self._exclude(index, {key: lowest(values) for key, values in by_key.items()})
+        return failing
+
+    def gap(self, mix: Mix) -> float:
+        """Returns by what share `mix` moves the loss from that of BF16; layers it lacks are in BF16."""
+        used = {option.candidate for option in mix.values() if option != BF16}
+        if len(used) > 1:
+            session = self._call.session(self.policy(dict.fromkeys(self.layers, BF16) | dict(mix)))
+            run = Run(quantized=lambda _: True)
+        else:
+            session = self._sessions[max(used, default=0)]
+            run = Run(quantized=lambda key: key[1] not in mix.get(key[0], BF16).kept)
+        gap = loss_gap(session.run(run).loss, self._reference)
+        self.bar.update()
+        return math.nan if gap is None else gap
+
+
+def _quantized_layers(report: Report) -> dict[str, Layer]:
+    """Returns the layers of which `report` has a quantized GEMM, as rules see them."""
+    names = {gemm.name for gemm in report.gemms if is_quantized(gemm.precision)}
+    return {layer.name: layer for layer in layers_of(report.gemms) if layer.name in names}

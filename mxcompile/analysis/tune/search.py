@@ -1,35 +1,45 @@
-"""`tune`: which GEMMs have to stay in BF16 for a bound to hold, found by measuring.
+"""`tune`: for every layer the cheapest of several precisions that meets a bound, found by measuring.
 
-    SQNR     every layer with a GEMM below the bound is run alone in MXFP8; GEMMs that fail there too are out
-    loss     every layer is run alone quantized, forward only; by how far each moves the loss for its FLOPs,
-             layers go out until the loss of all the rest is within the bound, then come back, the most
-             expensive first, where the bound allows it
+    cost     of a layer's GEMMs and casts by the roofline of a target, then the bytes of their operands
+    SQNR     the model runs under each precision; a GEMM that is below the bound there stays in BF16 under
+             that precision
+    loss     every layer is run alone in its choice; the one that moves the loss most for the extra cost of
+             its next choice gets that one, until the loss of all together is within the bound; then layers
+             get the cheaper choice back where the bound allows it
 
-The loss of one step depends on forward GEMMs only, so a bound on it exempts only these. What was found is
-audited once more as the policy that is handed out. Interactions are measured, not assumed: a set of layers is
-only accepted for what it gives together.
+BF16 is a choice of every layer. Without a list of precisions the only other choice is the policy to start
+from. The loss of one step depends on forward GEMMs alone, so there a layer gives up only its forward GEMM for
+it. The policy is audited at the end. GEMMs that fail together are out as well.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.audit import Run, Session, audit, loss_gap
-from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.tune.bounds import Bounds
-from mxcompile.analysis.tune.measure import lowest_sqnr, quantizes
-from mxcompile.analysis.tune.mix import Call, mix
-from mxcompile.analysis.tune.tuned import Exempt, Tuned, exempting
+from mxcompile.analysis.tune.candidates import BF16, Candidate, Cost, Costs, Mix, Option
+from mxcompile.analysis.tune.measure import Call, Trials
+from mxcompile.analysis.tune.tuned import Chosen, Tuned
 from mxcompile.errors import OptionError
+from mxcompile.formats import is_quantized
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Gemm, Policy
+from mxcompile.report import Report
+from mxcompile.report.fold import spelled
+from mxcompile.report.forms.words import count
+from mxcompile.report.numerics import lowest
+
+_BY_BYTES = "chosen by bytes of operands: no target with a data sheet was named"
 
 
 def tune(
@@ -44,14 +54,14 @@ def tune(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Tuned:
-    """The policy that keeps most of `model` quantized with its error on a call in bounds.
+    """Returns the policy that keeps most of `model` quantized with its error on a call in bounds.
 
     args, inputs, kwargs: of the call (see `models.arguments`). min_sqnr: least SQNR in dB of the outputs of
     all quantized GEMMs against FP32. max_loss_gap: largest share by which the loss may differ from BF16's.
     policy: what to start from, as the backend's option; only layers that it quantizes are considered. among:
-    precisions and presets to mix, of which every layer gets the cheapest on `target` that meets the bounds
-    (see `mix`); without them layers are quantized as `policy` has it, or not. loss_fn: as for `audit`. The
-    model is left as it is.
+    precisions and presets to mix, of which every layer gets the cheapest on `target` that meets the bounds;
+    without them layers are quantized as `policy` has it, or not. loss_fn: as for `audit`. The model is left
+    as it is.
 
     Returns a `Tuned`, whose ``met`` says whether a policy within the bounds was found. Raises `OptionError`
     for bounds that are none, unknown words and a target without a mix, `TargetError` for an unknown one,
@@ -69,158 +79,183 @@ def tune(
     named = keywords("tune", model, inputs, kwargs, given)
     if isinstance(among, str):
         raise OptionError(f"among is a list of precisions and presets, found {among!r}: write [{among!r}]")
-    if among:
-        call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
-        return mix(call, Policy.resolve(policy), among, bounds, check(target))
-    if target != AUTO:
+    if target != AUTO and not among:
         raise OptionError("target is for the costs of a mix: name what to mix with among")
-    session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
+    start = Policy.resolve(policy)
+    candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
+    chip = check(target) if among else ""
+    call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
     with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:
-
-        def trying(what: str, left: int) -> None:
-            bar.total = bar.n + left
-            bar.set_description(f"tune: {what}")
-
-        search = _Search(session, bounds, trying, bar.update)
-        search.run()
-        trying("audit of the policy", 1)
-    start = session.options.policy
-    tuned = exempting(start, session.report(), search.exempt)
-    final = audit(model, *args, policy=tuned, loss_fn=loss_fn, kwargs=named)
-    return Tuned(
-        policy=tuned,
-        bounds=bounds,
-        exempt=search.exempt,
-        comments=tuple(f"{e.reason} ({e.flop_share:.2%} of matmul FLOPs)" for e in search.exempt),
-        audit=final,
-        flop_share_before=session.report().summary.flop_share,
-        met=bounds.allow(final.numerics) and quantizes(final.report, bounds),
-    )
+        trials = Trials(call, start, candidates or [Candidate.start(start)], bounds, bar)
+        tuned = _Search(trials, bounds, chip).tuned()
+    if among and not tuned.target:
+        return dataclasses.replace(tuned, notes=(_BY_BYTES,))
+    return tuned
 
 
 class _Search:
-    """State of one search: what is out so far, and why."""
+    """State of one search: which options are out, and why.
 
-    def __init__(
-        self,
-        session: Session,
-        bounds: Bounds,
-        trying: Callable[[str, int], object],
-        on_run: Callable[[], object],
-    ) -> None:
-        self._session = session
+    target: costs are estimated for it; "" for none, which leaves the bytes of operands.
+    """
+
+    def __init__(self, trials: Trials, bounds: Bounds, target: str) -> None:
+        self._trials = trials
         self._bounds = bounds
-        self._trying = trying
-        self._on_run = on_run
-        self._reference: float | None = None
-        self._out: set[Key] = set()
-        self._reasons: dict[str, list[str]] = {}
+        self._target = target
+        self._costs = Costs(trials.reports, target)
+        self._failed: dict[tuple[str, Option], str] = {}
+        self._moves: dict[tuple[str, Option], float] = {}
 
-    def run(self) -> None:
-        """Find what has to be in BF16."""
-        self._trying("unquantized", 1)
-        self._reference = self._session.run(Run(quantized=lambda _: False)).loss
-        self._on_run()
-        self._bounds.check_loss(self._reference)
-        if self._bounds.min_sqnr is not None:
-            self._meet_sqnr()
-        if self._bounds.max_loss_gap is not None:
-            self._meet_loss()
-
-    @property
-    def exempt(self) -> tuple[Exempt, ...]:
-        """What was found, in the order of the model."""
-        total = sum(gemm.flops for gemm in self._session.report().gemms) or 1
-        flops = self._flops()
-        found = []
-        for layer in dict.fromkeys(name for name, _ in self._keys()):
-            gemms = tuple(str(g) for g in Gemm if (layer, str(g)) in self._out)
-            if gemms:
-                share = sum(flops[layer, gemm] for gemm in gemms) / total
-                reason = "; ".join(self._reasons[layer])
-                found.append(Exempt(name=layer, gemms=gemms, reason=reason, flop_share=share))
-        return tuple(found)
-
-    def _meet_sqnr(self) -> None:
-        self._trying("everything quantized", 1)
-        failing = self._failing(self._sqnr(lambda key: True))
-        layers = [*dict.fromkeys(name for name, _ in failing)]
-        for number, layer in enumerate(layers):
-            self._trying(f"{layer} alone", len(layers) - number)
-            alone = self._sqnr(lambda key, layer=layer: key[0] == layer)  # type: ignore[misc]
-            self._exempt_for_sqnr({key: alone[key] for key in self._failing(alone) if key in failing})
-        while failing:
-            self._trying("what is left, together", 1)
-            together = self._sqnr(lambda key: key not in self._out)
-            failing = self._failing(together)
-            # what follows a NaN is NaN: only the first of them is known to be the cause
-            finite = [key for key in failing if not math.isnan(together[key])]
-            self._exempt_for_sqnr({key: together[key] for key in finite or failing[:1]})
-
-    def _sqnr(self, quantized: Callable[[Key], bool]) -> dict[Key, float]:
-        """SQNR of the GEMMs in MXFP8, the worst of those of one name, in the order they ran."""
-        found = lowest_sqnr(self._session, quantized)
-        self._on_run()
-        return found
-
-    def _failing(self, sqnr: dict[Key, float]) -> list[Key]:
-        return [key for key, value in sqnr.items() if not self._bounds.allows_sqnr(value)]
-
-    def _exempt_for_sqnr(self, measured: dict[Key, float]) -> None:
-        for (layer, gemm), value in measured.items():
-            found = "NaN" if math.isnan(value) else f"{value:.2f} dB"
-            self._exempt((layer, gemm), f"{gemm} {found}, below {self._bounds.min_sqnr:g} dB")
-
-    def _meet_loss(self) -> None:
-        self._trying("the loss of all together", 1)
-        if self._bounds.allows_gap(self._gap(self._out)):
-            return
-        candidates = [key for key in self._keys() if key[1] == Gemm.FPROP and key not in self._out]
-        moves = {}
-        for number, key in enumerate(candidates):
-            self._trying(f"the loss with {key[0]} alone", len(candidates) - number)
-            moves[key] = self._gap(set(self._keys()) - {key})
-        flops = self._flops()
-
-        def worth(key: Key) -> float:
-            return math.inf if math.isnan(moves[key]) else abs(moves[key]) / max(flops[key], 1)
-
-        out: list[Key] = []
-        for key in sorted(candidates, key=worth, reverse=True):
-            out.append(key)
-            self._trying(f"the loss without {key[0]}", 1)
-            if self._bounds.allows_gap(self._gap(self._out.union(out))):
+    def tuned(self) -> Tuned:
+        """Returns the cheapest mix whose audit is in bounds, or the last one where nothing else is left."""
+        while True:
+            mix = self._cheapest()
+            final = self._trials.audit(mix)
+            if not self._trials.fails(mix, final):
                 break
-        for key in sorted(out, key=flops.__getitem__, reverse=True):
-            fewer = [other for other in out if other != key]
-            self._trying(f"the loss with {key[0]} again", 1)
-            if fewer and self._bounds.allows_gap(self._gap(self._out.union(fewer))):
-                out = fewer
-        for key in out:
-            self._exempt(key, f"{key[1]} alone moves the loss by {moves[key]:+.4%}")
+        bounds, chosen = self._bounds, tuple(self._chosen(mix, final))
+        return Tuned(
+            policy=self._trials.policy(mix),
+            bounds=bounds,
+            chosen=chosen,
+            comments=tuple(self._comments(mix, chosen)),
+            audit=final,
+            flop_share_before=self._trials.flop_share,
+            met=bounds.allow(final.numerics) and (_quantizes(final.report, bounds) or self._is_dearer(mix)),
+            target=self._target if self._costs.estimated else "",
+        )
 
-    def _gap(self, out: set[Key]) -> float:
-        """By what share the loss differs from BF16 with everything but `out` in MXFP8."""
-        loss = self._session.run(Run(quantized=lambda key: key not in out)).loss
-        self._on_run()
-        gap = loss_gap(loss, self._reference)
-        return math.nan if gap is None else gap
+    # choosing -----------------------------------------------------------------------------------------
 
-    # ----------------------------------------------------------------------------------------------
+    def _cheapest(self) -> Mix:
+        """Returns the cheapest mix that is in bounds as far as is known."""
+        mix = {layer: next(self._options(layer)) for layer in self._trials.layers}
+        if self._bounds.max_loss_gap is None or self._allowed(mix):
+            return mix
+        cheapest = dict(mix)
+        while not self._allowed(mix) and (layer := self._next(mix)) is not None:
+            self._failed[layer, mix[layer]] = self._moved(layer, mix[layer])
+            mix[layer] = next(self._options(layer))
+        changed = [layer for layer in mix if mix[layer] != cheapest[layer]]
+        for layer in sorted(
+            changed, key=lambda each: self._more(each, cheapest[each], mix[each]), reverse=True
+        ):
+            again = {**mix, layer: cheapest[layer]}
+            if self._allowed(again):
+                mix = again
+        return mix
 
-    def _exempt(self, key: Key, reason: str) -> None:
-        if key not in self._out:
-            self._out.add(key)
-            self._reasons.setdefault(key[0], []).append(reason)
+    def _options(self, layer: str) -> Iterator[Option]:
+        """What is left for `layer`, the cheapest first."""
+        options = [BF16]
+        for index in range(len(self._trials.candidates)):
+            kept = {*self._trials.kept[index].get(layer, ())}
+            forms = [kept]
+            if len(self._trials.candidates) == 1 and self._bounds.max_loss_gap is not None:
+                forms.append(kept | {str(Gemm.FPROP)})
+            quantized = self._costs.quantized(layer, index)
+            options += [
+                Option(candidate=index, kept=tuple(str(gemm) for gemm in Gemm if gemm in form))
+                for form in forms
+                if quantized - form
+            ]
+        left = [option for option in options if (layer, option) not in self._failed]
+        return iter(sorted(left, key=lambda option: self._costs(layer, option)))
 
-    def _keys(self) -> Iterable[Key]:
-        """The GEMMs the policy puts in MXFP8, by layer and kind, in graph order."""
-        return dict.fromkeys(site.key for site in self._session.sites.products)
+    def _is_dearer(self, mix: Mix) -> bool:
+        """Whether `mix` leaves a layer in BF16 that could be quantized, since that would cost more."""
+        return any(option == BF16 and len(list(self._options(layer))) > 1 for layer, option in mix.items())
 
-    def _flops(self) -> dict[Key, int]:
-        """Operations of the GEMMs, those of one name together."""
-        flops: dict[Key, int] = {}
-        for gemm in self._session.report().gemms:
-            key = gemm.name, gemm.gemm
-            flops[key] = flops.get(key, 0) + gemm.flops
-        return flops
+    def _next(self, mix: Mix) -> str | None:
+        """Returns the layer of `mix` that moves the loss most for the extra cost of its next option."""
+        left = {
+            layer: option for layer, option in mix.items() if option != BF16 and "fprop" not in option.kept
+        }
+        unknown = [layer for layer, option in left.items() if (layer, option) not in self._moves]
+        self._trials.bar.total = self._trials.bar.n + len(unknown) + 2
+        for layer in unknown:
+            self._trials.bar.set_description(f"tune: the loss with {layer} alone")
+            self._moves[layer, left[layer]] = self._trials.gap({layer: left[layer]})
+
+        def worth(layer: str) -> float:
+            move = abs(self._moves[layer, mix[layer]])
+            following = next(option for option in self._options(layer) if option != mix[layer])
+            us, size = self._more(layer, mix[layer], following)
+            more = us if self._costs.estimated else size
+            return math.inf if math.isnan(move) or more <= 0 else move / more
+
+        return max(left, key=worth, default=None)
+
+    def _more(self, layer: str, cheap: Option, dear: Option) -> Cost:
+        """Returns what the option `dear` costs beyond `cheap`."""
+        (us, size), (less, fewer) = self._costs(layer, dear), self._costs(layer, cheap)
+        return us - less, size - fewer
+
+    def _allowed(self, mix: Mix) -> bool:
+        self._trials.bar.set_description("tune: the loss of all together")
+        return self._bounds.allows_gap(self._trials.gap(mix))
+
+    # accounts -----------------------------------------------------------------------------------------
+
+    def _word(self, option: Option) -> str:
+        return "bf16" if option == BF16 else self._trials.candidates[option.candidate].word
+
+    def _moved(self, layer: str, option: Option) -> str:
+        return f"{self._word(option)} alone moves the loss by {self._moves[layer, option]:+.4%}"
+
+    def _chosen(self, mix: Mix, final: Audit) -> Iterator[Chosen]:
+        """What every layer with a rule of its own got, in the order of the model."""
+        named = {layer for layers in self._trials.by_use(mix).values() for layer in layers}
+        for layer, option in mix.items():
+            if layer not in named:
+                continue
+            values = [gemm.sqnr_db for gemm in final.numerics.gemms if gemm.name == layer]
+            us, bf16 = self._costs(layer, option)[0], self._costs(layer, BF16)[0]
+            yield Chosen(
+                name=layer,
+                use=self._word(option),
+                kept=() if option == BF16 else option.kept,
+                sqnr_db=lowest(values) if values else None,
+                estimate_us=us if self._costs.estimated else None,
+                estimate_bf16_us=bf16 if self._costs.estimated else None,
+                reason="; ".join([*self._cheaper_failed(layer, option), *self._dearer(layer, option)]),
+            )
+
+    def _cheaper_failed(self, layer: str, option: Option) -> Iterator[str]:
+        """Why what would cost less than `option` is not a choice."""
+        cost = self._costs(layer, option)
+        for index, below in enumerate(self._trials.below):
+            whole = Option(candidate=index, kept=())
+            if layer in below and self._costs(layer, whole) < cost:
+                yield ", ".join(below[layer])
+        for (name, failed), moved in self._failed.items():
+            if name == layer and failed != option and self._costs(layer, failed) < cost:
+                yield moved
+
+    def _dearer(self, layer: str, option: Option) -> Iterator[str]:
+        """What the cheapest that `layer` could be quantized to costs, where it is in BF16 for that."""
+        rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
+        bf16 = self._costs(layer, BF16)[0]
+        if rest and self._costs.estimated and bf16:
+            us = self._costs(layer, rest[0])[0]
+            yield f"{self._word(rest[0])} would take {us / bf16:.2f} of BF16's time"
+
+    def _comments(self, mix: Mix, chosen: Sequence[Chosen]) -> Iterator[str]:
+        """A sentence for every rule, in their order."""
+        by_name = {each.name: each for each in chosen}
+        for names in self._trials.by_use(mix).values():
+            layers = [by_name[name] for name in names]
+            values = [each.sqnr_db for each in layers if each.sqnr_db is not None]
+            measured = f", lowest SQNR {decibels(lowest(values))} dB" if values else ""
+            by_reason: dict[str, list[str]] = {}
+            for each in layers:
+                by_reason.setdefault(each.reason, []).append(each.name)
+            reasons = "; ".join(f"{spelled(same)}: {reason}" for reason, same in by_reason.items() if reason)
+            yield f"{layers[0].use}: {count(len(layers), 'layer')}{measured}. {reasons}".strip()
+
+
+def _quantizes(report: Report, bounds: Bounds) -> bool:
+    """Whether anything is left for the bounds to be about."""
+    left = {gemm.gemm for gemm in report.gemms if is_quantized(gemm.precision)}
+    return "fprop" in left if bounds.max_loss_gap is not None else bool(left)
