@@ -41,6 +41,7 @@ class Compilation:
     count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
     what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
     kernels become known. tapped: whether weights come with the state of scales that follow from calls before.
+    after: called with every graph that the passes are done with.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Compilation:
         count: Callable[[str], int] = _once,
         *,
         tapped: bool = False,
+        after: Callable[[fx.Graph], None] | None = None,
     ) -> None:
         self.options = options
         self.found = found
@@ -63,10 +65,13 @@ class Compilation:
         self.changed: Callable[[], None] = _nobody
         self._count = count
         self._tapped = tapped
+        self._after = after
 
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
-        return Compilation(self.options, self.found, gm, self.target, self._count, tapped=self._tapped)
+        return Compilation(
+            self.options, self.found, gm, self.target, self._count, tapped=self._tapped, after=self._after
+        )
 
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
@@ -133,6 +138,8 @@ class Compilation:
         )
         self._counted = (0, 0, 0)
         self._count_work(graph)
+        if self._after is not None:
+            self._after(graph)
 
     def _count_work(self, *graphs: fx.Graph) -> None:
         """Count casts and what is sent, of forward and backward in the place of their joint graph."""

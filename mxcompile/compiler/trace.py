@@ -1,9 +1,9 @@
-"""Tracing a captured graph through the hooks without lowering it."""
+"""Tracing a captured graph through the hooks, without loading code that is generated of it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,22 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 
 
-def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def trace(
+    compilation: Compilation,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any] | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> None:
     """Run the hooks of `compilation` over a copy of `gm`, on the way compile_fx takes, without the caches.
 
-    Inductor's own passes run too, so that what is found is what a compile finds; code generation does not.
+    Inductor's own passes run too, so that what is found is what a compile finds. inner_compile: in place of
+    Inductor's code generation; by default the last hook alone. patches: of Inductor's configuration.
     """
 
-    def inner_compile(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
+    def lowered(graph: fx.GraphModule, _: Any, **__: Any) -> Any:
         compilation.lower(graph.graph)
-        return _Unused()
+        return Unused()
 
     with (
         functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
@@ -32,8 +39,8 @@ def trace(compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence
         compile_fx(
             copied(gm),
             list(example_inputs),
-            inner_compile=inner_compile,
-            config_patches={**compilation.config_patches(), "force_disable_caches": True},
+            inner_compile=inner_compile or lowered,
+            config_patches={**compilation.config_patches(), "force_disable_caches": True, **(patches or {})},
             decompositions=table(),
         )
 
@@ -50,10 +57,11 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-class _Unused:
+class Unused:
     """Stands for compiled code that is never called."""
 
     _boxed_call = True
 
     def __call__(self, *_: Any) -> Any:
-        raise AssertionError("a traced graph was run")
+        """Never called."""
+        raise AssertionError("code that was only traced or generated is called")

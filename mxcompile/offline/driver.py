@@ -10,7 +10,6 @@ not loaded: its source is kept.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,24 +20,19 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._functorch import config as functorch_config
 from torch._inductor import debug
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.fx_passes.joint_graph import constant_fold_uniform_value
 from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler import histories
-from mxcompile.compiler.capture import capture
-from mxcompile.compiler.compilation import Compilation
-from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.inductor import GraphPass
+from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.trace import Unused, trace
 from mxcompile.graph.tags import GemmTag, hint, tags_of
-from mxcompile.lowering.targets import Target
-from mxcompile.models.fake_copy import fake_copy
-from mxcompile.models.fakes import call
 from mxcompile.offline.device import move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.report import Part
@@ -78,54 +72,40 @@ class Generated:
     operators: dict[str, str]
 
 
-class Driver:
-    """One model on its way to the code for one target.
+class Driver(Rehearsal[FakeTensorMode]):
+    """The rehearsal that generates the code for one target.
 
     parts: of the report. generated: the code, a graph's forward before its backward.
     """
 
-    def __init__(self, model: nn.Module, options: Options, target: Target) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._model = fake_copy(model, self._mode)
-        self._options = options
-        self._target = target
+    def __init__(self, model: nn.Module, options: Options, training: bool) -> None:
+        super().__init__(model, options, FakeTensorMode(allow_non_fake_inputs=True), training=training)
         self.parts: list[Part] = []
         self.generated: list[Generated] = []
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:
-        """Generate code for the model called with `args` and `kwargs`. Raises `ModelError`."""
-        self._model.train(training)
-        call(self._model, args, kwargs, mode=self._mode, backend=self._compile, training=training)
-
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A Dynamo backend: keep the code that would run, and go on with fake results."""
-        found, policy = capture(gm, example_inputs, self._model), self._options.policy
+    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Keep the code that would run, and go on with fake results."""
+        policy = self.options.policy
         tapped = histories.tap(gm, example_inputs, found, policy)
         found = dataclasses.replace(found, device=DEVICE)
-        compilation = Compilation(self._options, found, gm, self._target, tapped=histories.needed(policy))
+        compilation = self.compilation(found, gm, tapped=histories.needed(policy))
         graph, inputs = gm, list(example_inputs)
         if tapped is not None:
-            with self._mode:
+            with self.mode:
                 states = [torch.zeros(3, requires_grad=state.requires_grad) for state in tapped.states]
             graph, inputs = tapped.gm, [*inputs, *states]
-        patches = {**compilation.config_patches(), **_CONFIG}
-        patches["joint_custom_pre_pass"] = GraphPass(functools.partial(_run_and_move, compilation), "codegen")
-        with (
-            stand_in(self._target),
-            warnings.catch_warnings(),
-            functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-            torch._guards.tracing(None),
-        ):
+        with stand_in(self.target), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice about this machine
-            compile_fx(
-                graph,
-                inputs,
-                inner_compile=self._generate,
-                config_patches=patches,
-                decompositions=table(),
-            )
+            trace(compilation, graph, inputs, self._generate, _CONFIG)
         self.parts.append(compilation.part)
         return gm.forward
+
+    def after(self, found: Capture, graph: fx.Graph) -> None:
+        """Fold constants as Inductor does, which computes; then off to the GPU."""
+        remove_noop_ops(graph)
+        if graph.owning_module is not None:
+            constant_fold_uniform_value(graph.owning_module)
+        move(graph, DEVICE)
 
     def _generate(self, gm: fx.GraphModule, _: Any, **options: Any) -> Any:
         """In place of Inductor's inner compiler: it runs, and what it wrote is kept and not loaded."""
@@ -136,21 +116,11 @@ class Driver:
         def keep(lowered: GraphLowering) -> Any:
             source, _ = lowered.codegen()
             self.generated.append(_generated(phase, lowered, source.value))
-            return SimpleNamespace(call=_unused, __file__=__file__)
+            return SimpleNamespace(call=Unused(), __file__=__file__)
 
         with mock.patch.object(GraphLowering, "compile_to_module", keep), torch.no_grad():
             compile_fx_inner(gm, inputs, **options)
-        return _unused
-
-
-def _run_and_move(compilation: Compilation, graph: fx.Graph) -> None:
-    """The joint passes, and Inductor's folding of constants, which computes; then off to the GPU."""
-    compilation.run_passes(graph)
-    remove_noop_ops(graph)
-    if graph.owning_module is not None:
-        constant_fold_uniform_value(graph.owning_module)
-    move(graph, DEVICE)
-    compilation.lower_joint(graph)
+        return Unused()
 
 
 def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
@@ -173,10 +143,3 @@ def num_bytes(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return int(math.prod(map(hint, value.shape))) * value.element_size()
-
-
-def _unused(*_: Any) -> Any:
-    raise AssertionError("code for another machine was run")
-
-
-_unused._boxed_call = True  # type: ignore[attr-defined]

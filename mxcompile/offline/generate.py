@@ -75,8 +75,8 @@ def codegen(
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
     options = Options.parse(None, {"policy": policy, "target": target})
-    driver = Driver(model, options, chip)
-    driver.run(args, named, training)
+    driver = Driver(model, options, training)
+    driver.call(args, named)
     written = [
         (phase, graph, read(graph.source, graph.input_bytes)) for phase, graph in _named(driver.generated)
     ]

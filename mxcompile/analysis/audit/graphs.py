@@ -61,7 +61,8 @@ class Graphs:
         """Take `gm` through the passes. Called by Dynamo."""
         found = capture(gm, example_inputs, self._model())
         target = resolve(self._options.target, found.device)
-        compilation = Compilation(dataclasses.replace(self._options, target=target.name), found, gm, target)
+        options = dataclasses.replace(self._options, target=target.name)
+        compilation = Compilation(options, found, gm, target, after=lambda graph: mark(graph, self.sites))
         compiled, written = self._interpreted(compilation, gm, example_inputs)
         self.target = target.name
         self.parts.append(dataclasses.replace(compilation.part, cache="off"))
@@ -80,12 +81,8 @@ class Graphs:
         """`gm` differentiated and rewritten, and the positions of the inputs it changes."""
         written: list[int] = []
 
-        def passes(graph: fx.Graph) -> None:
-            compilation.run_passes(graph)
-            mark(graph, self.sites)
-
         def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            passes(joint.graph)
+            compilation.run_passes(joint.graph)
             return min_cut_rematerialization_partition(joint, inputs, **options)
 
         def backward(graph: fx.GraphModule, _: Any) -> Any:
@@ -97,7 +94,7 @@ class Graphs:
             return backward(graph, _)
 
         def inference(graph: fx.GraphModule, inputs: Any) -> Any:
-            passes(graph.graph)
+            compilation.run_passes(graph.graph)
             return forward(graph, inputs)
 
         compiled = aot_autograd(

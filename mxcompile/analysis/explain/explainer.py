@@ -21,16 +21,13 @@ from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.memory import with_memory
 from mxcompile.analysis.explain.parts import eager_records, moved
 from mxcompile.analysis.explain.roofline import estimate
-from mxcompile.compiler.capture import capture
-from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
-from mxcompile.compiler.trace import trace
-from mxcompile.lowering.targets import AUTO, TARGETS, Target, of_device
+from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.lowering.targets import AUTO, Target, of_device
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.models.assumed import Assuming
-from mxcompile.models.fake_copy import fake_copy
-from mxcompile.models.fakes import call
 from mxcompile.models.names import user_path
 from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
@@ -85,65 +82,51 @@ def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
     return dataclasses.replace(gemm, kernel=gemm.kernel.replace("_for_cpu", ""))
 
 
-class _Explainer:
-    """State of one run: the copy of the model, and the parts of the report."""
+class _Explainer(Rehearsal[Assuming]):
+    """The rehearsal that makes the parts of the report."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        training: bool,
-        leave_out: LeaveOut,
-    ) -> None:
-        self._options = dataclasses.replace(options, strict=False)
-        self._training = training
-        self._mode = Assuming()
-        self._model = fake_copy(model, self._mode)
-        self._repeats = leave_out(self._model, options.policy)
-        self._model.train(training)
-        self._mode.names(self._model)
-        self._paths = {id(p): user_path(path) for path, p in self._model.named_parameters()}
+    def __init__(self, model: nn.Module, options: Options, training: bool, leave_out: LeaveOut) -> None:
+        lenient = dataclasses.replace(options, strict=False)
+        super().__init__(model, lenient, Assuming(), training=training, leave_out=leave_out)
+        self.mode.names(self.model)
+        self._paths = {id(p): user_path(path) for path, p in self.model.named_parameters()}
         self._parts: list[Part] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Part]:
         """Trace the model called with `args` and `kwargs`."""
-        call(self._model, args, kwargs, mode=self._mode, backend=self._trace, training=self._training)
-        notes = tuple(f"assumed: {note}" for note in self._mode.notes)
+        self.call(args, kwargs)
+        notes = tuple(f"assumed: {note}" for note in self.mode.notes)
         gemms = self._outside(args, kwargs)
         if notes or gemms:
-            self._parts.append(self._repeats.expand(Part(gemms=gemms, warnings=notes)))
+            self._parts.append(self.repeats.expand(Part(gemms=gemms, warnings=notes)))
         return self._parts
 
     def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
         """Records of what ran outside of compiled graphs, in the roles it has in the whole model."""
-        graph = self._mode.outside.graph
+        graph = self.mode.outside.graph
         if not graph.nodes:
             return ()
-        plan = planned(self._model, args, kwargs).plan
+        plan = planned(self.model, args, kwargs).plan
         known = {} if plan is None else plan.by_name
-        return eager_records(graph, known, self._repeats.blocks, training=self._training)
+        return eager_records(graph, known, self.repeats.blocks, training=self.training)
 
-    def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A Dynamo backend: note what is decided, and go on with fake results."""
-        found = dataclasses.replace(capture(gm, example_inputs, self._model), blocks=self._repeats.blocks)
-        target = TARGETS.get(self._options.target, Target(name=self._options.target, device="cpu"))
-        compilation = Compilation(self._options, found, gm, target, self._repeats.count)
-        with self._mode.plain():
-            trace(compilation, gm, example_inputs)
-        gemms = tuple(_kernel_for(target, gemm) for gemm in compilation.part.gemms)
+    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with self.mode.plain():
+            compilation = self.traced(found, gm, example_inputs)
+        gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
         missing = found.planned.missing
         part = dataclasses.replace(
-            compilation.part, gemms=gemms, warnings=(no_plan(self._model, missing),) if missing else ()
+            compilation.part, gemms=gemms, warnings=(no_plan(self.model, missing),) if missing else ()
         )
-        self._parts.append(self._repeats.expand(part))
+        self._parts.append(self.repeats.expand(part))
         first = self._owners(example_inputs, found.module)
         calls = itertools.count()
 
         def run(*inputs: Any) -> Any:
             if next(calls) > 0:  # code that serves several layers, or one layer several times
-                again = Part(gemms=moved(gemms, first, self._owners(inputs, self._mode.module())))
-                self._parts.append(self._repeats.expand(again))
-            with self._mode.outside.paused():
+                again = Part(gemms=moved(gemms, first, self._owners(inputs, self.mode.module())))
+                self._parts.append(self.repeats.expand(again))
+            with self.mode.outside.paused():
                 return gm.forward(*inputs)
 
         return run

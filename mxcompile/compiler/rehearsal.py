@@ -1,0 +1,81 @@
+"""A rehearsal: a model traced on fake tensors, as a compile for a target would do it, without running it.
+
+    model ─▶ copy on fake tensors ─▶ Dynamo ─▶ AOTAutograd ─▶ passes ─▶ lowering │ code generation
+
+`explain`, `codegen` and the choice of weights to store are rehearsals that differ in what they do with each
+graph that Dynamo captures. Of equal layers a few may be traced (see `plan.repeats`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxcompile.compiler.capture import Capture, capture
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import trace
+from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fakes import call
+from mxcompile.plan.repeats import LeaveOut, keep_all
+
+Mode = TypeVar("Mode", bound=FakeTensorMode)
+
+
+class Rehearsal(Generic[Mode]):
+    """One rehearsal. Subclasses override `graph`, which is called for every graph.
+
+    model: a copy of the user's model. mode: of its fake tensors. repeats: which layers stand for which.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        mode: Mode,
+        *,
+        training: bool,
+        leave_out: LeaveOut = keep_all,
+    ) -> None:
+        self.mode = mode
+        self.model = fake_copy(model, mode)
+        self.repeats = leave_out(self.model, options.policy)
+        self.model.train(training)
+        self.options = options
+        self.target = TARGETS.get(options.target, Target(name=options.target, device="cpu"))
+        self.training = training
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Trace the model called with `args` and `kwargs`. Raises `ModelError` where that cannot be done."""
+        call(self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training)
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found = dataclasses.replace(capture(gm, example_inputs, self.model), blocks=self.repeats.blocks)
+        return self.graph(found, gm, example_inputs)
+
+    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph as far as is wanted. Returns what Dynamo calls for it: the graph on fakes."""
+        self.traced(found, gm, example_inputs)
+        return gm.forward
+
+    def traced(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
+        """The compile of one graph up to code generation."""
+        compilation = self.compilation(found, gm)
+        trace(compilation, gm, example_inputs)
+        return compilation
+
+    def compilation(self, found: Capture, gm: fx.GraphModule, *, tapped: bool = False) -> Compilation:
+        """The state of the compile of one graph."""
+        after = functools.partial(self.after, found)
+        return Compilation(
+            self.options, found, gm, self.target, self.repeats.count, tapped=tapped, after=after
+        )
+
+    def after(self, found: Capture, graph: fx.Graph) -> None:
+        """Called with every joint or inference graph when the passes are done with it."""
