@@ -16,7 +16,7 @@ from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tens
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
-from mxcompile.passes.flow import origin, readers, stored, viewed
+from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
 
@@ -128,7 +128,7 @@ def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
     total = 0
     for node in graph.nodes:
         if node.target is ops.encode_transposed or _is_read(node):
-            layers = [tag.name for tag in readers(node)] or [module_of(node)[0]]
+            layers = [tag.name for tag in gemms_reading(node)] or [module_of(node)[0]]
             total += max(map(count, layers))
     return total
 

@@ -25,7 +25,7 @@ from mxcompile.graph.tags import WEIGHT_KEY, GemmTag, set_tag, tag_of, tensor
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import GraphInput, joined
 from mxcompile.ops.view import Cast, Product, result_of
-from mxcompile.passes.flow import graph_input, readers, viewed
+from mxcompile.passes.flow import gemms_reading, graph_input, viewed
 from mxcompile.policy import Code, Gemm, Reason, Weights
 
 _SOURCES = (torch.bfloat16, torch.float32)
@@ -92,5 +92,5 @@ def _replace(cast: fx.Node, path: str, build: Builder) -> None:
     made.meta.update({key: cast.meta[key] for key in ("mx_itemsize",) if key in cast.meta})
     made.meta[WEIGHT_KEY] = path
     build.replace(cast, made)
-    if {tag.gemm for tag in readers(made)} >= {Gemm.FPROP, Gemm.DGRAD}:
+    if {tag.gemm for tag in gemms_reading(made)} >= {Gemm.FPROP, Gemm.DGRAD}:
         made.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -236,12 +236,5 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
 
 def _read_by_kept_product(node: fx.Node) -> bool:
     """Whether a linear layer's product that is not quantized reads `node` itself."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            tag = tag_of(user)
-            if tag is not None and tag.kind is Kind.LINEAR and tag.formats is None:
-                return True
-            if packet(user) in TRANSPARENT:
-                pending.append(user)
-    return False
+    tags = (tag_of(user) for user, _ in readers(node, lambda user: packet(user) in TRANSPARENT))
+    return any(tag is not None and tag.kind is Kind.LINEAR and tag.formats is None for tag in tags)

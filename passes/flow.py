@@ -13,6 +13,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
 
 
@@ -146,17 +147,15 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def readers(cast: fx.Node) -> Iterator[GemmTag]:
+def gemms_reading(cast: fx.Node) -> Iterator[GemmTag]:
     """The GEMMs that read what `cast` makes, through operators that are none."""
-    pending, seen = [cast], {cast}
-    while pending:
-        for user in pending.pop().users:
-            tag = tag_of(user)
-            if tag is not None:
-                yield tag
-            elif user not in seen and user.op == "call_function":
-                seen.add(user)
-                pending.append(user)
+    for user, _ in readers(cast, _is_no_gemm):
+        if (tag := tag_of(user)) is not None:
+            yield tag
+
+
+def _is_no_gemm(node: fx.Node) -> bool:
+    return node.op == "call_function" and tag_of(node) is None
 
 
 def _is_transparent(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from mxcompile.graph.opsets import argument
 from mxcompile.graph.tags import tag_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Product
-from mxcompile.passes.flow import readers
+from mxcompile.passes.flow import gemms_reading
 from mxcompile.policy import Gemm, Saved
 
 
@@ -47,5 +47,7 @@ class Save:
                 cast = argument(cast)
                 if cast.target not in (ops.dequantize, ops.decode):
                     continue
-            if all(tag.gemm is not Gemm.FPROP for tag in readers(cast)):  # it may contract the same dimension
+            if all(
+                tag.gemm is not Gemm.FPROP for tag in gemms_reading(cast)
+            ):  # it may contract the same dimension
                 cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

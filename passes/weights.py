@@ -8,7 +8,6 @@ passes and changes nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet, permutation
+from mxcompile.graph.dims import before
+from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.models.names import GraphInput
@@ -73,25 +73,23 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         if path:
             yield WeightUse(path=path, **known)
         return
-    cast, found = _source(Product.read(node).sides[side][0])
+    cast, block = _source(Product.read(node).sides[side][0], -1 - side)
     if path := _path(cast, inputs):
-        stored, rank = value_of(cast), len(found or ())
-        block = found[rank - 1 if side == 0 else rank - 2] if found else None
+        stored = value_of(cast)
         known |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
         return
     made, _ = result_of(cast)
     if made is None:
         return
-    parameter, found = _source(argument(made))
+    view = Cast.of(made)
+    parameter, block = _source(argument(made), -1 if view is None else view.side)
     path = _path(parameter, inputs)
     if not path:
         return
-    view = Cast.of(made)
     if view is None or view.square:
         yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
-    block = found[view.side] if found is not None else None
     if block is None:
         yield WeightUse(path=path, **{**known, "reason": "its blocks are not along a dimension of it"})
         return
@@ -108,52 +106,18 @@ def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
     return known.path if known is not None and known.static else ""
 
 
-def _source(node: Any) -> tuple[Any, list[int | None] | None]:
-    """What `node` is a view, cast or copy of; for each dimension of `node` that of the source, None if none.
+def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
+    """What `node` is a view, cast or copy of, and the dimension of it that is dimension `dim` of `node`.
 
-    The dimensions are None altogether where a view does not tell.
+    None if no dimension of the source has those elements, all of them.
     """
-    if not isinstance(node, fx.Node):
-        return node, None
     value = tensor(node)
-    dims: list[int | None] | None = None if value is None else [*range(value.ndim)]
-    while packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
-        dims = _through(node, dims)
+    dims = frozenset({dim % value.ndim}) if value is not None and value.ndim else frozenset()
+    while isinstance(node, fx.Node) and packet(node) in TRANSPARENT and isinstance(node.args[0], fx.Node):
+        dims = before(node, node.args[0], dims)
         node = node.args[0]
-    return node, dims
-
-
-def _through(node: fx.Node, dims: list[int | None] | None) -> list[int | None] | None:
-    """`dims`, into `node`, as dimensions of its first argument."""
-    value, source = tensor(node), tensor(node.args[0])
-    if dims is None or value is None or source is None:
-        return None
-    table = _before(node, [*value.shape], [*source.shape])
-    return None if table is None else [None if dim is None else table[dim] for dim in dims]
-
-
-def _before(node: fx.Node, shape: list[Any], source: list[Any]) -> list[int | None] | None:
-    """For each dimension of the view `node` that of what it views; None if it is not one of those known."""
-    rank = len(source)
-    order = permutation(node)
-    if order is not None:
-        return [*order]
-    if packet(node) is aten.select:
-        gone = int(node.args[1]) % rank  # type: ignore[arg-type]
-        return [dim for dim in range(rank) if dim != gone]
-    if len(shape) == rank and shape == source:
-        return [*range(rank)]
-    if packet(node) in (aten.slice, aten.expand) and len(shape) == rank:
-        return [dim if shape[dim] == source[dim] else None for dim in range(rank)]
-    if packet(node) in (aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze):
-        return [_same_place(shape, dim, source) for dim in range(len(shape))]
-    return None
-
-
-def _same_place(shape: list[Any], dim: int, source: list[Any]) -> int | None:
-    """The dimension of `source` as long as `dim` of `shape`, with as many elements behind it."""
-    behind = math.prod(shape[dim + 1 :])
-    for other, length in enumerate(source):
-        if length == shape[dim] and math.prod(source[other + 1 :]) == behind:
-            return other
-    return None
+    source = tensor(node)
+    if value is None or source is None or len(dims) != 1:
+        return node, None
+    (place,) = dims
+    return node, place if source.shape[place] == value.shape[dim] else None

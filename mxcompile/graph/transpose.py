@@ -32,11 +32,15 @@ def readers(
     node: fx.Node, through: Callable[[fx.Node], bool] = is_transpose
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Who reads `node`, or what nodes that are `through` make of it, and which of these it reads."""
-    for user in node.users:
-        if through(user):
-            yield from readers(user, through)
-        else:
-            yield user, node
+    pending = [(user, node) for user in reversed(node.users)]
+    seen: set[fx.Node] = set()
+    while pending:
+        user, source = pending.pop()
+        if not through(user):
+            yield user, source
+        elif user not in seen:
+            seen.add(user)
+            pending += [(further, user) for further in reversed(user.users)]
 
 
 def transpose(node: fx.Node, builder: Builder) -> fx.Node:

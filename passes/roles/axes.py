@@ -2,25 +2,24 @@
 
     y[b, m, n]: axis BATCH runs over b, ROW over m, COLUMN over n
 
-A dimension is followed back through views, casts and elementwise operators. A reshape is followed by the
-products of sizes that agree before and after it. What cannot be followed has no axis.
+A dimension is followed back through views, casts and elementwise operators (`graph.dims`). What cannot be
+followed has no axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from typing import Any
+from collections.abc import Container
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, packet, permutation
+from mxcompile.graph.dims import before
+from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import hint, numel, tags_of, tensor, value_of
+from mxcompile.graph.tags import numel, tags_of, tensor, value_of
 
 BATCH, ROW, COLUMN = 1, 2, 4
 
 _STEPS = 64
-_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.unflatten})
 
 
 def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = ()) -> int:
@@ -35,11 +34,11 @@ def axes(node: fx.Node, dim: int, root: fx.Node, through: Container[fx.Node] = (
     for _ in range(_STEPS):
         if node is root:
             return _labels(root, dims)
-        before = _towards(node, root, through)
-        if before is None:
+        source = _towards(node, root, through)
+        if source is None:
             return 0
-        dims = _before(node, before, dims)
-        node = before
+        dims = before(node, source, dims)
+        node = source
     return 0
 
 
@@ -62,8 +61,8 @@ def product_behind(node: fx.Node, through: Container[fx.Node]) -> fx.Node | None
     for _ in range(_STEPS):
         if _ends(node, through):
             return node
-        before = next((arg for arg in node.all_input_nodes if _ends(arg, through)), None)
-        following = before or _towards(node, node, through)
+        product = next((arg for arg in node.all_input_nodes if _ends(arg, through)), None)
+        following = product or _towards(node, node, through)
         if following is None:
             return None
         node = following
@@ -104,60 +103,3 @@ def _size(node: fx.Node) -> tuple[bool, int]:
 def _ends(node: fx.Node, through: Container[fx.Node]) -> bool:
     """Whether `node` is a product of its own; a filter, which keeps channels apart, is none."""
     return bool(tags_of(node)) and node not in through and packet(node) is not aten.convolution
-
-
-def _before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
-    """The dimensions of `source` that `dims` of `node` are made of."""
-    old, new = tensor(source), tensor(node)
-    if old is None or new is None:
-        return dims
-    what = packet(node)
-    if what in _RESHAPES:
-        return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
-    order = permutation(node)
-    if order is not None:
-        return frozenset(order[dim] for dim in dims if dim < len(order))
-    follow = _FOLLOW.get(what)
-    if follow is not None:
-        return follow(node.args, old.ndim, dims)
-    shift = new.ndim - old.ndim  # elementwise: aligned at the end
-    return frozenset(dim - shift for dim in dims if 0 <= dim - shift < old.ndim)
-
-
-def _unsqueeze(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
-    at = args[1] % (ndim + 1)
-    return frozenset(dim - (dim > at) for dim in dims if dim != at)
-
-
-def _select(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
-    at = args[1] % ndim
-    return frozenset(dim + (dim >= at) for dim in dims)
-
-
-_FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]]] = {
-    aten.unsqueeze: _unsqueeze,
-    aten.select: _select,
-}
-
-
-def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
-    """Dimensions of shape `old` that hold the elements of `dims` of shape `new`."""
-    found: set[int] = set()
-    left = right = 0
-    while left < len(old) and right < len(new):
-        start_left, start_right = left, right
-        size_left, size_right = old[left], new[right]
-        left, right = left + 1, right + 1
-        while size_left != size_right:
-            if size_left < size_right and left < len(old):
-                size_left *= old[left]
-                left += 1
-            elif size_left > size_right and right < len(new):
-                size_right *= new[right]
-                right += 1
-            else:
-                return frozenset()
-        group = range(start_right, right)
-        if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
-            found.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
-    return frozenset(found)

@@ -1,0 +1,80 @@
+"""Dimensions of a tensor, followed back through views to what it is made of.
+
+    x[a, b, c] ─ view [a·b, c] ─ permute ─▶ y[c, a·b]     dimension 1 of y is made of 0 and 1 of x
+
+A reshape is followed by the products of sizes that agree before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import aten, packet, permutation
+from mxcompile.graph.tags import hint, tensor
+
+_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.squeeze})
+
+
+def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
+    """The dimensions of `source`, an argument of `node`, that the dimensions `dims` of `node` are made of.
+
+    An operator that is no view counts as elementwise.
+    """
+    old, new = tensor(source), tensor(node)
+    if old is None or new is None:
+        return dims
+    what = packet(node)
+    if what in _RESHAPES:
+        return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
+    order = permutation(node)
+    if order is not None:
+        return frozenset(order[dim] for dim in dims if dim < len(order))
+    if what is aten.as_strided and old.shape != new.shape:
+        return frozenset()
+    follow = _FOLLOW.get(what)
+    if follow is not None:
+        return follow(node.args, old.ndim, dims)
+    shift = new.ndim - old.ndim  # elementwise: aligned at the end
+    return frozenset(dim - shift for dim in dims if 0 <= dim - shift < old.ndim)
+
+
+def _unsqueeze(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
+    at = args[1] % (ndim + 1)
+    return frozenset(dim - (dim > at) for dim in dims if dim != at)
+
+
+def _select(args: Sequence[Any], ndim: int, dims: frozenset[int]) -> frozenset[int]:
+    at = args[1] % ndim
+    return frozenset(dim + (dim >= at) for dim in dims)
+
+
+_FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]]] = {
+    aten.unsqueeze: _unsqueeze,
+    aten.select: _select,
+}
+
+
+def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
+    """Dimensions of shape `old` that hold the elements of `dims` of shape `new`."""
+    found: set[int] = set()
+    left = right = 0
+    while left < len(old) and right < len(new):
+        start_left, start_right = left, right
+        size_left, size_right = old[left], new[right]
+        left, right = left + 1, right + 1
+        while size_left != size_right:
+            if size_left < size_right and left < len(old):
+                size_left *= old[left]
+                left += 1
+            elif size_left > size_right and right < len(new):
+                size_right *= new[right]
+                right += 1
+            else:
+                return frozenset()
+        group = range(start_right, right)
+        if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
+            found.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
+    return frozenset(found)
