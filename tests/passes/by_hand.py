@@ -1,0 +1,65 @@
+"""Graphs written node by node, with fake values: what a pass reads, without `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from mxcompile.graph.tags import GemmTag, Kind, set_tag
+from mxcompile.policy import Gemm
+
+
+class Hand:
+    """One graph that is being written. Several have the fake tensors of one mode if they are given it."""
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.graph = fx.Graph()
+        self.mode = mode or FakeTensorMode(shape_env=ShapeEnv())
+
+    def input(
+        self, name: str, *shape: int, dtype: torch.dtype = torch.float32, symbolic: Sequence[int] = ()
+    ) -> fx.Node:
+        """A placeholder. symbolic: dimensions whose length is a symbol, with the hint that `shape` says."""
+        node = self.graph.placeholder(name)
+        kinds = [DimDynamic.DYNAMIC if dim in symbolic else DimDynamic.STATIC for dim in range(len(shape))]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        node.meta["val"] = self.mode.from_tensor(torch.empty(shape, dtype=dtype), symbolic_context=context)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of `target`."""
+        node = self.graph.call_function(target, args, kwargs)
+        given = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*given[0], **given[1])
+        return node
+
+    def gemm(self, target: Any, *args: Any, kind: Kind = Kind.LINEAR, **facts: Any) -> fx.Node:
+        """A call that is a GEMM. facts: of its tag; its layer is itself unless they say another."""
+        node = self.call(target, *args)
+        known: dict[str, Any] = {"layer": node.name, "name": node.name, "module": "Linear", "source": ""}
+        known |= {"gemm": Gemm.FPROP, "kind": kind, "tensors": ("x", "w")}
+        set_tag(node, GemmTag(**(known | facts)))
+        return node
+
+    def output(self, *nodes: fx.Node) -> fx.Graph:
+        """The graph, which returns `nodes`."""
+        self.graph.output(nodes)
+        return self.graph
+
+
+def run(graph: fx.Graph, *values: Tensor) -> tuple[Any, ...]:
+    """What `graph` computes of `values`."""
+    graph.lint()
+    results: tuple[Any, ...] = fx.GraphModule(nn.Module(), graph)(*values)
+    return results
+
+
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    """The calls of `target`, in order."""
+    return [*graph.find_nodes(op="call_function", target=target)]

@@ -1,0 +1,111 @@
+"""The pass `compress` on the two graphs of one layer: what crosses, and what backward computes of it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from by_hand import Hand, calls, run
+from reference import round_trip
+from torch import Tensor, fx
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.graph.opsets import aten
+from mxcompile.models.names import GraphInput
+from mxcompile.passes.compress import Compress
+from mxcompile.policy import Role, Saved
+
+E4M3 = torch.float8_e4m3fn
+INPUTS = GraphInput(), GraphInput(path="w", static=True)
+MX = Format(), Format()
+
+
+class _Position:
+    """What AOTAutograd says of an input."""
+
+    def __init__(self, idx: int) -> None:
+        self.idx = idx
+
+
+class Pair:
+    """h = 2x; y = h·w, of a layer whose input is saved as its tag says; backward has h and dy."""
+
+    def __init__(self, width: int = 64, dtype: torch.dtype = torch.float32, **facts: Any) -> None:
+        self.forward = Hand()
+        x = self.forward.input("x", 40, width, dtype=dtype)
+        w = self.forward.input("w", width, 48, dtype=dtype)
+        x.meta["desc"], w.meta["desc"] = _Position(0), _Position(1)
+        self.h = self.forward.call(aten.mul.Tensor, x, 2)
+        known = {"role": Role.QKV, "saved": Saved.MXFP8, "formats": MX} | facts
+        self.y = self.forward.gemm(aten.mm.default, self.h, w, **known)
+        self.backward = Hand(self.forward.mode)
+        self.end = self.backward.graph.placeholder(self.h.name)
+        self.end.meta["val"] = self.h.meta["val"]
+        self.dy = self.backward.input("dy", 40, width, dtype=dtype)
+
+    def compress(self, *gradients: fx.Node) -> bool:
+        """Backward returns `gradients`. Returns whether anything changed."""
+        self.graphs = self.forward.output(self.y, self.h), self.backward.output(*gradients)
+        return Compress(num_outputs=1, inputs=INPUTS).apply(*self.graphs)
+
+    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What is saved, and the gradients."""
+        _, *saved = run(self.graphs[0], x, w)
+        return tuple(saved), run(self.graphs[1], *saved, dy)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, W, DY = random(40, 64), random(64, 48), random(40, 64)
+
+
+def test_backward_reads_the_copy_in_the_place_of_the_value():
+    pair = Pair()
+    assert pair.compress(pair.backward.call(aten.mul.Tensor, pair.end, pair.dy))
+    saved, (gradient,) = pair.run(X, W, DY)
+    assert [(part.dtype, tuple(part.shape)) for part in saved] == [(E4M3, (40, 64)), (torch.uint8, (40, 2))]
+    assert torch.equal(gradient, round_trip(2 * X, 1) * DY)
+
+
+def test_the_cast_of_backward_is_what_is_kept():
+    pair = Pair()
+    cast = pair.backward.call(ops.quantize, pair.end, 0, E4M3, "floor")
+    elements = pair.backward.call(operator.getitem, cast, 0)
+    values = pair.backward.call(aten.mul.Tensor, pair.end, pair.dy)
+    assert pair.compress(elements, values)
+    assert not calls(pair.graphs[1], ops.quantize)
+    (_, scales), (codes, gradient) = pair.run(X, W, DY)
+    assert scales.shape == (2, 64)
+    expected = round_trip(2 * X, 0, rounding="floor")
+    assert torch.equal(
+        codes.double() * (scales.double() - 127).exp2().repeat_interleave(32, 0)[:40], expected
+    )
+    assert torch.equal(gradient, expected * DY)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"saved": Saved.COLUMNWISE}, {"width": 16}, {"dtype": torch.float16}],
+    ids=["columnwise", "rows shorter than a block", "FP16"],
+)
+def test_others_are_saved_as_they_are(facts: dict[str, Any]):
+    pair = Pair(**facts)
+    assert not pair.compress(pair.backward.call(aten.mul.Tensor, pair.end, pair.dy))
+
+
+def test_what_a_product_in_full_precision_reads_is_saved_as_it_is():
+    pair = Pair()
+    view = pair.backward.call(aten.permute.default, pair.end, [1, 0])
+    product = pair.backward.gemm(aten.mm.default, view, pair.dy)
+    assert not pair.compress(product)
+
+
+def test_two_different_copies_are_not_kept():
+    pair = Pair()
+    casts = [pair.backward.call(ops.quantize, pair.end, dim, E4M3, "rceil") for dim in (0, 1)]
+    assert not pair.compress(*(pair.backward.call(operator.getitem, cast, 0) for cast in casts))

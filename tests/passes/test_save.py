@@ -1,0 +1,74 @@
+"""The pass `save`: which casts of a layer's input backward makes again."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from by_hand import Hand
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.graph.opsets import aten
+from mxcompile.passes.save import Save
+from mxcompile.policy import Gemm, Saved
+
+E4M3, FP32 = torch.float8_e4m3fn, torch.float32
+
+
+def quantized(hand: Hand, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """A cast of `x`, its elements and its scales."""
+    cast = hand.call(ops.quantize, x, dim, E4M3, "rceil")
+    qdata, scale = (hand.call(operator.getitem, cast, index) for index in range(2))
+    return cast, qdata, scale
+
+
+def wgrad(hand: Hand, x: fx.Node, saved: Saved, *, dim: int = 0) -> fx.Node:
+    """dyᵀ[64, 96] · x[96, 32], with `x` cast along `dim`; returns the cast of `x`."""
+    _, dy, dy_scale = quantized(hand, hand.input("dy", 64, 96), -1)
+    cast, qdata, scale = quantized(hand, x, dim)
+    formats = Format(), Format()
+    hand.gemm(
+        ops.scaled_mm, dy, dy_scale, qdata, scale, None, FP32, gemm=Gemm.WGRAD, tensors=("dy", "x"),
+        formats=formats, saved=saved,
+    )  # fmt: skip
+    return cast
+
+
+def is_made_again(cast: fx.Node) -> bool:
+    return cast.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize(("saved", "again"), [("columnwise", False), ("mxfp8", False), ("bf16", True)])
+def test_only_what_is_saved_as_its_source_is_cast_in_backward(saved: str, again: bool):
+    hand = Hand()
+    cast = wgrad(hand, hand.input("x", 96, 32), Saved(saved))
+    Save().apply(hand.output())
+    assert is_made_again(cast) is again
+
+
+def test_the_values_of_the_rowwise_copy_are_made_again_where_that_is_what_is_kept():
+    hand = Hand()
+    x = hand.input("x", 96, 32)
+    _, qdata, scale = quantized(hand, x, -1)
+    values = hand.call(ops.dequantize, qdata, scale, -1, FP32)
+    casts = wgrad(hand, values, Saved.TRANSCODE), wgrad(hand, x, Saved.TRANSCODE)
+    Save().apply(hand.output())
+    assert is_made_again(values)
+    assert not any(map(is_made_again, casts))
+
+
+def test_a_cast_that_forward_reads_too_is_made_there():
+    """fprop contracts the dimension that wgrad does: x is a square matrix that is read transposed."""
+    hand = Hand()
+    x = hand.input("x", 96, 32)
+    cast = wgrad(hand, x, Saved.BF16)
+    qdata, scale = cast.users
+    left, left_scale = (hand.call(aten.permute.default, node, [1, 0]) for node in (qdata, scale))
+    _, w, w_scale = quantized(hand, hand.input("w", 96, 64), 0)
+    hand.gemm(ops.scaled_mm, left, left_scale, w, w_scale, None, FP32, formats=(Format(), Format()))
+    Save().apply(hand.output())
+    assert not is_made_again(cast)

@@ -1,0 +1,53 @@
+"""The pass `seed`: which casts get random numbers, and which."""
+
+from __future__ import annotations
+
+import torch
+from by_hand import Hand, calls, run
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.ops.view import Encode, result_of
+from mxcompile.passes.seed import Seed
+
+NEAREST, RANDOM = "e4m3 1x32 rceil", "e4m3 1x32 rceil stochastic"
+
+
+def casts(*words: str) -> fx.Graph:
+    """Casts of one tensor to the formats `words`; the graph returns what the casts do."""
+    hand = Hand()
+    x = hand.input("x", 4, 64)
+    return hand.output(*(hand.call(ops.encode, x, -1, word) for word in words))
+
+
+def test_each_random_cast_has_a_stream_of_one_seed():
+    graph = casts(RANDOM, NEAREST, RANDOM)
+    Seed().apply(graph)
+    (seed,) = calls(graph, ops.draw_seed)
+    first, plain, second = (Encode.read(node) for node in calls(graph, ops.encode))
+    assert [(each.seed, each.stream) for each in (first, plain, second)] == [(seed, 0), (None, 0), (seed, 1)]
+    assert result_of(seed) == (None, -1)
+
+
+def test_runs_differ_but_for_the_seed_of_torch():
+    graph = casts(RANDOM, RANDOM)
+    Seed().apply(graph)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(7)
+    (one, scales), (other, _) = run(graph, x)
+    (again, _), _ = run(graph, x)
+    torch.manual_seed(7)
+    (repeated, _), _ = run(graph, x)
+    assert torch.equal(one.view(torch.uint8), repeated.view(torch.uint8))
+    assert not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert not torch.equal(one.view(torch.uint8), again.view(torch.uint8))
+    values = one.double() * (scales.double() - 127).exp2().repeat_interleave(32, 1)
+    step = 2.0**-3 * x.double().abs().log2().floor().exp2()  # of elements of 3 bits of mantissa, normal ones
+    assert ((values - x).abs() <= step.clamp(min=2.0**-9 * (scales.double().amax() - 127).exp2())).all()
+
+
+def test_without_random_casts_nothing_is_drawn():
+    graph = casts(NEAREST)
+    before = str(graph)
+    Seed().apply(graph)
+    assert str(graph) == before
