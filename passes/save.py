@@ -47,7 +47,6 @@ class Save:
                 cast = argument(cast)
                 if cast.target not in (ops.dequantize, ops.decode):
                     continue
-            if all(
-                tag.gemm is not Gemm.FPROP for tag in gemms_reading(cast)
-            ):  # it may contract the same dimension
+            # fprop reads it too where it contracts the same dimension
+            if all(reader.gemm is not Gemm.FPROP for reader in gemms_reading(cast)):
                 cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

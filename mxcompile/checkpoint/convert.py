@@ -27,12 +27,7 @@ from tqdm import tqdm
 
 import mxcompile
 from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint, Entry
-from mxcompile.checkpoint.layouts import (
-    COMPRESSED_TENSORS,
-    check_layout,
-    config_entry,
-    stored,
-)
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, stored
 from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.checkpoint.save import described, left_as_they_are, packed, write_index
@@ -68,7 +63,7 @@ def convert(
     it cannot be written; what was converted until then is kept for the same call.
     """
     source, target = Path(source), Path(target).absolute()  # "." has no name
-    plan = make_plan(source, policy, check_layout(layout), model)
+    plan = make_plan(source, policy, layout, model)
     if not target.name:
         raise CheckpointError(f"{target}: exists already")
     work = _Work(plan, target, _fingerprint(plan))
@@ -93,7 +88,7 @@ def _fingerprint(plan: Plan) -> str:
     """Everything the result depends on."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in plan.checkpoint.files]
     chosen = [(name, repr(each)) for name, each in plan.chosen.items()]
-    what = repr((mxcompile.__version__, str(plan.checkpoint.path.resolve()), files, chosen, plan.layout))
+    what = repr((mxcompile.__version__, str(plan.checkpoint.path.resolve()), files, chosen, plan.layout.name))
     return hashlib.sha256(what.encode()).hexdigest()
 
 
@@ -175,8 +170,8 @@ class _Work:
                     shutil.copyfile(file, self._partial / file.name)
         if self._plan.config:
             config = dict(self._plan.config)
-            if self._plan.layout == COMPRESSED_TENSORS:
-                config["quantization_config"] = config_entry(_ignored(self._plan))
+            if self._plan.layout.config is not None:
+                config["quantization_config"] = self._plan.layout.config(_ignored(self._plan))
             write_json(self._partial / "config.json", config)
         write_json(self._partial / REPORT, [dataclasses.asdict(each) for each in self.table().weights])
         sync_directory(self._partial)

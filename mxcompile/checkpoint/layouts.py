@@ -23,74 +23,139 @@ from mxcompile.formats import BLOCK, num_blocks
 from mxcompile.storage import MXTensor
 
 COMPRESSED_TENSORS, TORCHAO = "compressed-tensors", "torchao"
-LAYOUTS = (COMPRESSED_TENSORS, TORCHAO)
 NO_LAYOUT = "none"
 """That of a checkpoint without a weight in MXFP8."""
-SUFFIX = "_scale"
 
 _E4M3 = torch.float8_e4m3fn
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 Parts = dict[str, Tensor]
+Kind = tuple[torch.dtype, torch.dtype] | None
+"""Element and value dtype of a weight in MXFP8, None for other tensors."""
 
 
-def check_layout(layout: str) -> str:
-    """`layout`, or a `CheckpointError` that lists those there are."""
-    if layout not in LAYOUTS:
-        raise CheckpointError(not_allowed("layout", layout, LAYOUTS))
-    return layout
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """One weight of a checkpoint.
+
+    name: in the model. elements, scales: names of its tensors in the files; scales is "" for what is no
+    MXFP8.
+    block_dim: negative, of MXFP8. dtype: of the values, where the checkpoint says.
+    """
+
+    name: str
+    elements: str
+    scales: str = ""
+    block_dim: int = -1
+    dtype: torch.dtype | None = None
 
 
-def obstacle(name: str, shape: tuple[int, ...], block_dim: int, elem: torch.dtype, layout: str) -> str:
-    """Why `layout` cannot hold a weight in MXFP8, "" if it can."""
-    if block_dim not in (-1, len(shape) - 1):
-        return f"{layout} has blocks along the last dimension only"
-    if shape[-1] % BLOCK:
-        return f"{layout} has whole blocks of {BLOCK} only (k={shape[-1]})"
-    if layout == COMPRESSED_TENSORS and elem is not _E4M3:
-        return f"{layout} has e4m3 only"
-    if layout == TORCHAO and "." not in name:
-        return f"{layout} names weights of modules only"
-    return ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How files hold weights in MXFP8.
+
+    elems: element types that they can have. of_modules: whether a weight has to belong to a module. parts:
+    from the name of a weight to those of its elements and scales. scale_dtype: of the scales, of one byte.
+    metadata: of a file, from the kinds of its tensors. config: the quantization_config of a config.json, from
+    the modules that are left as they are; None without one. is_of: whether a checkpoint has this layout, as
+    far as one without MXFP8 has any. read: the weights of such a checkpoint, checked.
+    """
+
+    name: str
+    elems: tuple[torch.dtype, ...] = _FP8
+    of_modules: bool = False
+    parts: Callable[[str], tuple[str, str]]
+    scale_dtype: torch.dtype
+    metadata: Callable[[Mapping[str, Kind]], dict[str, str]]
+    config: Callable[[Iterable[str]], dict[str, Any]] | None = None
+    is_of: Callable[[Checkpoint], bool]
+    read: Callable[[Checkpoint], Iterator[Named]]
+
+    def obstacle(self, name: str, shape: tuple[int, ...], block_dim: int, elem: torch.dtype) -> str:
+        """Why the layout cannot hold a weight in MXFP8, "" if it can."""
+        if block_dim not in (-1, len(shape) - 1):
+            return f"{self.name} has blocks along the last dimension only"
+        if shape[-1] % BLOCK:
+            return f"{self.name} has whole blocks of {BLOCK} only (k={shape[-1]})"
+        if elem not in self.elems:
+            return f"{self.name} has e4m3 only"
+        if self.of_modules and "." not in name:
+            return f"{self.name} names weights of modules only"
+        return ""
+
+    def pack(self, name: str, x: MXTensor) -> Parts:
+        """What a file holds for the weight `x`. Raises `CheckpointError` if it cannot."""
+        reason = self.obstacle(name, tuple(x.shape), x.block_dim, x.qdata.dtype)
+        if reason:
+            raise CheckpointError(
+                f"{name}: {reason}; quantize_weights_ can leave it as it is by a policy rule"
+            )
+        elements, scales = self.parts(name)
+        return {elements: x.qdata.contiguous(), scales: x.scale.view(self.scale_dtype).contiguous()}
 
 
-def pack(name: str, x: MXTensor, layout: str) -> Parts:
-    """What a file of `layout` holds for the weight `x`. Raises `CheckpointError` if it cannot."""
-    reason = obstacle(name, tuple(x.shape), x.block_dim, x.qdata.dtype, layout)
-    if reason:
-        raise CheckpointError(f"{name}: {reason}; quantize_weights_ can leave it as it is by a policy rule")
-    if layout == COMPRESSED_TENSORS:
-        return {name: x.qdata.contiguous(), name + SUFFIX: x.scale_bytes.contiguous()}
-    prefix = _torchao_prefix(name)
-    return {f"{prefix}qdata": x.qdata.contiguous(), f"{prefix}scale": x.scale.contiguous()}
+def layout_of(name: str) -> Layout:
+    """The layout called `name`, or a `CheckpointError` that lists those there are."""
+    if name not in LAYOUTS:
+        raise CheckpointError(not_allowed("layout", name, LAYOUTS))
+    return LAYOUTS[name]
 
 
-def _torchao_prefix(name: str) -> str:
-    module, _, attribute = name.rpartition(".")
-    return f"{module}._{attribute}_"
+def stored(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """The weights of `checkpoint` by name, each as a function that reads it: an `MXTensor` or as it is.
+
+    dtype: of the values, where the checkpoint does not say. Every pair of elements and scales is checked
+    before anything is read. Raises `CheckpointError`.
+    """
+    return {weight.name: _reader(checkpoint, weight, dtype) for weight in named(checkpoint)[1]}
 
 
-def metadata(tensors: Mapping[str, tuple[torch.dtype, torch.dtype] | None], layout: str) -> dict[str, str]:
-    """The metadata of a file. tensors: element and value dtype of those in MXFP8, None for others."""
-    if layout != TORCHAO:
-        return {"format": "pt"}
-    found = {name: json.dumps(_torchao_entry(kind)) for name, kind in tensors.items()}
-    return {"format": "pt", **found, "tensor_names": json.dumps([*tensors])}
+def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
+    """The layout of the MXFP8 weights of `checkpoint`, "none" if it has none; all its weights, checked."""
+    layout = next(layout for layout in LAYOUTS.values() if layout.is_of(checkpoint))
+    weights = [*layout.read(checkpoint)]
+    return layout.name if any(weight.scales for weight in weights) else NO_LAYOUT, weights
 
 
-def _torchao_entry(kind: tuple[torch.dtype, torch.dtype] | None) -> dict[str, Any]:
-    if kind is None:
-        return {"_type": "Tensor"}
-    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in kind)
-    data = {
-        "elem_dtype": elem,
-        "block_size": BLOCK,
-        "orig_dtype": dtype,
-        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
-        "act_quant_kwargs": None,
-        "is_swizzled_scales": False,
-    }
-    return {"_type": "MXTensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
+def _reader(checkpoint: Checkpoint, weight: Named, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        elements = checkpoint.read(weight.elements)
+        if not weight.scales:
+            return elements
+        scales = checkpoint.read(weight.scales).view(torch.float8_e8m0fnu)
+        return MXTensor(elements, scales, weight.block_dim, weight.dtype or dtype)
+
+    return read
+
+
+def _has_torchao_names(checkpoint: Checkpoint) -> bool:
+    return any("tensor_names" in each for each in checkpoint.metadata)
+
+
+def _block_dim(entry: Entry, scale: Entry | None) -> int:
+    """The dimension that blocks run along, from the shapes. Raises `CheckpointError`."""
+    what = f"{entry.file}: {entry.name!r}"
+    if scale is None:
+        raise CheckpointError(f"{what} is FP8 without {entry.name + _SUFFIX!r}: no MXFP8 weight")
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: no MXFP8 weight")
+    for dim in range(-1, -len(entry.shape) - 1, -1):
+        blocks = list(entry.shape)
+        blocks[dim] = num_blocks(blocks[dim])
+        if tuple(blocks) == scale.shape:
+            return dim
+    raise CheckpointError(f"{what} has shape {entry.shape}, which scales of {scale.shape} do not fit")
+
+
+_SUFFIX = "_scale"
+
+
+def _compressed_parts(name: str) -> tuple[str, str]:
+    return name, name + _SUFFIX
+
+
+def _compressed_metadata(_: Mapping[str, Kind]) -> dict[str, str]:
+    return {"format": "pt"}
 
 
 def config_entry(ignored: Iterable[str]) -> dict[str, Any]:
@@ -111,80 +176,50 @@ def config_entry(ignored: Iterable[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Named:
-    """One weight of a checkpoint.
-
-    name: in the model. elements, scales: names of its tensors in the files; scales is "" for what is no
-    MXFP8.
-    block_dim: negative, of MXFP8. dtype: of the values, where the checkpoint says.
-    """
-
-    name: str
-    elements: str
-    scales: str = ""
-    block_dim: int = -1
-    dtype: torch.dtype | None = None
-
-
-def stored(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """The weights of `checkpoint` by name, each as a function that reads it: an `MXTensor` or as it is.
-
-    dtype: of the values, where the checkpoint does not say. Every pair of elements and scales is checked
-    before anything is read. Raises `CheckpointError`.
-    """
-    return {weight.name: _reader(checkpoint, weight, dtype) for weight in named(checkpoint)[1]}
-
-
-def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
-    """The layout of the MXFP8 weights of `checkpoint`, "none" if it has none; all its weights, checked."""
-    if any("tensor_names" in each for each in checkpoint.metadata):
-        parts = (_torchao(checkpoint, each) for each in checkpoint.metadata)
-        weights = [weight for part in parts for weight in part]
-        return TORCHAO if any(each.scales for each in weights) else NO_LAYOUT, weights
-    entries, found = checkpoint.entries, []
+def _compressed(checkpoint: Checkpoint) -> Iterator[Named]:
+    entries = checkpoint.entries
     for name, entry in entries.items():
-        if name.endswith(SUFFIX) and _is_fp8(entries.get(name.removesuffix(SUFFIX))):
+        elements = entries.get(name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else None
+        if elements is not None and elements.dtype in _FP8:
             continue
         if entry.dtype in _FP8:
-            dim = _block_dim(entry, entries.get(name + SUFFIX))
-            found.append(Named(name=name, elements=name, scales=name + SUFFIX, block_dim=dim))
+            dim = _block_dim(entry, entries.get(name + _SUFFIX))
+            yield Named(name=name, elements=name, scales=name + _SUFFIX, block_dim=dim)
         else:
-            found.append(Named(name=name, elements=name))
-    return COMPRESSED_TENSORS if any(each.scales for each in found) else NO_LAYOUT, found
+            yield Named(name=name, elements=name)
 
 
-def _is_fp8(entry: Entry | None) -> bool:
-    return entry is not None and entry.dtype in _FP8
+def _torchao_parts(name: str) -> tuple[str, str]:
+    module, _, attribute = name.rpartition(".")
+    return f"{module}._{attribute}_qdata", f"{module}._{attribute}_scale"
 
 
-def _reader(checkpoint: Checkpoint, weight: Named, dtype: torch.dtype) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        elements = checkpoint.read(weight.elements)
-        if not weight.scales:
-            return elements
-        scales = checkpoint.read(weight.scales).view(torch.float8_e8m0fnu)
-        return MXTensor(elements, scales, weight.block_dim, weight.dtype or dtype)
-
-    return read
+def _torchao_metadata(tensors: Mapping[str, Kind]) -> dict[str, str]:
+    entries = {name: json.dumps(_torchao_entry(kind)) for name, kind in tensors.items()}
+    return {"format": "pt", **entries, "tensor_names": json.dumps([*tensors])}
 
 
-def _block_dim(entry: Entry, scale: Entry | None) -> int:
-    """The dimension that blocks run along, from the shapes. Raises `CheckpointError`."""
-    what = f"{entry.file}: {entry.name!r}"
-    if scale is None:
-        raise CheckpointError(f"{what} is FP8 without {entry.name + SUFFIX!r}: no MXFP8 weight")
-    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: no MXFP8 weight")
-    for dim in range(-1, -len(entry.shape) - 1, -1):
-        blocks = list(entry.shape)
-        blocks[dim] = num_blocks(blocks[dim])
-        if tuple(blocks) == scale.shape:
-            return dim
-    raise CheckpointError(f"{what} has shape {entry.shape}, which scales of {scale.shape} do not fit")
+def _torchao_entry(kind: Kind) -> dict[str, Any]:
+    if kind is None:
+        return {"_type": "Tensor"}
+    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in kind)
+    data = {
+        "elem_dtype": elem,
+        "block_size": BLOCK,
+        "orig_dtype": dtype,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        "act_quant_kwargs": None,
+        "is_swizzled_scales": False,
+    }
+    return {"_type": "MXTensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
 
 
-def _torchao(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
+def _torchao(checkpoint: Checkpoint) -> Iterator[Named]:
+    for metadata in checkpoint.metadata:
+        yield from _torchao_file(checkpoint, metadata)
+
+
+def _torchao_file(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
     """The weights of one file."""
     for name in _parsed(checkpoint, metadata, "tensor_names", list):
         about = _parsed(checkpoint, metadata, name, dict)
@@ -203,8 +238,7 @@ def _torchao_weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any])
         raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8")
     if data.get("is_swizzled_scales"):
         raise CheckpointError(f"{what} has swizzled scales, which are not read")
-    prefix = _torchao_prefix(name)
-    elements, scales = (checkpoint.entries.get(f"{prefix}{part}") for part in ("qdata", "scale"))
+    elements, scales = map(checkpoint.entries.get, _torchao_parts(name))
     if elements is None or scales is None or elements.dtype not in _FP8:
         raise CheckpointError(f"{what} has no FP8 elements with scales")
     dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
@@ -222,3 +256,30 @@ def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind:
     if not isinstance(found, kind):
         raise CheckpointError(f"{checkpoint.path}: its metadata says nothing of {key!r}")
     return found
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            name=COMPRESSED_TENSORS,
+            elems=(_E4M3,),
+            parts=_compressed_parts,
+            scale_dtype=torch.uint8,
+            metadata=_compressed_metadata,
+            config=config_entry,
+            is_of=lambda checkpoint: not _has_torchao_names(checkpoint),
+            read=_compressed,
+        ),
+        Layout(
+            name=TORCHAO,
+            of_modules=True,
+            parts=_torchao_parts,
+            scale_dtype=torch.float8_e8m0fnu,
+            metadata=_torchao_metadata,
+            is_of=_has_torchao_names,
+            read=_torchao,
+        ),
+    )
+}
+"""The layouts by name."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
-from mxcompile.checkpoint.layouts import obstacle
+from mxcompile.checkpoint.layouts import Layout, layout_of
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
@@ -52,7 +52,7 @@ class Plan:
     """
 
     checkpoint: Checkpoint
-    layout: str
+    layout: Layout
     chosen: dict[str, Chosen]
     config: dict[str, Any]
     whole: tuple[str, ...]
@@ -89,7 +89,7 @@ def make_plan(
     source: Path, policy: Policy | str | dict[str, Any] | None, layout: str, given: Model | None
 ) -> Plan:
     """The plan for the checkpoint at `source`. Raises `CheckpointError`, `ModelError`, `PolicyError`."""
-    checkpoint = Checkpoint.open(source)
+    form, checkpoint = layout_of(layout), Checkpoint.open(source)
     quantized = next((e for e in checkpoint.entries.values() if e.dtype in _FP8), None)
     if quantized is not None:
         raise CheckpointError(f"{quantized.file}: {quantized.name!r} is FP8 already")
@@ -105,7 +105,7 @@ def make_plan(
     found: dict[str, Chosen] = {}
     for name, (path, reason) in places.items():
         if path in decided:
-            found[name] = _for_file(checkpoint.entries[name], decided[path], reason, layout)
+            found[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
     in_mxfp8 = {places[name][0] for name, each in found.items() if each.elem_dtype is not None}
     if not in_mxfp8:
         raise CheckpointError(
@@ -114,7 +114,7 @@ def make_plan(
     parameters = given.model.named_parameters(remove_duplicate=False)
     stored = {id(value) for path, value in parameters if path in in_mxfp8}
     whole = linears(given.model, lambda weight: id(weight) not in stored)
-    return Plan(checkpoint=checkpoint, layout=layout, chosen=found, config=config, whole=tuple(whole))
+    return Plan(checkpoint=checkpoint, layout=form, chosen=found, config=config, whole=tuple(whole))
 
 
 def _reasons(found: Mapping[str, Chosen], decided: Mapping[str, Chosen]) -> str:
@@ -175,12 +175,12 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
     return ""
 
 
-def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: str) -> Chosen:
+def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: Layout) -> Chosen:
     """`chosen`, of a parameter, for the tensor of the file."""
     if chosen.elem_dtype is None:
         return chosen
     reason = lost
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
-    reason = reason or obstacle(entry.name, entry.shape, chosen.block_dim, chosen.elem_dtype, layout)
+    reason = reason or layout.obstacle(entry.name, entry.shape, chosen.block_dim, chosen.elem_dtype)
     return replace(chosen, elem_dtype=None, reason=reason) if reason else replace(chosen, block_dim=-1)

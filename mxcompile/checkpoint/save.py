@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
-from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, metadata, pack
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Layout, layout_of
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
 from mxcompile.models.wrappers import users_own
@@ -32,7 +32,7 @@ def save_quantized(
     checkpoints. Raises `CheckpointError` for a model without a weight in MXFP8, if the directory exists or
     cannot be written, and if the layout cannot hold a weight.
     """
-    check_layout(layout)
+    form = layout_of(layout)
     model, target = users_own(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
@@ -48,8 +48,8 @@ def save_quantized(
     ):
         partial = Path(made) / target.name
         partial.mkdir()
-        _write_shards(partial, state, layout, max_shard_bytes)
-        _write_configs(partial, model, state, layout)
+        _write_shards(partial, state, form, max_shard_bytes)
+        _write_configs(partial, model, state, form)
         partial.rename(target)
         sync_directory(target.parent)
 
@@ -71,8 +71,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return reverted
 
 
-def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: str, limit: int) -> None:
-    shards = list(_shards(state, layout, limit))
+def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: Layout, limit: int) -> None:
+    shards = list(_shards(state, limit))
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):
@@ -91,22 +91,22 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
 
 
-def described(state: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def described(state: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What a file holds for the tensors `state` of a model, and its metadata."""
     parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
     kinds = {
         name: (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
         for name, value in state.items()
     }
-    return parts, metadata(kinds, layout)
+    return parts, layout.metadata(kinds)
 
 
-def packed(name: str, value: Tensor, layout: str) -> dict[str, Tensor]:
+def packed(name: str, value: Tensor, layout: Layout) -> dict[str, Tensor]:
     """What a file holds for one tensor of a model."""
-    return pack(name, value, layout) if isinstance(value, MXTensor) else {name: value.contiguous()}
+    return layout.pack(name, value) if isinstance(value, MXTensor) else {name: value.contiguous()}
 
 
-def _shards(state: Mapping[str, Tensor], layout: str, limit: int) -> Iterator[list[str]]:
+def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
     """The names of `state`, as many at once as fit in a file of `limit` bytes."""
     names: list[str] = []
     size = 0
@@ -121,16 +121,16 @@ def _shards(state: Mapping[str, Tensor], layout: str, limit: int) -> Iterator[li
         yield names
 
 
-def _write_configs(directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: str) -> None:
+def _write_configs(directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: Layout) -> None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     raw["architectures"] = [type(model).__name__]
     raw.pop("quantization_config", None)
-    if layout == COMPRESSED_TENSORS:
+    if layout.config is not None:
         whole = linears(model, lambda weight: not isinstance(weight, MXTensor))
-        raw["quantization_config"] = config_entry([*left_as_they_are(state), *whole])
+        raw["quantization_config"] = layout.config([*left_as_they_are(state), *whole])
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

@@ -35,12 +35,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.checkpoint.convert import convert
     from mxcompile.checkpoint.files import Checkpoint
-    from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout
+    from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
     from mxcompile.checkpoint.plan import Model, make_plan
     from mxcompile.cli.quiet import quiet
     from mxcompile.models.named import load_model
 
-    check_layout(options.layout)
+    layout_of(options.layout)  # an unknown one is an error before a model is made
     with quiet():
         given = None
         if options.model is not None:
