@@ -1,0 +1,104 @@
+"""The pass `gather` without ranks: an interpreter makes of every rank's part the whole that all would have."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from by_hand import Hand, calls
+from torch import Tensor, fx, nn
+
+from mxcompile import ops
+from mxcompile.graph.opsets import aten, prims
+from mxcompile.passes.gather import Gather
+
+C10D = torch.ops._c10d_functional
+SEND, WAIT = C10D.all_gather_into_tensor.default, C10D.wait_tensor.default
+E4M3, RANKS = torch.float8_e4m3fn, 3
+
+Steps = Callable[[Hand, fx.Node], fx.Node]
+
+
+class Ranks(fx.Interpreter):
+    """Runs a graph for one rank of several whose parts are its own times 1, 2, 3 …; bytes are counted."""
+
+    sent = 0
+
+    def call_function(self, target, args, kwargs):
+        if target is WAIT:
+            return args[0]
+        if target is not SEND:
+            return super().call_function(target, args, kwargs)
+        self.sent += args[0].nbytes
+        return torch.cat([self.of_rank(args[0], rank) for rank in range(RANKS)])
+
+    def of_rank(self, part: Tensor, rank: int) -> Tensor:
+        """What `rank` sends: values times a power of two, of which casts differ in their scales alone."""
+        if part.dtype is not torch.uint8:
+            return part * 2**rank
+        codes, scales = part[..., :64], part[..., 64:]
+        return torch.cat([codes, scales + rank], -1)
+
+
+def gathered(steps: Steps, *dims: int, dtype: torch.dtype = torch.float32) -> fx.Graph:
+    """x[4, 10, 64] gathered along its first dimension, moved by `steps`, and cast along each of `dims`."""
+    hand = Hand()
+    x = hand.input("x", 4, 10, 64, dtype=dtype)
+    whole = steps(hand, hand.call(WAIT, hand.call(SEND, x, RANKS, "0")))
+    casts = [hand.call(ops.quantize, whole, dim, E4M3, "rceil") for dim in dims]
+    return hand.output(*(hand.call(operator.getitem, cast, part) for cast in casts for part in (0, 1)))
+
+
+def rows(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.view.default, whole, [120, 64])
+
+
+def tokens(hand: Hand, whole: fx.Node) -> fx.Node:
+    """As DTensor brings the parts of ranks into order: split, concatenated along tokens."""
+    parts = hand.call(aten.split.Tensor, whole, 4)
+    return hand.call(aten.cat.default, [hand.call(operator.getitem, parts, rank) for rank in range(RANKS)], 1)
+
+
+def narrowed(hand: Hand, whole: fx.Node) -> fx.Node:
+    return rows(hand, hand.call(prims.convert_element_type.default, whole, torch.bfloat16))
+
+
+def transposed(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.permute.default, whole, [0, 2, 1])
+
+
+def shifted(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.add.Tensor, whole, 1)
+
+
+def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
+    x = torch.randn(4, 10, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    graph.lint()
+    ranks = Ranks(fx.GraphModule(nn.Module(), graph))
+    return [each.view(torch.uint8) for each in ranks.run(x)], ranks.sent
+
+
+@pytest.mark.parametrize(
+    ("steps", "dtype"),
+    [(rows, torch.float32), (rows, torch.bfloat16), (tokens, torch.bfloat16), (narrowed, torch.float32)],
+)
+def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype: torch.dtype):
+    expected, sent = result(gathered(steps, -1, dtype=dtype), dtype)
+    graph = gathered(steps, -1, dtype=dtype)
+    Gather().apply(graph)
+    values, fewer = result(graph, dtype)
+    assert all(map(torch.equal, values, expected))
+    assert (sent, fewer) == (4 * 10 * 64 * dtype.itemsize, 4 * 10 * (64 + 2))
+
+
+@pytest.mark.parametrize(
+    ("steps", "dims"), [(rows, (0,)), (rows, (-1, 0)), (transposed, (-1,)), (shifted, (-1,))]
+)
+def test_the_source_travels_where_something_else_reads_it(steps: Steps, dims: tuple[int, ...]):
+    graph = gathered(steps, *dims)
+    before = str(graph)
+    Gather().apply(graph)
+    assert str(graph) == before
+    assert calls(graph, SEND)
