@@ -1,4 +1,4 @@
-"""The pass `gather` without ranks: an interpreter makes of every rank's part the whole that all would have."""
+"""The pass `gather` without ranks: an interpreter makes of one rank's part what all of them send."""
 
 from __future__ import annotations
 
