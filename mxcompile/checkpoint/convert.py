@@ -28,11 +28,12 @@ from tqdm import tqdm
 import mxcompile
 from mxcompile.checkpoint.files import INDEX, PICKLES, Checkpoint, Entry
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, stored
-from mxcompile.checkpoint.plan import Model, Plan, make_plan, row
+from mxcompile.checkpoint.plan import Conversion, make_plan, row
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.checkpoint.save import described, left_as_they_are, packed, write_index
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
+from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import Chosen
 from mxcompile.serving.table import StoredWeight, StoredWeights
@@ -49,7 +50,7 @@ def convert(
     *,
     policy: Policy | str | dict[str, Any] | None = None,
     layout: str = COMPRESSED_TENSORS,
-    model: Model | None = None,
+    model: LoadedModel | None = None,
     progress: bool = True,
 ) -> StoredWeights:
     """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8.
@@ -84,7 +85,7 @@ def convert(
         return work.clean()
 
 
-def _fingerprint(plan: Plan) -> str:
+def _fingerprint(plan: Conversion) -> str:
     """Everything the result depends on."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in plan.checkpoint.files]
     chosen = [(name, repr(each)) for name, each in plan.chosen.items()]
@@ -98,7 +99,7 @@ class _Work:
     on_tensor: called twice for each tensor, when it is written and when it was looked at.
     """
 
-    def __init__(self, plan: Plan, target: Path, job: str) -> None:
+    def __init__(self, plan: Conversion, target: Path, job: str) -> None:
         self._plan = plan
         self._target = target
         self._job = job
@@ -184,7 +185,7 @@ class _Work:
         return self.table()
 
 
-def _ignored(plan: Plan) -> list[str]:
+def _ignored(plan: Conversion) -> list[str]:
     """Modules of two-dimensional weights that are not in MXFP8, as files and as the model call them."""
     kept = {
         name: torch.empty(entry.shape, device="meta")
@@ -201,7 +202,9 @@ def _write_index(directory: Path, made: Checkpoint) -> None:
     write_index(directory, {name: entry.file.name for name, entry in made.entries.items()}, total)
 
 
-def _convert_file(plan: Plan, file: Path, made: Path, on_tensor: Callable[[], object]) -> list[StoredWeight]:
+def _convert_file(
+    plan: Conversion, file: Path, made: Path, on_tensor: Callable[[], object]
+) -> list[StoredWeight]:
     """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
     entries = plan.checkpoint.entries.items()
     empty = {name: _empty(each, plan.chosen.get(name)) for name, each in entries if each.file == file}
@@ -221,7 +224,7 @@ def _empty(entry: Entry, chosen: Chosen | None) -> Tensor:
 
 
 def _converted(
-    plan: Plan, names: Iterable[str], on_tensor: Callable[[], object]
+    plan: Conversion, names: Iterable[str], on_tensor: Callable[[], object]
 ) -> Iterator[tuple[str, Tensor]]:
     """The parts of the tensors called `names`, one read and cast at a time."""
     for name in names:
@@ -233,7 +236,9 @@ def _converted(
         on_tensor()
 
 
-def _measured(plan: Plan, file: Path, made: Path, on_tensor: Callable[[], object]) -> Iterator[StoredWeight]:
+def _measured(
+    plan: Conversion, file: Path, made: Path, on_tensor: Callable[[], object]
+) -> Iterator[StoredWeight]:
     readers = stored(Checkpoint.open(made), torch.float32)
     for name, entry in plan.checkpoint.entries.items():
         if entry.file != file:

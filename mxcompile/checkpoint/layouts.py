@@ -51,7 +51,7 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class FileLayout:
     """How files hold weights in MXFP8.
 
     elems: element types that they can have. of_modules: whether a weight has to belong to a module. parts:
@@ -94,7 +94,7 @@ class Layout:
         return {elements: x.qdata.contiguous(), scales: x.scale.view(self.scale_dtype).contiguous()}
 
 
-def layout_of(name: str) -> Layout:
+def layout_of(name: str) -> FileLayout:
     """The layout called `name`, or a `CheckpointError` that lists those there are."""
     if name not in LAYOUTS:
         raise CheckpointError(not_allowed("layout", name, LAYOUTS))
@@ -261,7 +261,7 @@ def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(
+        FileLayout(
             name=COMPRESSED_TENSORS,
             elems=(_E4M3,),
             parts=_compressed_parts,
@@ -271,7 +271,7 @@ LAYOUTS = {
             is_of=lambda checkpoint: not _has_torchao_names(checkpoint),
             read=_compressed,
         ),
-        Layout(
+        FileLayout(
             name=TORCHAO,
             of_modules=True,
             parts=_torchao_parts,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
-from mxcompile.checkpoint.layouts import Layout, layout_of
+from mxcompile.checkpoint.layouts import FileLayout, layout_of
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
+from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import Chosen
 from mxcompile.serving.table import StoredWeight, StoredWeights
@@ -34,16 +35,7 @@ _KEEPS_BLOCKS = frozenset({"MergeModulelist", "Concatenate"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What a checkpoint is of, and what it is called with; on the meta device."""
-
-    model: nn.Module
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Conversion:
     """A conversion.
 
     checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
@@ -52,7 +44,7 @@ class Plan:
     """
 
     checkpoint: Checkpoint
-    layout: Layout
+    layout: FileLayout
     chosen: dict[str, Chosen]
     config: dict[str, Any]
     whole: tuple[str, ...]
@@ -86,8 +78,8 @@ def row(entry: Entry, chosen: Chosen) -> StoredWeight:
 
 
 def make_plan(
-    source: Path, policy: Policy | str | dict[str, Any] | None, layout: str, given: Model | None
-) -> Plan:
+    source: Path, policy: Policy | str | dict[str, Any] | None, layout: str, given: LoadedModel | None
+) -> Conversion:
     """The plan for the checkpoint at `source`. Raises `CheckpointError`, `ModelError`, `PolicyError`."""
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
     quantized = next((e for e in checkpoint.entries.values() if e.dtype in _FP8), None)
@@ -114,7 +106,7 @@ def make_plan(
     parameters = given.model.named_parameters(remove_duplicate=False)
     stored = {id(value) for path, value in parameters if path in in_mxfp8}
     whole = linears(given.model, lambda weight: id(weight) not in stored)
-    return Plan(checkpoint=checkpoint, layout=form, chosen=found, config=config, whole=tuple(whole))
+    return Conversion(checkpoint=checkpoint, layout=form, chosen=found, config=config, whole=tuple(whole))
 
 
 def _reasons(found: Mapping[str, Chosen], decided: Mapping[str, Chosen]) -> str:
@@ -127,10 +119,12 @@ def _reasons(found: Mapping[str, Chosen], decided: Mapping[str, Chosen]) -> str:
     )
 
 
-def _of_config(source: Path, raw: dict[str, Any]) -> Model:
+def _of_config(source: Path, raw: dict[str, Any]) -> LoadedModel:
     owner, config = architecture(source, raw)
     with torch.device("meta"):
-        return Model(model=owner(config).to(torch.bfloat16))  # whose products are those with kernels
+        return LoadedModel(
+            name=str(source), model=owner(config).to(torch.bfloat16)
+        )  # whose products are those with kernels
 
 
 def _places(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[str, str]]:
@@ -175,7 +169,7 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
     return ""
 
 
-def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: Layout) -> Chosen:
+def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: FileLayout) -> Chosen:
     """`chosen`, of a parameter, for the tensor of the file."""
     if chosen.elem_dtype is None:
         return chosen

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
-from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Layout, layout_of
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
 from mxcompile.models.wrappers import users_own
@@ -71,7 +71,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return reverted
 
 
-def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: Layout, limit: int) -> None:
+def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: FileLayout, limit: int) -> None:
     shards = list(_shards(state, limit))
     weight_map: dict[str, str] = {}
     total = 0
@@ -91,7 +91,7 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
 
 
-def described(state: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], dict[str, str]]:
+def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What a file holds for the tensors `state` of a model, and its metadata."""
     parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
     kinds = {
@@ -101,7 +101,7 @@ def described(state: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Te
     return parts, layout.metadata(kinds)
 
 
-def packed(name: str, value: Tensor, layout: Layout) -> dict[str, Tensor]:
+def packed(name: str, value: Tensor, layout: FileLayout) -> dict[str, Tensor]:
     """What a file holds for one tensor of a model."""
     return layout.pack(name, value) if isinstance(value, MXTensor) else {name: value.contiguous()}
 
@@ -121,7 +121,9 @@ def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
         yield names
 
 
-def _write_configs(directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: Layout) -> None:
+def _write_configs(
+    directory: Path, model: nn.Module, state: Mapping[str, Tensor], layout: FileLayout
+) -> None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return

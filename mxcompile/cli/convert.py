@@ -36,16 +36,13 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.checkpoint.convert import convert
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
-    from mxcompile.checkpoint.plan import Model, make_plan
+    from mxcompile.checkpoint.plan import make_plan
     from mxcompile.cli.quiet import quiet
     from mxcompile.models.named import load_model
 
     layout_of(options.layout)  # an unknown one is an error before a model is made
     with quiet():
-        given = None
-        if options.model is not None:
-            loaded = load_model(options.model)
-            given = Model(model=loaded.model, args=loaded.args, kwargs=loaded.kwargs)
+        given = None if options.model is None else load_model(options.model)
         if options.dry_run:
             plan = make_plan(options.source, options.policy, options.layout, given)
             print(f"{plan.table()}\n\n{_sizes(options, plan.checkpoint.num_bytes, plan.num_bytes)}")

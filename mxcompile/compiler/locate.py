@@ -26,7 +26,7 @@ _BELOW_A_LOCAL = len("L[")
 _ON_STACK = "L['___stack"
 
 
-class Model:
+class Paths:
     """Parameters, buffers and modules of `root` by identity, under the user's paths."""
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -55,7 +55,7 @@ class Located:
     def __init__(
         self, gm: fx.GraphModule, values: Sequence[Any], root: nn.Module | None, frame: Frame
     ) -> None:
-        self._model = Model(root)
+        self._model = Paths(root)
         self._frame = frame
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         sources = [source_of_input(node) for node in placeholders]

@@ -60,11 +60,11 @@ def uses(
     have a backward. Raises `ModelError` where the model cannot be traced.
     """
     return some_or_all(
-        model, lambda leave_out: _Reader(model, policy, leave_out, read, training).run(args, kwargs)
+        model, lambda leave_out: _UseReader(model, policy, leave_out, read, training).run(args, kwargs)
     )
 
 
-class _Reader(Rehearsal[FakeTensorMode], Generic[Use]):
+class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
     """A rehearsal that reads every graph after the passes."""
 
     def __init__(

@@ -29,8 +29,6 @@ from mxcompile.passes.flow import origin
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
 from mxcompile.passes.roles.sources import Made, Origins, Source
 
-_HOPS = 6
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
