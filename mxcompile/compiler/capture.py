@@ -53,9 +53,9 @@ class Capture:
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
     """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
     frame = Frame.of(gm)
-    root = frame.root(root)
-    cut = frame.cut(root) or _sharded(example_inputs)
-    located = Located(gm, example_inputs, root or _called(gm, frame), frame)
+    root, called = frame.root(root), _called(gm, frame)
+    cut = frame.cut(root, called) or _sharded(example_inputs)
+    located = Located(gm, example_inputs, root or called, frame)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
     shared = tuple(given.others for given in located.inputs)

@@ -21,6 +21,7 @@ from mxcompile.models.wrappers import users_own
 
 _CALLS = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _RESUMED = "torch_dynamo_resume_in"
+_BEFORE, _AFTER = _BREAKS = "before a graph break", "after a graph break"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
 STAGE = "a pipeline stage"
 """What makes a model a part of one that no process has whole."""
@@ -64,7 +65,7 @@ class Frame:
             if compiled is not None and scope is None:
                 scope = compiled.f_locals, compiled.f_globals
                 if compiled.f_code.co_name.startswith(_RESUMED):
-                    parts.append("after a graph break")
+                    parts.append(_AFTER)
                 running, directly = [], True
             parts += _split(frame)
             backward |= frame.f_code.co_filename.endswith(_COMPILED_AUTOGRAD)
@@ -108,10 +109,18 @@ class Frame:
         """Whether the model is but a stage of a pipeline."""
         return STAGE in self.parts
 
-    def cut(self, root: nn.Module | None) -> str:
-        """Why the graph is but a part of `root`, or "" if it is all of it."""
-        if self.parts:
-            return self.parts[0]
+    def cut(self, root: nn.Module | None, called: nn.Module | None = None) -> str:
+        """Why the graph is but a part of `root`, or "" if it is all of it.
+
+        called: the one module that the graph of a function calls. Without nested graph breaks, Dynamo inlines a
+        call whole or not at all. So a break elsewhere in the function cuts nothing of the module; under compiled
+        autograd ``loss.backward()`` is such a break.
+        """
+        nested = getattr(torch._dynamo.config, "nested_graph_breaks", False)
+        inlined = root is None and called is not None and not self.running and not nested
+        parts = [part for part in self.parts if not (inlined and part in _BREAKS)]
+        if parts:
+            return parts[0]
         if root is None or not self.running:
             return ""
         innermost = self.running[0]
@@ -151,7 +160,7 @@ def _compiled(frame: FrameType) -> Any:
 def _broken(gm: fx.GraphModule) -> Iterator[str]:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if getattr(reason, "graph_break", False):
-        yield "before a graph break"
+        yield _BEFORE
 
 
 def _split(frame: FrameType) -> Iterator[str]:

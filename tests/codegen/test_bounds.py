@@ -327,6 +327,7 @@ def test_every_launch_of_a_block_is_understood(generated):
     assert "estimates from the machine code" in str(result)
 
 
+@pytest.mark.slow
 def test_what_a_cast_spends_an_element(generated):
     """Instructions by elements: seven terabytes a second leave about 12 to both copies, 18 to SwiGLU's."""
     launches = generated("sm_100", True).launches
@@ -341,6 +342,7 @@ def test_what_a_cast_spends_an_element(generated):
     assert two.bound.per_element <= 33
 
 
+@pytest.mark.slow
 def test_barriers_of_a_step_of_a_product(generated):
     """A step along K waits for its operands and scales, and frees them."""
     launches = generated("sm_100", True).launches

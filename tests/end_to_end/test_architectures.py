@@ -65,7 +65,7 @@ COMPILED = [
 ]  # their casts and products are Llama's
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, *list(CASES)[::2]))
 def test_the_passes_change_nothing_but_the_casts(name: str):
     """Two layers. FP32 throughout, so that what differs is rounding to FP32: an MXFP8 step is 100 dB away.
 
@@ -96,7 +96,7 @@ def test_experts_with_fp32_weights_are_layers_too():
     assert worst_gradient(reference, step, 0.0)[0] > 100
 
 
-@pytest.mark.parametrize("name", mostly_slow(COMPILED, "llama", "fused"))
+@pytest.mark.parametrize("name", mostly_slow(COMPILED, "fused"))
 def test_a_compiled_step_equals_the_reference(name: str):
     """One layer. The compiled step and the reference differ by FP32 rounding, and by the roundings of casts
     that this flips; an MXFP8 step is 15 to 19 dB from a BF16 one.

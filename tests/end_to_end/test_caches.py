@@ -88,6 +88,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shared, mxcompile.
     return directory, *directory.run(ALL)
 
 
+@pytest.mark.slow
 def test_an_unchanged_policy_hits_and_reports_the_same(shared: tuple[Shared, Any, Any]):
     directory, first, computed = shared
     again, same = directory.run(ALL)

@@ -95,9 +95,7 @@ def assert_right(model: nn.Module, found: list[list[Tensor]], shapes: list[Any],
 
 @pytest.mark.parametrize(
     ("broken", "dynamic"),
-    mostly_slow(
-        [(False, True), (False, None), (True, True), (True, None)], (False, True), (True, None), rows=True
-    ),
+    mostly_slow([(False, True), (False, None), (True, True), (True, None)], (True, None), rows=True),
 )
 def test_the_passes_add_no_graph(broken: bool, dynamic: bool | None):
     """Against AOTAutograd without passes, on many shapes."""

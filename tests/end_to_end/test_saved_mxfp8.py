@@ -266,6 +266,7 @@ def test_what_a_product_in_bf16_reads_stays():
     assert torch.equal(plain.gradients[name], compressed.gradients[name])
 
 
+@pytest.mark.slow
 def test_a_rule_reaches_its_own_layers_alone():
     torch.manual_seed(0)
     subject, x = Blocks().bfloat16(), torch.randn(2, 64, WIDTH).bfloat16()

@@ -116,7 +116,7 @@ def test_layers_reached_by_index_are_all_traced():
 
 
 def test_the_report_is_the_compiled_models():
-    model = Model(blocks=5)
+    model = Model(blocks=3)
     expected = mxcompile.explain(model, TOKENS)
     mxcompile.clear_reports()
     torch.compile(model, backend="mxfp8")(TOKENS).sum().backward()

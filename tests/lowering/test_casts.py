@@ -78,8 +78,7 @@ def test_compiled_casts_are_bit_exact(
     check(casts, wild(*shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", [(33, 70), (200, 300)])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("shape", "dynamic"), [((33, 70), True), ((200, 300), False)])
 def test_compiled_casts_with_tiled_scales(shape: tuple[int, int], dynamic: bool):
     def casts(x: torch.Tensor) -> Any:
         results: tuple[torch.Tensor, ...] = ops.quantize_both(x, E4M3, "rceil", "128x4")

@@ -21,6 +21,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from eager_backend import EagerBackend
 from families import FAMILIES, POINTS, Family, build
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -164,6 +165,21 @@ def test_flat_parameters_are_refused(alone: None):
         mxcompile.compile(flat)
     with pytest.raises(Unsupported, match="use_orig_params"):
         torch.compile(flat, backend="mxfp8", fullgraph=True)(*build("llama").inputs)
+
+
+def test_a_training_step_that_breaks_around_the_model(uncut: Any):
+    """PyTorch's pattern for compiled autograd: the step is a function, and ``backward`` breaks its graph."""
+    known, family = uncut("llama"), build("llama")
+    model = family.model
+
+    @torch.compile(backend=EagerBackend(policy=known.policy))
+    def step() -> None:
+        torch._dynamo.graph_break()
+        model(*family.inputs).square().mean().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        step()
+    assert rows(report_of_all()) == known.rows
 
 
 class Logits(nn.Module):

@@ -43,6 +43,7 @@ def deep(layers: int, monkeypatch: pytest.MonkeyPatch) -> Family:
     return build("llama")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_block, blocks_replaced])
 def test_blocks_compiled_alone_follow_a_policy_by_index(way: Any, llama: Family):
     decided = policy(llama.model)

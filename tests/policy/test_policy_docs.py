@@ -76,6 +76,7 @@ def write_if_named(text: str) -> bool:
     return named is not None
 
 
+@pytest.mark.slow
 def test_the_page_does_what_it_says(folder: Path):
     accepted = PAGE.read_text(encoding="utf-8")
     for kind, text in blocks():

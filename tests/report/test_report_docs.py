@@ -25,6 +25,7 @@ def shown(text: str) -> list[str]:
     return [re.sub(r"passes \d+ ms", "passes # ms", line.rstrip()) for line in text.strip().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
