@@ -112,9 +112,9 @@ class Frame:
     def cut(self, root: nn.Module | None, called: nn.Module | None = None) -> str:
         """Why the graph is but a part of `root`, or "" if it is all of it.
 
-        called: the one module that the graph of a function calls. Without nested graph breaks, Dynamo inlines a
-        call whole or not at all. So a break elsewhere in the function cuts nothing of the module; under compiled
-        autograd ``loss.backward()`` is such a break.
+        called: the one module that the graph of a function calls. Without nested graph breaks, Dynamo inlines
+        a call whole or not at all. So a break elsewhere in the function cuts nothing of the module. Under
+        compiled autograd ``loss.backward()`` is such a break.
         """
         nested = getattr(torch._dynamo.config, "nested_graph_breaks", False)
         inlined = root is None and called is not None and not self.running and not nested
