@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +16,19 @@ from mxcompile.graph.tags import GemmTag, Kind, set_tag
 from mxcompile.policy import Gemm
 
 
+@dataclass
+class Position:
+    """What AOTAutograd says of an input: its place among those of the captured graph."""
+
+    idx: int
+
+
 class Hand:
     """One graph that is being written. Several have the fake tensors of one mode if they are given it."""
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.graph = fx.Graph()
+        self._places = itertools.count()
         self.mode = mode or FakeTensorMode(shape_env=ShapeEnv())
 
     def input(
@@ -28,6 +38,7 @@ class Hand:
         node = self.graph.placeholder(name)
         kinds = [DimDynamic.DYNAMIC if dim in symbolic else DimDynamic.STATIC for dim in range(len(shape))]
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        node.meta["desc"] = Position(next(self._places))
         node.meta["val"] = self.mode.from_tensor(torch.empty(shape, dtype=dtype), symbolic_context=context)
         return node
 

@@ -23,13 +23,6 @@ INPUTS = GraphInput(), GraphInput(path="w", static=True)
 MX = Format(), Format()
 
 
-class _Position:
-    """What AOTAutograd says of an input."""
-
-    def __init__(self, idx: int) -> None:
-        self.idx = idx
-
-
 class Pair:
     """h = 2x; y = h·w, of a layer whose input is saved as its tag says; backward has h and dy."""
 
@@ -37,7 +30,6 @@ class Pair:
         self.forward = Hand()
         x = self.forward.input("x", 40, width, dtype=dtype)
         w = self.forward.input("w", width, 48, dtype=dtype)
-        x.meta["desc"], w.meta["desc"] = _Position(0), _Position(1)
         self.h = self.forward.call(aten.mul.Tensor, x, 2)
         known = {"role": Role.QKV, "saved": Saved.MXFP8, "formats": MX} | facts
         self.y = self.forward.gemm(aten.mm.default, self.h, w, **known)

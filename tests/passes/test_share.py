@@ -1,0 +1,75 @@
+"""The pass `share`: which nodes are equal."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from by_hand import Hand, calls, run
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import aten
+from mxcompile.passes.share import Share
+
+E4M3 = torch.float8_e4m3fn
+Cast = Callable[[Hand, fx.Node], fx.Node]
+
+
+def cast(hand: Hand, x: fx.Node, dim: int = -1, rounding: str = "rceil", square: bool = False) -> fx.Node:
+    """A cast of a view of `x`."""
+    return hand.call(ops.quantize, hand.call(aten.view.default, x, [8, 64]), dim, E4M3, rounding, square)
+
+
+def twice(first: Cast, second: Cast) -> fx.Graph:
+    """x[2, 4, 64], cast by `first` and by `second`."""
+    hand = Hand()
+    x = hand.input("x", 2, 4, 64)
+    both = [first(hand, x), second(hand, x)]
+    return hand.output(*(hand.call(operator.getitem, each, part) for each in both for part in (0, 1)))
+
+
+def test_equal_casts_of_equal_views_are_one():
+    graph = twice(cast, cast)
+    Share().apply(graph)
+    assert len(calls(graph, ops.quantize)) == len(calls(graph, aten.view.default)) == 1
+    assert len(calls(graph, operator.getitem)) == 2
+    x = torch.randn(2, 4, 64)
+    codes, scales, *again = run(graph, x)
+    assert again[0] is codes
+    assert again[1] is scales
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda hand, x: cast(hand, x, 0),
+        lambda hand, x: cast(hand, x, rounding="floor"),
+        lambda hand, x: cast(hand, x, square=True),
+    ],
+    ids=["along another dimension", "another rounding", "in squares"],
+)
+def test_others_are_two(other: Cast):
+    graph = twice(cast, other)
+    Share().apply(graph)
+    assert len(calls(graph, ops.quantize)) == 2
+
+
+def test_checkpointed_regions_keep_their_own():
+    graph = twice(cast, cast)
+    calls(graph, ops.quantize)[1].meta["ac_graph_id"] = 7
+    Share().apply(graph)
+    assert len(calls(graph, ops.quantize)) == 2
+
+
+def test_operators_that_no_pass_made_and_gemms_stay():
+    hand = Hand()
+    x, w = hand.input("x", 4, 4), hand.input("w", 4, 4)
+    sums = [hand.call(aten.add.Tensor, x, w) for _ in range(2)]
+    products = [hand.gemm(aten.mm.default, x, w) for _ in range(2)]
+    graph = hand.output(*sums, *products)
+    before = str(graph)
+    Share().apply(graph)
+    assert str(graph) == before
