@@ -9,12 +9,10 @@ import pytest
 import torch
 from blocks import WIDTH, Attention, SwiGLU, block, features
 from eager_backend import EagerBackend
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.testing import FileCheck
 
 import mxcompile
-from mxcompile import ops
-from mxcompile.passes.share import Share
 
 EVERYTHING: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
@@ -91,20 +89,6 @@ def test_gemms_are_decided_one_by_one():
     assert ir.count("mx.scaled_mm") == 1
     assert ir.count("aten.mm") == 2
     FileCheck().check("fprop mxfp8").check_same("x=e4m3 1x32 rceil").run(ir)
-
-
-def test_formats_reach_the_casts():
-    use = policy(precision="mxfp8", grad_dtype="e5m2", rounding="floor")
-    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), EagerBackend(policy=use))
-    made = re.findall(r"mx\.quantize\.default\(%\w+, -\d, torch\.(\w+), (\w+)", ir)
-    assert sorted(made) == [("float8_e4m3fn", "floor")] * 4 + [("float8_e5m2", "floor")] * 2
-
-
-def test_square_weight_is_cast_once():
-    use = policy(precision="mxfp8", weight_block="32x32")
-    ir = step(nn.Linear(64, 48), features(20, 64).requires_grad_(), EagerBackend(policy=use))
-    assert len(re.findall(r"mx\.quantize\.default\(%primals_\d, -1, .*True\)", ir)) == 1
-    assert len(re.findall(r"float8_e4m3fn\[48, 64\].* = mx\.quantize", ir)) == 1
 
 
 def test_weights_are_cast_in_backward_not_saved():
@@ -227,15 +211,3 @@ def test_checkpointed_regions_recompute_their_casts():
         assert ("mx.scaled_mm" in ir) == (chosen == "nvidia")
         kept.append([(v.dtype, v.shape) for v in forward_outputs(backend)])
     assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize(("regions", "left"), [((1, 1), 1), ((1, 2), 2)])
-def test_equal_casts_are_one_within_a_checkpointing_region(regions: tuple[int, int], left: int):
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    casts = [graph.call_function(ops.quantize, (x, -1, torch.float8_e4m3fn, "rceil")) for _ in regions]
-    for cast, region in zip(casts, regions, strict=True):
-        cast.meta["ac_graph_id"] = region
-    graph.output(tuple(casts))
-    Share().apply(graph)
-    assert len(graph.find_nodes(op="call_function", target=ops.quantize)) == left

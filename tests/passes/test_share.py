@@ -57,11 +57,13 @@ def test_others_are_two(other: Cast):
     assert len(calls(graph, ops.quantize)) == 2
 
 
-def test_checkpointed_regions_keep_their_own():
+@pytest.mark.parametrize(("regions", "left"), [((1, 1), 1), ((1, 2), 2)])
+def test_checkpointed_regions_keep_their_own(regions: tuple[int, int], left: int):
     graph = twice(cast, cast)
-    calls(graph, ops.quantize)[1].meta["ac_graph_id"] = 7
+    for node, region in zip(calls(graph, ops.quantize), regions, strict=True):
+        node.meta["ac_graph_id"] = region
     Share().apply(graph)
-    assert len(calls(graph, ops.quantize)) == 2
+    assert len(calls(graph, ops.quantize)) == left
 
 
 def test_operators_that_no_pass_made_and_gemms_stay():
