@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mxcompile.serving import static_cache as static_cache
     from mxcompile.storage import MXTensor as MXTensor
     from mxcompile.storage import quantize as quantize
+    from mxcompile.watch import Watch as Watch
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _HOME = {
     "compile": "mxcompile.compiler.front",
     "explain": "mxcompile.analysis.explain",
     "StoredWeights": "mxcompile.serving",
+    "Watch": "mxcompile.watch",
     "gather_reports": "mxcompile.report",
     "load_quantized": "mxcompile.checkpoint",
     "QuantizedGathers": "mxcompile.distributed",

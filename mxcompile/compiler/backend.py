@@ -25,12 +25,15 @@ from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import copied
+from mxcompile.compiler.watched import watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
+from mxcompile.watch import Watch
 
 Compiled = Callable[..., Any]
 
@@ -38,7 +41,7 @@ Compiled = Callable[..., Any]
 class Backend:
     """The backend as a value, for ``torch.compile`` or ``module.compile``.
 
-    policy, report, target, strict, inductor: as in ``options``. mode: as for Inductor. root: the model
+    policy, report, target, strict, inductor, watch: as in ``options``. mode: as for Inductor. root: the model
     that layer names are relative to; by default the module ``torch.compile`` was applied to. block: the
     part of `root` this backend is for, when blocks are compiled one by one: Dynamo reuses a block's code
     for the next one if their backends are equal, and these are if the policy treats both blocks alike.
@@ -54,6 +57,7 @@ class Backend:
         target: str = AUTO,
         strict: bool = False,
         inductor: Mapping[str, Any] | None = None,
+        watch: Watch | str | Path | None = None,
         mode: str | None = None,
         root: nn.Module | None = None,
         block: nn.Module | None = None,
@@ -61,12 +65,13 @@ class Backend:
         **unknown: Never,
     ) -> None:
         given = {"policy": policy, "report": report, "target": target, "strict": strict, "inductor": inductor}
-        self.options = Options.parse(mode, {**given, **unknown})
+        self.options = Options.parse(mode, {**given, "watch": watch, **unknown})
         self.root = root
         self.parts = parts
         if root is not None and histories.needed(self.options.policy):
             histories.expect(root)
-        self._identity = (self.options.fingerprint(), self.options.report, self._within(block))
+        options = self.options
+        self._identity = options.fingerprint(), options.report, id(options.watch), self._within(block)
 
     def _within(self, block: nn.Module | None) -> object:
         """How the name patterns of the policy fall on the layers of `block`, in its order."""
@@ -126,13 +131,14 @@ def compile_graph(
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
     check_plan(compilation, parts)
     sharing.guard(found, options.policy, unlimited=parts is not None)
-    compiled = compile_fx(
-        gm,
-        example_inputs,
-        config_patches=compilation.config_patches(),
-        decompositions=table(),
-    )
-    code = publish(compilation, gm, example_inputs, cast(Compiled, compiled))
+
+    def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
+        patches, known = one.config_patches(), table()
+        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known)
+        return cast(Compiled, code)
+
+    code = publish(compilation, gm, example_inputs, compiled(gm, compilation))
+    code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
     if tapped is not None:
         return histories.Stateful(code, tapped, dict(compilation.part.histories), found.root)
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +27,12 @@ from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
 from mxcompile.passes.record import records
 from mxcompile.passes.states import histories
+from mxcompile.passes.watch import Site, sites
+from mxcompile.passes.watch import Watch as Watching
 from mxcompile.policy import Gemm
 from mxcompile.report import Part
 from mxcompile.rules import layers_of, with_complaints
+from mxcompile.watch import Watch
 
 
 def _once(_: str) -> int:
@@ -66,6 +70,8 @@ class Compilation:
         self._count = count
         self._tapped = tapped
         self._after = after
+        self._watch: Watch | None = None
+        self._sites: list[Site] = []
 
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
@@ -73,12 +79,22 @@ class Compilation:
             self.options, self.found, gm, self.target, self._count, tapped=self._tapped, after=self._after
         )
 
+    def measuring(self, watch: Watch) -> Compilation:
+        """One for the same graph, whose code measures what `watch` asks for."""
+        fresh = copy.copy(self)
+        fresh.part, fresh.traced, fresh.lowered, fresh.changed = Part(), False, False, _nobody
+        fresh._watch, fresh._sites = watch, []
+        return fresh
+
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
         slow_dtypes = sorted(map(str, self.target.slow_dtypes))
         base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name} {slow_dtypes}"
         mode = list_mode_options(self.options.mode) if self.options.mode else {}
         asked = {**mode, **dict(self.options.inductor)}
+        if self._watch is not None:
+            base = f"{base} watch {self._watch.layers}"
+            asked["triton.cudagraphs"] = False  # what is measured is handed to Python
         return {
             **asked,
             "joint_custom_pre_pass": GraphPass(
@@ -123,6 +139,8 @@ class Compilation:
             passes.run(passes.joint_passes(context), graph)
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
+        if self._watch is not None:
+            self._sites += sites(graph, self._watch.watches)
         gathers = Gathers() if self.traced else self.found.gathers
         drawn = outline(graph, self.found.inputs, self.found.path)
         self.traced = True
@@ -174,6 +192,7 @@ class Compilation:
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
         )
         self._count_work(forward, backward)
+        changed |= Watching(sites=self._sites).apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
         if changed:
             for module in graphs:

@@ -18,7 +18,7 @@ from mxcompile.compiler.checks import check_call
 from mxcompile.compiler.options import Options
 
 
-def watch(root: nn.Module, options: Options, parts: Sequence[str]) -> None:
+def look_at(root: nn.Module, options: Options, parts: Sequence[str]) -> None:
     """Look at the first call of `root`, of which the modules at `parts` are compiled with `options`.
 
     Of that call, `UnsupportedError` is raised in strict mode, else there is a warning, for layers that the

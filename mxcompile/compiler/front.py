@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from mxcompile.compiler.backend import Backend
-from mxcompile.compiler.first_call import watch
+from mxcompile.compiler.first_call import look_at
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import plain_class, users_own
 from mxcompile.policy import Policy
+from mxcompile.watch import Watch
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,15 +46,16 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     target: str = AUTO,
     strict: bool = False,
     inductor: Mapping[str, Any] | None = None,
+    watch: Watch | str | Path | None = None,
     **unknown: Never,
 ) -> Model:
     """Compile `model` block by block, in place, and return it.
 
     model: bare, or in any of ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel``; they can
-    be applied before or after. policy, report, target, strict, inductor, mode: as for ``torch.compile``.
-    blocks: "auto", the members of the model's stacks (module lists, Sequentials); or paths of the modules
-    to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled by themselves; a
-    model without stacks is compiled whole.
+    be applied before or after. policy, report, target, strict, inductor, watch, mode: as for
+    ``torch.compile``. blocks: "auto", the members of the model's stacks (module lists, Sequentials); or paths
+    of the modules to compile, as globs. Modules outside the blocks that hold matrices (a head) are compiled
+    by themselves; a model without stacks is compiled whole.
 
     The policy is held against the whole model when it is first called, before anything is compiled: there a
     rule that fits no layer is reported, and `strict` raises. After that call a warning, or with `strict` an
@@ -74,6 +76,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
         target=target,
         strict=strict,
         inductor=inductor,
+        watch=watch,
         mode=mode,
         root=root,
         parts=tuple(chosen),
@@ -81,7 +84,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     )
     for part in chosen.values():
         _compile(part, backend)
-    watch(root, backend.options, tuple(chosen))
+    look_at(root, backend.options, tuple(chosen))
     return model
 
 

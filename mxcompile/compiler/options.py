@@ -13,9 +13,10 @@ from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
 from mxcompile.report import form_of
 from mxcompile.report.files import RANK, check_place
+from mxcompile.watch import Watch, resolve
 
 _PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
-KEYS = ("policy", "report", "target", "strict", "inductor")
+KEYS = ("policy", "report", "target", "strict", "inductor", "watch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class Options:
 
     policy: what decides. report: file to keep the report in. target: "auto" or a name of
     `lowering.targets.TARGETS`. strict: raise instead of falling back, and for rules that do nothing. mode: as
-    for Inductor. inductor: overrides of ``torch._inductor.config``.
+    for Inductor. inductor: overrides of ``torch._inductor.config``. watch: what is measured of a run.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -33,6 +34,7 @@ class Options:
     strict: bool = False
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
+    watch: Watch | None = None
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -59,6 +61,7 @@ class Options:
             strict=strict,
             mode=_mode(mode),
             inductor=_inductor(raw.get("inductor")),
+            watch=resolve(raw.get("watch")),
         )
 
     def fingerprint(self) -> str:

@@ -44,6 +44,8 @@ from mxcompile.ops.state import largest as largest
 from mxcompile.ops.state import mean as mean
 from mxcompile.ops.state import slot as slot
 from mxcompile.ops.state import tapped as tapped
+from mxcompile.ops.watch import cast_statistics as cast_statistics
+from mxcompile.ops.watch import deliver as deliver
 
 CASTS = frozenset(
     op.overloadpacket

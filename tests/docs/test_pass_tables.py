@@ -9,6 +9,7 @@ from mxcompile.lowering.pipeline import JOINT_LOWERING, LOWERING
 from mxcompile.passes import pipeline
 from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten
+from mxcompile.passes.watch import Watch
 from mxcompile.policy import Policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -23,7 +24,7 @@ def first_column(title: str) -> list[str]:
 
 def test_passes():
     passes = pipeline.joint_passes(pipeline.Context(policy=Policy.preset("nvidia"), cut="a part of a model"))
-    on_parts = [Compress.name, Flatten.name]
+    on_parts = [Compress.name, Watch.name, Flatten.name]
     assert first_column("pass") == [step.name for step in passes] + on_parts
 
 

@@ -21,6 +21,8 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.trace import copied
+from mxcompile.compiler.watched import watched
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
 
@@ -58,6 +60,17 @@ class EagerBackend:
         check_plan(compilation, self.parts)
         sharing.guard(found, self.options.policy, unlimited=self.parts is not None)
 
+        compiled = self._compiled(gm, example_inputs, compilation)
+        compilation.lowered = True  # there is nothing to lower, and nothing to look up
+        compiled = publish(compilation, gm, example_inputs, compiled)
+        compiled = watched(
+            compiled, compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
+        )
+        if tapped is not None:
+            return histories.Stateful(compiled, tapped, dict(compilation.part.histories), found.root)
+        return compiled
+
+    def _compiled(self, gm: fx.GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> Any:
         def passes(graph: fx.GraphModule) -> None:
             if self.before is not None:
                 self.before(graph.graph)
@@ -79,7 +92,7 @@ class EagerBackend:
             passes(graph)
             return run(graph, inputs)
 
-        compiled = aot_autograd(
+        return aot_autograd(
             fw_compiler=run,
             bw_compiler=run,
             inference_compiler=inference,
@@ -87,8 +100,3 @@ class EagerBackend:
             decompositions=table(),
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
-        compilation.lowered = True  # there is nothing to lower, and nothing to look up
-        compiled = publish(compilation, gm, example_inputs, compiled)
-        if tapped is not None:
-            return histories.Stateful(compiled, tapped, dict(compilation.part.histories), found.root)
-        return compiled

@@ -1,0 +1,102 @@
+"""Two codes of one graph: the one that runs without a watch, and one that measures, for sampled steps.
+
+    call  →  step sampled?  no: the code            as it is without a watch
+                            yes: the second code    the same graph, with the operators of the pass `watch`
+
+Both come from the same captured graph and the same joint passes, and save the same values. The second one is
+compiled with the first, without CUDA graphs, for what it delivers is heard by Python. What is compiled for
+calls without gradients is not watched.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.compiler.compilation import Compilation
+from mxcompile.compiler.frames import running
+from mxcompile.compiler.sharing import named
+from mxcompile.models.names import user_path
+from mxcompile.models.wrappers import plain_class
+from mxcompile.watch import Watch, calls
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+
+def watched(
+    code: Compiled,
+    compilation: Compilation,
+    example_inputs: Sequence[Any],
+    compiler: Callable[[Compilation], Compiled],
+) -> Compiled:
+    """`code` of `compilation`, with a second code for the steps that its options sample.
+
+    compiler: gives the code of the same graph for the compilation that it is given.
+    """
+    watch = compilation.options.watch
+    if watch is None or compilation.found.backward or not _trains(example_inputs):
+        return code
+    try:
+        sampled = compiler(compilation.measuring(watch))
+    except Exception as error:  # training goes on without it
+        name = compilation.found.path or "the model"
+        log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
+        return code
+    return _Watched(code, sampled, compilation, watch)
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    given = (value for value in example_inputs if isinstance(value, Tensor))
+    return torch.is_grad_enabled() and any(value.requires_grad for value in given)
+
+
+class _Watched:
+    """The two codes, called as one."""
+
+    def __init__(self, code: Compiled, sampled: Compiled, compilation: Compilation, watch: Watch) -> None:
+        found = compilation.found
+        self._code = code
+        self._sampled = sampled
+        self._compiled = found.prefix
+        self._root = None if found.root is None else weakref.ref(found.root)
+        self._class = None if found.root is None else plain_class(named(found.root, found.prefix))
+        self._recorder = watch.attach(
+            found.root,
+            policy=compilation.options.policy.label,
+            target=compilation.target.name,
+            torch=torch.__version__,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the code that the step asks for."""
+        if not torch.is_grad_enabled():
+            return self._code(*args)
+        call = self._recorder.begin(self._compiled, self._running, id(self))
+        if call is None:
+            return self._code(*args)
+        with calls.forward(call):
+            results = self._sampled(*args)
+        if not call.is_repeated:
+            calls.follow(call, results)
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._code, name)  # how torch serializes it
+
+    def _running(self) -> str:
+        """The path of the module whose call is going on, among those that run this code."""
+        root = self._root() if self._root is not None else None
+        if root is None or not self._compiled:
+            return self._compiled
+        module = next((each for each in running() if plain_class(each) is self._class), None)
+        paths = (user_path(raw) for raw, each in root.named_modules() if each is module)
+        return next(paths, self._compiled)

@@ -1,0 +1,149 @@
+"""Operators of a graph that is watched: statistics of a cast, and the call that hands them over.
+
+    cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep]
+    deliver          statistics of one run of a graph → whoever listens
+
+The statistics are of x as it is cast and of the reference cast. They are sums, but for the first two, so that
+those of several tensors can be joined. ``deliver`` has no result and is the one operator with a side effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mxcompile.formats import Format, ScaleType
+from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors
+from mxcompile.ops.define import LIBRARY, Spec, define
+
+FIELDS = (
+    "amax",
+    "smallest",
+    "elements",
+    "nonzero",
+    "underflow",
+    "saturated",
+    "nan",
+    "inf",
+    "poisoned",
+    "signal",
+    "noise",
+)
+"""Largest and smallest non-zero finite magnitude (inf if there is none); numbers of all elements, of finite
+ones that are not 0, of those whose cast is 0, of those cut to the largest element, of NaN, of Inf, of finite
+ones whose cast is not finite; sums of x² and of (cast − x)² where both are finite."""
+
+NUM_BYTES = 256
+"""The histogram of scales behind the fields: E8M0 bytes, or the exponent fields of FP32 scales."""
+
+LENGTH = len(FIELDS) + NUM_BYTES
+
+_PIECE = 1 << 22
+"""Elements of which FP64 copies are held at a time."""
+
+
+def _cast_statistics(
+    x: Tensor,
+    block_dim: int,
+    fmt: str,
+    keep: int,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    form = Format.of(fmt)
+    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale)
+    value = decode_tensors(qdata, scale, block_dim, form, torch.float32).flatten()
+    stored = element_values(qdata, form.elem).flatten()
+    sums = torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
+    sums[1] = math.inf
+    flat = x.flatten()
+    for start in range(0, flat.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        part = _sums(flat[piece].to(torch.float64), value[piece], stored[piece], form.elem.max)
+        largest = torch.maximum(sums[0], part[0])
+        smallest = torch.minimum(sums[1], part[1])
+        sums = torch.cat([largest.reshape(1), smallest.reshape(1), sums[2:] + part[2:]])
+    compared = value if form.pow2 or form.scale is ScaleType.E8M0 else stored
+    return torch.cat([sums, _histogram(scale)]), _kept(compared, keep)
+
+
+def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
+    """The fields of one piece, FP64; all arguments have one dimension."""
+    finite, exact = x.isfinite(), value.isfinite()
+    size = torch.where(finite, x.abs(), 0.0)
+    nonzero, both = size != 0, finite & exact
+    error = torch.where(both, value.to(torch.float64) - x, 0.0)
+    known = torch.where(both, x, 0.0)
+    counts = (
+        torch.ones_like(finite),
+        nonzero,
+        nonzero & exact & (value == 0),
+        both & (stored.abs() == limit) & (size > value.abs()),
+        x.isnan(),
+        x.isinf(),
+        finite & ~exact,
+    )
+    return torch.stack(
+        [
+            size.max(),
+            torch.where(nonzero, size, math.inf).min(),
+            *(count.sum(dtype=torch.float64) for count in counts),
+            known.dot(known),
+            error.dot(error),
+        ]
+    )
+
+
+def _histogram(scale: Tensor) -> Tensor:
+    exponents = scale if scale.dtype is torch.uint8 else (scale.view(torch.int32) >> 23) & 0xFF
+    counts = torch.zeros(NUM_BYTES, dtype=torch.float64, device=scale.device)
+    places = exponents.flatten().to(torch.int64)
+    return counts.index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+
+
+def _kept(values: Tensor, keep: int) -> Tensor:
+    """`keep` of `values`, evenly spread."""
+    if not keep:
+        return values.new_zeros(0)
+    places = torch.arange(keep, device=values.device) * values.numel() // keep
+    return values[places]
+
+
+def _spec_cast_statistics(x: Tensor, block_dim: int, fmt: str, keep: int, *_: Any) -> list[Spec]:
+    return [((LENGTH,), torch.float64), ((keep,), torch.float32)]
+
+
+cast_statistics = define(
+    "cast_statistics(Tensor x, int block_dim, str fmt, int keep, Tensor? seed=None, int stream=0,"
+    " Tensor? scale=None) -> (Tensor statistics, Tensor kept)",
+    _cast_statistics,
+    _spec_cast_statistics,
+    torch.Tag.flexible_layout,
+)
+
+Listener = Callable[[Sequence[Tensor], Sequence[str]], object]
+"""Takes pairs of results of `cast_statistics`, flat, and a word for each pair."""
+
+_LISTENERS: list[Listener] = []
+
+
+def listen(listener: Listener) -> None:
+    """Let `listener` hear every delivery of this process, in the thread that runs the graph."""
+    _LISTENERS.append(listener)
+
+
+def _deliver(values: Sequence[Tensor], sites: Sequence[str]) -> None:
+    for listener in _LISTENERS:
+        listener(values, sites)
+
+
+LIBRARY.define("deliver(Tensor[] values, str[] sites) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("deliver", _deliver, "CompositeExplicitAutograd")
+torch.library.register_fake("mx::deliver", lambda values, sites: None, lib=LIBRARY)
+deliver = torch.ops.mx.deliver.default
+fx.node.has_side_effect(deliver)

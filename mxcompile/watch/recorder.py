@@ -1,0 +1,139 @@
+"""What a watch does while training goes on: it says which steps are sampled, and makes records of them.
+
+    forward, backward of a sampled step  →  deliveries  →  tallies  →  the record, before the optimizer steps
+
+Statistics stay on the device until the step is over. Nothing here ends a run: what fails becomes a warning,
+once for each reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.ops.watch import listen
+from mxcompile.watch import calls
+from mxcompile.watch.calls import Call
+from mxcompile.watch.steps import Steps, in_backward
+from mxcompile.watch.tally import Key, Tally
+
+log = logging.getLogger(__name__)
+
+Sample = dict[Key, Tally]
+
+
+class Recorder:
+    """Of one watch.
+
+    is_sampled: whether a step is. finished: takes the number of a sampled step and what was measured in it.
+    """
+
+    def __init__(
+        self, first: int, is_sampled: Callable[[int], bool], finished: Callable[[int, Sample], None]
+    ) -> None:
+        self.steps = Steps(first, self._end)
+        self.left_out: dict[Key, str] = {}
+        self._is_sampled = is_sampled
+        self._finished = finished
+        self._pending: list[tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]] = []
+        self._counted: set[tuple[str, int]] = set()
+        self._kept: dict[Key, Tensor] = {}
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, compiled: str, running: Callable[[], str], code: int) -> Call | None:
+        """A forward that will have a backward begins: its call, or None if its step is not sampled.
+
+        compiled: path of the module that the code was made for. running: gives that of the one that it runs
+        for. code: tells graphs apart.
+        """
+        repeated = in_backward()
+        step = self.steps.number if repeated and self.steps.is_open else self.steps.begin()
+        if not self._is_sampled(step):
+            return None
+        path = running()
+        key = path, code
+        is_repeated = repeated and key in self._counted
+        if not repeated:
+            self._counted.add(key)
+        return Call(recorder=self, step=step, compiled=compiled, running=path, is_repeated=is_repeated)
+
+    def take(self, call: Call, values: Sequence[Tensor], words: Sequence[str]) -> None:
+        """A graph delivers `values`, pairs of results of ``cast_statistics``, and a word for each pair."""
+        sites = [json.loads(word) for word in words]
+        for site in sites[len(values) // 2 :]:
+            for reader in site["readers"]:
+                self.left_out.setdefault(_key(call, reader), site["missing"])
+        if values:
+            measured = torch.stack(list(values[::2]))
+            kept = [value.clone() for value in values[1::2]]
+            with self._lock:
+                self._pending.append((call, sites[: len(kept)], measured, kept))
+
+    def warn(self, what: str, error: Exception) -> None:
+        """Warn of `error`, once for each kind."""
+        reason = f"watch: {what}: {type(error).__name__}: {error}"
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("%s; training goes on", reason)
+
+    def _end(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        self._counted.clear()
+        if not pending:
+            return
+        try:
+            sample = self._joined(pending)
+        except Exception as error:
+            self.warn("a sample was lost", error)
+            return
+        self._finished(pending[0][0].step, sample)
+
+    def _joined(self, pending: Iterable[tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]]) -> Sample:
+        sample: Sample = {}
+        for call, sites, measured, kept in pending:
+            for site, numbers, part in zip(sites, measured.tolist(), kept, strict=True):
+                for reader in site["readers"]:
+                    key, tally = _key(call, reader), Tally.of(reader["role"], site["format"], numbers)
+                    if key not in sample:
+                        self._compare(key, tally, part)
+                        sample[key] = tally
+                    elif reader["operand"] == "w":
+                        sample[key].calls += 1
+                    else:
+                        sample[key].add(tally)
+        return sample
+
+    def _compare(self, key: Key, tally: Tally, part: Tensor) -> None:
+        """Count how much of `part`, of a weight's cast, differs from the sample before."""
+        before = self._kept.get(key)
+        if part.numel():
+            self._kept[key] = part
+        if before is not None and before.shape == part.shape:
+            tally.compared = part.numel()
+            differs = (part != before) & ~(part.isnan() & before.isnan())
+            tally.changed = int(differs.sum())
+
+
+def _key(call: Call, reader: dict[str, str]) -> Key:
+    return call.named(reader["layer"]), reader["gemm"], reader["operand"]
+
+
+def _heard(values: Sequence[Tensor], words: Sequence[str]) -> None:
+    call, has_been_counted = calls.current()
+    if call is None or has_been_counted:
+        return
+    try:
+        call.recorder.take(call, values, words)
+    except Exception as error:
+        call.recorder.warn("statistics were lost", error)
+
+
+listen(_heard)

@@ -1,0 +1,167 @@
+"""Statistics of an operand as sums that can be joined, and what they mean.
+
+    tally of a step = Σ over its calls and ranks          underflow = numbers of 0 / numbers of non-zeros, …
+
+`ops.watch.FIELDS` says what is summed. A weight does not change within a step: of its calls the first counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mxcompile.ops.watch import FIELDS, NUM_BYTES
+
+Key = tuple[str, str, str]
+"""Layer, GEMM and operand."""
+
+STATS = (
+    "amax",
+    "smallest",
+    "underflow",
+    "saturated",
+    "error",
+    "sqnr",
+    "scales",
+    "nan",
+    "inf",
+    "poisoned",
+    "changed",
+)
+"""What `Watch(stats=…)` may name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What is known of one operand in one step.
+
+    role, format: words. calls: of the graph that casts it, over all ranks. sums: by `FIELDS`. histogram: of
+    scales, by byte. compared, changed: how many elements of a weight's cast were compared with those of the
+    sample before, and how many of them differ.
+    """
+
+    role: str
+    format: str
+    calls: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    histogram: dict[int, float] = field(default_factory=dict)
+    compared: int = 0
+    changed: int = 0
+
+    @classmethod
+    def of(cls, role: str, fmt: str, numbers: list[float]) -> Tally:
+        """Of one call. numbers: a result of ``cast_statistics``."""
+        sums = dict(zip(FIELDS, numbers[: len(FIELDS)], strict=True))
+        counts = numbers[len(FIELDS) :]
+        histogram = {byte: counts[byte] for byte in range(NUM_BYTES) if counts[byte]}
+        return cls(role=role, format=fmt, calls=1, sums=sums, histogram=histogram)
+
+    def add(self, other: Tally) -> None:
+        """Join `other`, of the same operand."""
+        self.calls += other.calls
+        self.compared += other.compared
+        self.changed += other.changed
+        for name, value in other.sums.items():
+            mine = self.sums.get(name)
+            if mine is None:
+                self.sums[name] = value
+            else:
+                self.sums[name] = {"amax": max, "smallest": min}.get(name, float.__add__)(mine, value)
+        for byte, count in other.histogram.items():
+            self.histogram[byte] = self.histogram.get(byte, 0.0) + count
+
+    def statistics(self) -> dict[str, Any]:
+        """What the sums mean: numbers, or None for what is not defined."""
+        sums = self.sums
+        finite = sums["elements"] - sums["nan"] - sums["inf"]
+        return {
+            "amax": sums["amax"],
+            "smallest": sums["smallest"] if math.isfinite(sums["smallest"]) else None,
+            "underflow": _share(sums["underflow"], sums["nonzero"]),
+            "saturated": _share(sums["saturated"], finite),
+            "error": _error(sums["noise"], sums["signal"]),
+            "sqnr": _decibels(sums["signal"], sums["noise"]),
+            **self._scales(),
+            "nan": int(sums["nan"]),
+            "inf": int(sums["inf"]),
+            "poisoned": int(sums["poisoned"]),
+            "changed": self.changed / self.compared if self.compared else None,
+        }
+
+    def _scales(self) -> dict[str, int | None]:
+        """The least, median and largest scale byte, without that of NaN."""
+        known = sorted((byte, count) for byte, count in self.histogram.items() if byte != NUM_BYTES - 1)
+        half, reached, median = sum(count for _, count in known) / 2, 0.0, None
+        for byte, count in known:
+            reached += count
+            if median is None and reached >= half:
+                median = byte
+        least, largest = (known[0][0], known[-1][0]) if known else (None, None)
+        return {"scale_min": least, "scale_median": median, "scale_max": largest}
+
+    def packed(self) -> list[Any]:
+        """As JSON can hold it; `unpacked` makes the same of it."""
+        counted = [[byte, count] for byte, count in self.histogram.items()]
+        sums = [None if math.isinf(self.sums[name]) else self.sums[name] for name in FIELDS]
+        return [self.role, self.format, self.calls, sums, counted, self.compared, self.changed]
+
+    @classmethod
+    def unpacked(cls, packed: list[Any]) -> Tally:
+        """What `packed` made."""
+        role, fmt, calls, sums, counted, compared, changed = packed
+        given = zip(FIELDS, sums, strict=True)
+        return cls(
+            role=role,
+            format=fmt,
+            calls=calls,
+            sums={name: math.inf if value is None else value for name, value in given},
+            histogram=dict(map(tuple, counted)),
+            compared=compared,
+            changed=changed,
+        )
+
+
+def join(tallies: dict[Key, Tally], more: Mapping[Key, Tally]) -> None:
+    """Add `more` to `tallies`."""
+    for key, tally in more.items():
+        if key in tallies:
+            tallies[key].add(tally)
+        else:
+            tallies[key] = tally
+
+
+def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
+    """What a sample says of one operand. stats: those of `STATS` that are wanted."""
+    layer, gemm, operand = key
+    named = {
+        "layer": layer,
+        "gemm": gemm,
+        "operand": operand,
+        "role": tally.role,
+        "format": tally.format,
+        "calls": tally.calls,
+        "elements": int(tally.sums["elements"]),
+    }
+    measured = tally.statistics()
+    return named | {name: value for name, value in measured.items() if _word(name) in stats}
+
+
+def _word(name: str) -> str:
+    """The word of `STATS` for the statistic `name`."""
+    return "scales" if name.startswith("scale_") else name
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _error(noise: float, signal: float) -> float | None:
+    if noise == 0:
+        return 0.0
+    return math.sqrt(noise / signal) if signal else None
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    return 10 * math.log10(signal / noise) if signal and noise else None

@@ -1,0 +1,198 @@
+"""watch: the graphs of a sampled step measure what the casts of operands lose.
+
+    q, s = quantize(x)   →   q, s = quantize(x)
+                             measured = cast_statistics(x)   …   deliver([measured, …], sites)
+
+`sites` notes the casts of a joint graph, with the operands of the products that read them. `Watch` adds the
+operators to forward and backward once these are apart, so that the same values are saved with and without
+them: a source that forward computes is measured there. Nothing else reads what is added, and a cast reads its
+source from memory either way, so that losses and gradients stay the same bits. Numerics do not change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import Format, Rounding, Tile, elem_type
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import COPIES, PICKS, VIEWS, argument, packet
+from mxcompile.graph.tags import GemmTag, tag_of, value_of
+from mxcompile.graph.transpose import untransposed
+from mxcompile.ops.view import Cast, Encode, Product, result_of
+
+KEPT = 1 << 16
+"""How many elements of the cast of a weight are compared from sample to sample."""
+
+_GATHERS = frozenset({"_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """An operand of a product: of which layer and GEMM, and which of "x", "w" and "dy" it is."""
+
+    layer: str
+    gemm: str
+    operand: str
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One cast to be measured.
+
+    source, seed, scale: names of nodes; "" for none. dim: the contraction dimension. fmt: the format's word.
+    missing: why it cannot be measured, "" if it can.
+    """
+
+    readers: tuple[Reader, ...]
+    source: str = ""
+    dim: int = -1
+    fmt: str = ""
+    seed: str = ""
+    stream: int = 0
+    scale: str = ""
+    missing: str = ""
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a weight that is cast."""
+        return any(reader.operand == "w" for reader in self.readers)
+
+    @property
+    def word(self) -> str:
+        """What `deliver` says of it; `read` reads that."""
+        readers = [asdict(reader) for reader in self.readers]
+        return json.dumps({"readers": readers, "format": self.fmt, "dim": self.dim, "missing": self.missing})
+
+
+def sites(graph: fx.Graph, watched: Callable[[str], bool]) -> list[Site]:
+    """The casts of the joint graph `graph`, after all passes, for layers whose names are `watched`."""
+    casts: dict[fx.Node, list[Reader]] = {}
+    missing: list[Site] = []
+    for tag, operand, cast in _operands(graph):
+        if not watched(tag.name):
+            continue
+        reader = Reader(layer=tag.name, gemm=str(tag.gemm), operand=operand, role=str(tag.role))
+        if cast is None:
+            missing.append(Site(readers=(reader,), missing="it is stored or gathered as codes"))
+        else:
+            casts.setdefault(cast, []).append(reader)
+    return [*(_site(cast, readers) for cast, readers in casts.items()), *missing]
+
+
+def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is not None and packet(node) in ops.PRODUCTS:
+            for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
+                yield tag, operand, _cast_of(qdata)
+
+
+def _cast_of(qdata: fx.Node) -> fx.Node | None:
+    """The call that makes `qdata`, through views of it and gathers; None if the graph has none."""
+    while True:
+        qdata, _ = untransposed(qdata)
+        call, _ = result_of(qdata)
+        if call is not None:
+            return call if call.target in ops.QUANTIZERS else None
+        through = packet(qdata) in VIEWS | COPIES | PICKS or str(packet(qdata)) in _GATHERS
+        if not through:
+            return None
+        qdata = argument(qdata)
+
+
+def _site(cast: fx.Node, readers: Sequence[Reader]) -> Site:
+    given = tuple(dict.fromkeys(readers))
+    encode = Encode.of(cast)
+    if encode is not None:
+        seed, scale = (node.name if node is not None else "" for node in (encode.seed, encode.scale))
+        return Site(
+            readers=given,
+            source=encode.x.name,
+            dim=encode.block_dim,
+            fmt=encode.fmt,
+            seed=seed,
+            stream=encode.stream,
+            scale=scale,
+        )
+    view = Cast.read(cast)
+    tile = Tile.SQUARE if view.square else Tile.ROW
+    form = Format(elem=elem_type(view.elem_dtype), rounding=Rounding(view.rounding), tile=tile)
+    return Site(readers=given, source=view.x.name, dim=view.block_dim, fmt=str(form))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """sites: of the joint graph."""
+
+    name: ClassVar[str] = "watch"
+    sites: Sequence[Site] = field(default_factory=list)
+
+    def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
+        """Measure the casts of both graphs. Returns whether anything was added."""
+        writers = _Writer(forward), _Writer(backward)
+        for site in self.sites:
+            if not any(writer.measure(site) for writer in writers):
+                reason = site.missing or "its source is in neither graph"
+                writers[0].leave_out(Site(readers=site.readers, missing=reason))
+        added = [writer.deliver() for writer in writers]
+        return any(added)
+
+
+class _Writer:
+    """One graph that is being written."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._build = Builder(graph, Watch.name)
+        self._place = {node.name: place for place, node in enumerate(graph.nodes)}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._results: list[fx.Node] = []
+        self._words: list[str] = []
+        self._left: list[str] = []
+
+    def measure(self, site: Site) -> bool:
+        """Measure the cast of `site` here, if all that it reads is here."""
+        needed = [name for name in (site.source, site.seed, site.scale) if name]
+        if not needed or not all(name in self._nodes for name in needed):
+            return False
+        source, seed, scale = (self._nodes.get(name) for name in (site.source, site.seed, site.scale))
+        assert source is not None
+        last = max((self._nodes[name] for name in needed), key=lambda node: self._place[node.name])
+        inputs = self._graph.find_nodes(op="placeholder")
+        after = inputs[-1] if last.op == "placeholder" else last
+        with self._graph.inserting_after(after):
+            given = source, site.dim, site.fmt, _kept(source, site), seed, site.stream, scale
+            call = self._build.call(ops.cast_statistics, *given, like=source)
+        with self._graph.inserting_after(call):
+            results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
+        self._results += results
+        self._words.append(site.word)
+        return True
+
+    def leave_out(self, site: Site) -> None:
+        """Say that `site` is not measured."""
+        self._left.append(site.word)
+
+    def deliver(self) -> bool:
+        """Hand over what was measured; `measure` is not called again. Returns whether there was anything."""
+        if not self._words and not self._left:
+            return False
+        (output,) = self._graph.find_nodes(op="output")
+        with self._graph.inserting_before(output):
+            node = self._graph.call_function(ops.deliver, (self._results, [*self._words, *self._left]))
+        node.meta["val"] = None
+        return True
+
+
+def _kept(source: fx.Node, site: Site) -> int:
+    sizes = value_of(source).shape
+    if not site.is_weight or not all(isinstance(size, int) for size in sizes):
+        return 0
+    return min(KEPT, int(sizes.numel()))

@@ -1,0 +1,151 @@
+"""Statistics of a cast, against values counted one by one from the tensor and its reference cast."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import quantize, round_trip
+from torch import Tensor
+
+from mxcompile import ops
+from mxcompile.formats import PRECISIONS, Format
+from mxcompile.formats.precisions import Choices
+from mxcompile.watch.tally import Tally
+
+FORMATS = sorted(
+    {
+        str(operands.of(name))
+        for row in PRECISIONS.values()
+        if row.quantizes
+        for tiles in row.tiles
+        for operands in [row.formats(Choices(tiles=(tiles,)))]
+        for name in ("x", "w", "dy")
+    }
+    | {"e4m3 1x32 floor", "e4m3 1x32 even", "e5m2 32x32 ceil", "e5m2 1x32 rceil stochastic"}
+)
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, odd: bool) -> Tensor:
+    """Numbers of many magnitudes, zeros among them, and, if `odd`, NaN and Inf."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * 8)
+    x[torch.rand(shape, generator=generator) < 0.1] = 0.0
+    if odd:
+        flat = x.flatten()
+        flat[0], flat[-1], flat[flat.numel() // 2] = math.nan, math.inf, -math.inf
+        x = flat.view(shape)
+    return x.to(dtype)
+
+
+def counted(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> dict[str, float]:
+    """Every field, one element after the other."""
+    found: dict[str, float] = dict.fromkeys(ops.watch.FIELDS, 0.0)
+    found["smallest"] = math.inf
+    for one, cast, element in zip(*(t.double().flatten().tolist() for t in (x, value, stored)), strict=True):
+        found["elements"] += 1
+        if not math.isfinite(one):
+            found["nan" if math.isnan(one) else "inf"] += 1
+            continue
+        found["amax"] = max(found["amax"], abs(one))
+        if one != 0:
+            found["nonzero"] += 1
+            found["smallest"] = min(found["smallest"], abs(one))
+        if not math.isfinite(cast):
+            found["poisoned"] += 1
+            continue
+        found["underflow"] += one != 0 and cast == 0
+        found["saturated"] += abs(element) == limit and abs(one) > abs(cast)
+        found["signal"] += one * one
+        found["noise"] += (cast - one) ** 2
+    return found
+
+
+def seeds(fmt: str) -> list[Tensor]:
+    return [torch.tensor([7])] if Format.of(fmt).stochastic else []
+
+
+def measured(x: Tensor, dim: int, fmt: str) -> Tally:
+    numbers, _ = ops.cast_statistics(x, dim, fmt, 0, *seeds(fmt))
+    return Tally.of("", fmt, numbers.tolist())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=8, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 70)) | st.tuples(*[st.integers(1, 9)] * 3),
+    dim=st.sampled_from([-1, -2]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    odd=st.booleans(),
+)
+def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool):
+    """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
+    x, form = drawn(shape, seed, dtype, odd), Format.of(fmt)
+    qdata, scale = ops.encode(x, dim, fmt, *seeds(fmt))
+    value, stored = (ops.decode(qdata, s, dim, fmt, torch.float32) for s in (scale, None))
+    expected = counted(x, value, stored, form.elem.max)
+    tally = measured(x, dim, fmt)
+    assert tally.sums == pytest.approx(expected, rel=1e-12)
+    exponents = scale if scale.dtype is torch.uint8 else scale.view(torch.int32) >> 23 & 0xFF
+    assert tally.histogram == dict(Counter(exponents.flatten().tolist()))
+
+
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("rounding", ["rceil", "floor", "ceil", "even"])
+def test_against_the_standard(elem: str, rounding: str):
+    """The reference that was written from the standard, on integers, counts the same."""
+    x = drawn((9, 70), 3, torch.float32, odd=True)
+    elements, scales = quantize(x.numpy(), elem, rounding)
+    factors = torch.from_numpy(scales).to(torch.float64).sub(127).exp2().repeat_interleave(32, 1)[:, :70]
+    stored = torch.from_numpy(elements)
+    expected = counted(x, stored * factors, stored, Format.of(f"{elem} 1x32 {rounding}").elem.max)
+    tally = measured(x, -1, f"{elem} 1x32 {rounding}")
+    assert tally.sums == pytest.approx(expected, rel=1e-12)
+    assert tally.histogram == dict(Counter(scales.flatten().tolist()))
+
+
+def test_statistics_of_a_tally():
+    x = drawn((64, 64), 5, torch.float32, odd=False)
+    value = round_trip(x, -1)
+    found = measured(x, -1, "e4m3 1x32 rceil").statistics()
+    error = (value.double() - x.double()).norm() / x.double().norm()
+    assert found["error"] == pytest.approx(float(error), rel=1e-9)
+    assert found["sqnr"] == pytest.approx(-20 * math.log10(error), rel=1e-9)
+    assert found["underflow"] == float(((value == 0) & (x != 0)).sum() / (x != 0).sum().double())
+    assert found["amax"] == float(x.abs().max())
+    assert found["scale_min"] < found["scale_median"] < found["scale_max"]
+
+
+def test_parts_join_to_the_whole():
+    """Calls and ranks are joined from their sums, also as they travel."""
+    x = drawn((64, 96), 6, torch.float32, odd=True)
+    whole = measured(x, -1, "e4m3 1x32 rceil")
+    joined = measured(x[:32], -1, "e4m3 1x32 rceil")
+    joined.add(Tally.unpacked(measured(x[32:], -1, "e4m3 1x32 rceil").packed()))
+    assert joined.calls == 2
+    assert joined.sums == pytest.approx(whole.sums, rel=1e-12)
+    assert joined.histogram == whole.histogram
+    assert joined.statistics()["sqnr"] == pytest.approx(whole.statistics()["sqnr"], rel=1e-9)
+
+
+def test_nothing_but_zeros():
+    found = measured(torch.zeros(4, 40), -1, "e4m3 1x32 rceil").statistics()
+    assert (found["amax"], found["smallest"], found["underflow"], found["error"], found["sqnr"]) == (
+        0.0, None, 0.0, 0.0, None,
+    )  # fmt: skip
+
+
+def test_no_elements():
+    found = measured(torch.zeros(0, 40), -1, "e4m3 1x32 rceil").statistics()
+    assert (found["amax"], found["scale_median"], found["nan"]) == (0.0, None, 0)
+
+
+def test_the_kept_part_is_spread_evenly():
+    x = torch.arange(1.0, 4097.0).view(64, 64)
+    _, kept = ops.cast_statistics(x, -1, "e4m3 1x32 rceil", 16)
+    assert torch.equal(kept, round_trip(x, -1).flatten()[::256])

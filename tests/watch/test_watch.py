@@ -1,0 +1,259 @@
+"""Samples of a run: what they say is counted from eager tensors, and the run is the same with and without."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from paces import mostly_slow
+from reference import round_trip, sqnr_db
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from watched_models import FFN, LAYERS, WIDTH, Model, batch, direction, keys, samples, train
+
+import mxcompile
+from mxcompile.errors import OptionError
+from mxcompile.watch import Watch, read
+
+
+def run(
+    path: Path | None, *, checkpointed: bool | None = None, blocks: bool = False, **how: Any
+) -> list[Tensor]:
+    """A run of the passes without Inductor. path: of the samples, of every second step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(checkpointed).to(how.get("dtype", torch.float32))
+    watch = None if path is None else Watch(path, every=2)
+    backend = EagerBackend(root=model, parts=("blocks.0", "blocks.1") if blocks else None, watch=watch)
+    if blocks:
+        for block in model.blocks:
+            block.compile(backend=backend)
+        found = train(model, model, **how)
+    else:
+        found = train(torch.compile(model, backend=backend), model, **how)
+    if watch is not None:
+        watch.close()
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+WAYS = {
+    "whole": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "blocks": {"blocks": True},
+    "accumulated": {"micro": 2},
+    "checkpointed": {"checkpointed": False},
+    "reentrant": {"checkpointed": True, "blocks": True},
+}
+
+
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "accumulated", "blocks", "reentrant"))
+def test_the_run_is_the_same(way: str, tmp_path: Path):
+    """Losses and gradients are equal bits, and every operand is counted once a call."""
+    how = WAYS[way]
+    assert same(run(None, **how), run(tmp_path / "run.jsonl", **how))
+    found = samples(tmp_path / "run.jsonl")
+    assert [*found] == [0, 2]
+    for rows in found.values():
+        assert {*rows} == {*keys()}
+        assert {row["calls"] for row in rows.values()} == {how.get("micro", 1)}
+        for (_, _, operand), row in rows.items():
+            calls = 1 if operand == "w" else how.get("micro", 1)
+            assert row["elements"] % (24 * calls) == 0 or operand == "w"
+            assert row["elements"] <= 24 * FFN * calls or operand == "w"
+
+
+def expected(x: Tensor, dim: int) -> dict[str, float]:
+    """Statistics of an operand of an MXFP8 GEMM, from the reference that was written from the standard."""
+    value = round_trip(x.detach(), dim)
+    x = x.detach().float()
+    return {
+        "amax": float(x.abs().max()),
+        "smallest": float(x[x != 0].abs().min()),
+        "underflow": float(((value == 0) & (x != 0)).sum().double() / (x != 0).sum()),
+        "sqnr": sqnr_db(x, value),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_are_of_the_operands(dtype: torch.dtype, tmp_path: Path):
+    """The input of the first product, all weights and the last output gradient are those of eager."""
+    model = nn.Sequential(nn.Linear(WIDTH, FFN), nn.GELU(), nn.Linear(FFN, WIDTH)).to(dtype)
+    watch = Watch(tmp_path / "run.jsonl", every=1)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch, policy=EVERYTHING))
+    (compiled(batch(0, dtype).requires_grad_()) * direction(dtype)).sum().backward()
+    watch.close()
+    first, last = model[0].weight, model[2].weight
+    cases = {
+        ("0", "fprop", "x"): (batch(0, dtype), -1),
+        ("0", "wgrad", "x"): (batch(0, dtype), 0),
+        ("0", "fprop", "w"): (first, -1),
+        ("0", "dgrad", "w"): (first, 0),
+        ("2", "fprop", "w"): (last, -1),
+        ("2", "dgrad", "dy"): (direction(dtype), -1),
+        ("2", "wgrad", "dy"): (direction(dtype), 0),
+    }
+    rows = samples(tmp_path / "run.jsonl")[0]
+    for key, (operand, dim) in cases.items():
+        for name, value in expected(operand, dim).items():
+            assert rows[key][name] == pytest.approx(value, rel=1e-9), (key, name)
+
+
+def test_weights_that_change_and_that_do_not(tmp_path: Path):
+    """Elements of the cast that an update has changed; an update below a quantum changes none."""
+    model = nn.Sequential(nn.Linear(WIDTH, FFN, bias=False))
+    for rate, least in ((1e-9, 0.0), (0.5, 0.5)):
+        torch._dynamo.reset()
+        path = tmp_path / f"{rate}.jsonl"
+        watch = Watch(path, every=1)
+        before = [round_trip(model[0].weight, -1)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch, policy=EVERYTHING))
+        for index in range(2):
+            compiled(batch(index)).square().sum().backward()
+            optimizer.step()
+            before.append(round_trip(model[0].weight, -1))
+        rows = samples(path)
+        assert rows[0]["0", "fprop", "w"]["changed"] is None
+        changed = rows[1]["0", "fprop", "w"]["changed"]
+        assert changed == float((before[0] != before[1]).double().mean())
+        assert changed >= least
+        assert bool(changed) == bool(least)
+
+
+def test_nan_is_counted_where_it_is(tmp_path: Path):
+    torch.manual_seed(0)
+    model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
+    with torch.no_grad():
+        model.blocks[1].up.weight[3, 5] = math.nan
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    compiled(batch(0)).sum().backward()
+    watch.close()
+    rows = samples(tmp_path / "run.jsonl")[0]
+    assert rows["blocks.1.up", "fprop", "w"]["nan"] == 1
+    assert rows["blocks.1.up", "fprop", "w"]["poisoned"] == 31
+    assert rows["blocks.1.up", "fprop", "x"]["nan"] == 0
+    assert rows["blocks.0.down", "fprop", "x"]["nan"] == 0
+    assert rows["blocks.1.down", "fprop", "x"]["nan"] == 24
+
+
+def test_layers_and_statistics_are_chosen(tmp_path: Path):
+    torch.manual_seed(0)
+    model, records = Model(), []
+    watch = Watch(
+        [tmp_path / "run.jsonl", records.append],
+        every=1,
+        layers="*.up",
+        stats=["amax", "scales"],
+        start=1,
+        stop=2,
+    )
+    backend = EagerBackend(root=model, watch=watch)
+    train(torch.compile(model, backend=backend), model, steps=3)
+    assert [record["kind"] for record in records] == ["run", "sample"]
+    assert records == [*read(tmp_path / "run.jsonl")]
+    (rows,) = samples(tmp_path / "run.jsonl").values()
+    assert {*rows} == {*keys({"blocks.0.up", "blocks.1.up"})}
+    named = {"layer", "gemm", "operand", "role", "format", "calls", "elements"}
+    numbers = {"amax", "scale_min", "scale_median", "scale_max"}
+    assert all({*row} == named | numbers for row in rows.values())
+
+
+def test_calls_without_gradients_are_not_watched(tmp_path: Path):
+    model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    with torch.no_grad():
+        compiled(batch(0))
+    watch.close()
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_optimizers_of_other_models_end_no_step(tmp_path: Path):
+    model, other, watch = Model(), nn.Linear(3, 3), Watch(tmp_path / "run.jsonl", every=1)
+    mine, others = (torch.optim.SGD(each.parameters(), lr=0.0) for each in (model, other))
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    for _ in range(2):
+        compiled(batch(0)).sum().backward()
+        other(torch.ones(3)).sum().backward()
+        others.step()
+        assert watch.current_step == 0
+    mine.step()
+    assert [*samples(tmp_path / "run.jsonl")] == [0]
+    compiled(batch(0))
+    assert watch.current_step == 1
+
+
+def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
+    """What a graph does not cast cannot be measured, and the first record says so."""
+    model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
+    mxcompile.quantize_weights_(model, "inference", args=(batch(0),))
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    compiled(batch(0).requires_grad_()).sum().backward()
+    watch.close()
+    first = next(iter(read(tmp_path / "run.jsonl")))
+    left_out = {(each["layer"], each["operand"]) for each in first["left_out"]}
+    assert left_out == {(layer, "w") for layer in LAYERS}
+    assert {*first["left_out"][0]} == {"layer", "gemm", "operand", "why"}
+
+
+FRONTS = {
+    "torch.compile": lambda model, watch: torch.compile(
+        model, backend="mxfp8", options={} if watch is None else {"watch": watch}
+    ),
+    "mxcompile.compile": lambda model, watch: mxcompile.compile(model, watch=watch),
+}
+
+
+@pytest.mark.parametrize("front", mostly_slow(FRONTS, "mxcompile.compile"))
+def test_compiled_code_is_the_same(front: str, tmp_path: Path):
+    """Unsampled steps run the code without a watch, and results are equal bits in sampled steps too."""
+    results, codes = [], []
+    for watch in (None, Watch(tmp_path / "run.jsonl", every=2)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model()
+        compiled = FRONTS[front](model, watch)
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            result, code = run_and_get_code(lambda: train(compiled, model, steps=3))  # noqa: B023
+        results.append(result)
+        codes.append([re.sub(r"AOT ID: \['\d+_", "", each) for each in code])  # counts in a process
+    assert same(*results)
+    plain, watched = codes
+    assert all("cast_statistics" not in code for code in plain)
+    assert {*plain} <= {*watched}
+    assert any("cast_statistics" in code for code in {*watched} - {*plain})
+    assert len(watched) == 2 * len(plain)
+    assert {*samples(tmp_path / "run.jsonl")[2]} == {*keys()}
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "every is an integer from 1 on"),
+        ({"start": -1}, "start is an integer from 0 on"),
+        ({"stats": ["amaxx"]}, "did you mean 'amax'"),
+        ({"to": ""}, "expected a path or a callable"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], message: str):
+    with pytest.raises(OptionError, match=message):
+        Watch(**{"to": "run.jsonl", **arguments})
+
+
+def test_the_option_is_a_path_or_a_watch():
+    with pytest.raises(OptionError, match="option 'watch' is a file path or a Watch, found 3"):
+        mxcompile.Backend(watch=3)  # type: ignore[arg-type]

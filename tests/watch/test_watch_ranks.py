@@ -1,0 +1,165 @@
+"""Samples of two Gloo ranks: one file, whose rows are of all that the ranks cast."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from eager_backend import EagerBackend
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from watched_models import FFN, WIDTH, Model, batch, keys, samples
+
+from mxcompile import ops
+from mxcompile.watch import Watch, ranks, read
+from mxcompile.watch.tally import Tally
+
+RANKS, ROWS = 2, 24
+
+
+def data_parallel(model: Model) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fully_sharded(model: Model) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def tensor_parallel(model: Model) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, init_device_mesh("cpu", (RANKS,)), plan)
+    return model
+
+
+def one_rank_alone(model: Model) -> nn.Module:
+    """Rank 1 has no layer that is watched, as a stage of a pipeline may not have."""
+    return model if dist.get_rank() == 0 else nn.Identity()
+
+
+def worker(rank: int, wrap: Callable[[Model], nn.Module], folder: str, port: int) -> None:
+    ranks._WAIT_S = 5.0 if wrap is one_rank_alone else 60.0
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS)
+    try:
+        torch.manual_seed(0)
+        model = Model()
+        watch = Watch(f"{folder}/run.jsonl", every=2)
+        wrapped = wrap(model)
+        compiled = torch.compile(wrapped, backend=EagerBackend(root=model, watch=watch))
+        parameters = [*wrapped.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
+        for step in range(3):
+            result = compiled(batch(step * RANKS + (0 if wrap is tensor_parallel else rank)).requires_grad_())
+            result.square().mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        watch.close()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def two_ranks(wrap: Callable[[Model], nn.Module], folder: Path) -> Any:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (wrap, str(folder), port), nprocs=RANKS)
+    return samples(folder / "run.jsonl")
+
+
+def senders(folder: Path) -> set[int]:
+    """How many ranks the samples are of."""
+    return {record["ranks"] for record in read(folder / "run.jsonl") if record["kind"] == "sample"}
+
+
+class Place:
+    """Ranks of one process, in turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, store = 0, dist.HashStore()
+        monkeypatch.setattr(ranks, "_place", lambda: (self.rank, RANKS))
+        monkeypatch.setattr(ranks, "_store", lambda: store)
+        monkeypatch.setattr(ranks, "_WAIT_S", 0.5)
+
+
+def sample(amax: float) -> ranks.Sample:
+    numbers = [amax, amax, 4.0, 4.0, *[0.0] * (ops.watch.LENGTH - 4)]
+    return {("up", "fprop", "x"): Tally.of("ffn_in", "e4m3 1x32 rceil", numbers)}
+
+
+def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPatch):
+    """Sums and maxima of two ranks; one that sends nothing is left out, with one warning."""
+    place, written, warned = Place(monkeypatch), [], []
+    first, second = (ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of)) for _ in "ab")
+    for step in range(3):
+        if step < 1:
+            place.rank = 1
+            second.gather(step, sample(7.0))
+        place.rank = 0
+        first.gather(step, sample(3.0))
+    first.close()
+    assert [(step, sent) for step, _, sent in written] == [(0, 2), (1, 1), (2, 1)]
+    joined = written[0][1]["up", "fprop", "x"]
+    assert (joined.calls, joined.sums["amax"], joined.sums["smallest"], joined.sums["elements"]) == (
+        2,
+        7,
+        3,
+        8,
+    )
+    ((what, error),) = warned
+    assert (what, str(error)) == ("samples go on without them", "ranks [1] sent nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [data_parallel, fully_sharded], ids=lambda wrap: wrap.__name__)
+def test_data_parallel(wrap: Any, tmp_path: Path):
+    """Rows count the tokens of both ranks; the file is one rank's."""
+    found = two_ranks(wrap, tmp_path)
+    assert [*found] == [0, 2]
+    assert {*found[0]} == {*keys()}
+    assert senders(tmp_path) == {RANKS}
+    torch.manual_seed(0)
+    model = Model()
+    both = torch.cat([model.blocks[0].norm(batch(rank)) for rank in range(RANKS)]).detach()
+    row = found[0]["blocks.0.up", "fprop", "x"]
+    assert (row["elements"], row["calls"]) == (RANKS * ROWS * WIDTH, RANKS)
+    assert row["amax"] == pytest.approx(float(both.abs().max()), rel=1e-5)
+    weight = found[0]["blocks.0.up", "fprop", "w"]
+    assert weight["amax"] == float(model.blocks[0].up.weight.detach().abs().max())
+    assert 0 < found[2]["blocks.0.up", "fprop", "w"]["changed"] <= 1
+
+
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path):
+    """A weight's shards are one weight, under the name of the whole layer."""
+    found = two_ranks(tensor_parallel, tmp_path)
+    torch.manual_seed(0)
+    weight = Model().blocks[0].up.weight.detach()
+    row = found[0]["blocks.0.up", "fprop", "w"]
+    assert row["elements"] == weight.numel()
+    assert row["amax"] == float(weight.abs().max())
+    assert found[0]["blocks.0.down", "fprop", "x"]["elements"] == ROWS * FFN
+
+
+@pytest.mark.slow
+def test_a_rank_without_layers_is_not_waited_for_twice(tmp_path: Path):
+    found = two_ranks(one_rank_alone, tmp_path)
+    assert [*found] == [0, 2]
+    assert senders(tmp_path) == {1}

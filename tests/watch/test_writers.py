@@ -1,0 +1,81 @@
+"""Files of samples: complete up to the last record, whatever ends a run; writers that fail do not end it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from eager_backend import EagerBackend
+from watched_models import Model, batch
+
+from mxcompile.watch import Watch, read
+from mxcompile.watch.writers import SCHEMA, JsonLines
+
+WRITER = """
+import sys
+from pathlib import Path
+from mxcompile.watch.writers import SCHEMA, JsonLines
+write = JsonLines(Path(sys.argv[1]))
+for step in range(1_000_000):
+    write({"schema": SCHEMA, "kind": "sample", "step": step, "rows": [{"layer": "x" * 100}] * 300})
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_what_it_has_written(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        told = [int(process.stdout.readline()) for _ in range(20)]
+        time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        told += [int(line) for line in process.stdout.read().split("\n")[:-1] if line]
+    assert process.returncode == -signal.SIGKILL
+    steps = [record["step"] for record in read(path)]
+    assert steps == [*range(len(steps))]
+    assert len(steps) >= len(told)
+
+
+def test_a_cut_line_is_left_out_and_the_next_run_goes_on(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    JsonLines(path)({"schema": SCHEMA, "kind": "run"})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"schema": 1, "kind": "sam')
+    assert [record["kind"] for record in read(path)] == ["run"]
+    JsonLines(path)({"schema": SCHEMA, "kind": "sample", "step": 7})
+    assert [record.get("step") for record in read(path)] == [None, 7]
+
+
+def test_folders_are_made(tmp_path: Path):
+    path = tmp_path / "a" / "b" / "run.jsonl"
+    JsonLines(path)({"schema": SCHEMA, "kind": "run"})
+    assert path.is_file()
+
+
+def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
+    """Training goes on, and other writers get their records."""
+
+    def broken(record: object) -> None:
+        raise RuntimeError("no space")
+
+    model, records = Model(), []
+    watch = Watch([broken, "/proc/nowhere/run.jsonl", records.append], every=1)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    with caplog.at_level(logging.WARNING, "mxcompile.watch"):
+        for index in range(3):
+            compiled(batch(index)).sum().backward()
+            watch.step()
+    assert [record.get("step") for record in records] == [None, 0, 1, 2]
+    told = [record.message for record in caplog.records]
+    assert sum("no space" in line and "sample" in line for line in told) == 1
+    assert sum("/proc/nowhere" in line and "sample" in line for line in told) == 1
+    assert all(line.endswith("training goes on") for line in told)
