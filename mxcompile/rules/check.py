@@ -15,7 +15,7 @@ from mxcompile.policy.parse import rule_words
 from mxcompile.report import GemmRecord
 from mxcompile.rules.fit import RuleFit, deciding_rule, fits
 from mxcompile.rules.layers import layers_of, spelled
-from mxcompile.rules.meant import meant, one_edit
+from mxcompile.rules.meant import meant, respelled
 
 log = logging.getLogger("mxcompile.rules")
 
@@ -29,8 +29,8 @@ def unused_rules(policy: Policy, gemms: Iterable[GemmRecord]) -> list[str]:
 def mistakes(policy: Policy, layers: Sequence[Layer], tables: Sequence[Layer] = ()) -> list[str]:
     """One sentence for everything in `policy` that does nothing for `layers`.
 
-    Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that are one
-    edit from a layer's. tables: embeddings, which no rule quantizes.
+    Rules that match no layer; rules whose layers are all taken by earlier ones; names in a list that
+    are a layer's but for the spelling of a word. tables: embeddings, which no rule quantizes.
     """
     sentences: list[str] = []
     for fit in fits(policy, layers):
@@ -132,10 +132,10 @@ def _overtaken(policy: Policy, fit: RuleFit) -> str:
 
 
 def _typos(policy: Policy, fit: RuleFit, layers: Sequence[Layer]) -> list[str]:
-    """Patterns that match no layer beside others that do, and are one edit from a layer's name."""
+    """Patterns that match no layer beside others that do, and would with one word spelled otherwise."""
     names = list(dict.fromkeys(layer.name for layer in layers))
     idle = [p for p in fit.rule.match.name if not any(Match(name=(p,)).names(name) for name in names)]
-    guesses = [(pattern, one_edit(pattern, names)) for pattern in idle]
+    guesses = [(pattern, respelled(pattern, names)) for pattern in idle]
     return [
         f"{policy.label}: rule {fit.number}: {pattern!r} matched no layer (did you mean {guess!r}?)"
         for pattern, guess in guesses

@@ -162,7 +162,7 @@ def test_what_is_no_near_miss_is_not_mentioned(rules: list[dict[str, Any]], warn
 def test_every_unused_rule_is_named(warnings):
     run(rule(name="0.e"), rule(name="0.*"), rule(role="head"))
     assert warnings() == [
-        "policy: rule 1 matched no layer: '0.e' (did you mean '0.a'?)",
+        "policy: rule 1 matched no layer: '0.e' (did you mean '0.d'?)",
         "policy: rule 3 matched no layer",
     ]
 

@@ -303,13 +303,13 @@ def test_init_says_what_is_no_preset_and_where_it_cannot_write(model: str, capsy
 
 def test_check_with_a_model_fails_on_what_matches_nothing(model: str, capsys):
     file = write(
-        [rule(name=["0.*", "1.pu"]), rule("bf16", name="9.*"), rule(role="ffn_out", min_k=256)], "bf16"
+        [rule(name=["0.*", "1.upp"]), rule("bf16", name="9.*"), rule(role="ffn_out", min_k=256)], "bf16"
     )
     assert main(["policy", "check", file]) == 0
     capsys.readouterr()
     assert main(["policy", "check", file, "--model", model]) == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "p.yaml: rule 1: '1.pu' matched no layer (did you mean '1.up'?)",
+        "p.yaml: rule 1: '1.upp' matched no layer (did you mean '1.up'?)",
         "p.yaml: rule 2 matched no layer: '9.*'",
         "p.yaml: rule 3 matched no layer: 0-2.down below min_k 256 (k=250)",
     ]
