@@ -9,7 +9,8 @@ from pathlib import Path
 import mxcompile
 
 HEAVY = (
-    "networkx", "triton", "torchao", "yaml", "tabulate", "tqdm", "transformers", "matplotlib", "sympy",
+    "jinja2", "networkx", "triton", "torchao", "yaml", "tabulate", "tqdm", "transformers", "matplotlib",
+    "sympy",
 )  # fmt: skip
 
 

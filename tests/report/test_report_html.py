@@ -15,7 +15,9 @@ from mxcompile.report import GemmNumerics, Numerics, Outline, Part, Report, Tens
 from mxcompile.report.forms.html import to_html
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
-ATTACK = "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"' {{sections}} &amp;"
+ATTACK = (
+    "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"' {{ words }} {% raw %} &amp;"
+)
 
 
 class Page(HTMLParser):
@@ -196,8 +198,8 @@ def test_numerics_are_searched_and_sorted():
     tables = re.findall(r'<div class="searched">.*?</table>', html, re.DOTALL)
     assert len(tables) == 3
     for table in tables:
-        (head,) = re.findall(r"<thead>.*?</thead>", table)
-        rows = re.findall(r"<tr data-names=.*?</tr>", table)
+        (head,) = re.findall(r"<thead>.*?</thead>", table, re.DOTALL)
+        rows = re.findall(r"<tr data-names=.*?</tr>", table, re.DOTALL)
         assert head.count("<th ") + head.count("<th>") == head.count("data-sort")
         assert {row.count("<td") for row in rows} == {head.count("data-sort")}
         assert ("data-search" in table) == (len(rows) > 8)

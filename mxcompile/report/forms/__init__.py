@@ -1,7 +1,7 @@
 """How a report is written: as text, Markdown, JSON or a page of HTML.
 
 A form reads `ReportData` and decides nothing. The page is loaded when it is first asked for: it needs
-networkx.
+jinja2 and networkx.
 """
 
 from __future__ import annotations

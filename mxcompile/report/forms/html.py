@@ -1,121 +1,174 @@
 """The HTML form: one file that opens offline, with no requests and no scripts but its own.
 
-``report.html`` is the page, with styles and behaviour; here its sections are made. Whatever comes from a
-report is escaped: a module can have any name.
+The templates of ``page`` hold the markup, the styles and the behaviour. Here are the figures they show.
+Jinja escapes whatever comes from a report: a module can have any name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+import functools
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from mxcompile.formats import is_quantized, labels
-from mxcompile.report.fold import Row, fold
-from mxcompile.report.forms.html_graph import graphs
-from mxcompile.report.forms.html_layers import layers
-from mxcompile.report.forms.html_numerics import numerics_section
-from mxcompile.report.forms.html_parts import tile
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from mxcompile.formats import KEPT, PRECISIONS, is_quantized, labels, precisions
+from mxcompile.report.fold import Row, fold, spelled
+from mxcompile.report.forms.html_numerics import FILTERS, numerics_values
 from mxcompile.report.forms.kept import kept_sentences
+from mxcompile.report.forms.picture import picture
 from mxcompile.report.forms.text import memory, slower, weights_note
-from mxcompile.report.forms.words import byte_count, count, duration, flop_count, tokens_of
+from mxcompile.report.forms.words import (
+    byte_count,
+    count,
+    duration,
+    flop_count,
+    formats,
+    size,
+    speedup,
+    tokens_of,
+    tone,
+)
 from mxcompile.report.numerics import Numerics
-from mxcompile.report.record import ReportData, Summary
+from mxcompile.report.outline import PHASES, OutlineNode
+from mxcompile.report.record import GemmRecord, ReportData, Summary
 
-TEMPLATE = Path(__file__).with_name("report.html")
+_Figure = tuple[str, str, str, float | None]
+"""Label, value, note and share of a tile."""
+
+_LETTERS = {"fprop": "F", "dgrad": "D", "wgrad": "W"}
+_KINDS = {"gemm": "matmul", "cast": "cast", "glue": "left as it is", "input": "of the graph"}
+_MOST_GRAPHS = 12
 
 
 def to_html(report: ReportData, numerics: Numerics | None = None) -> str:
     """`report`, with what an audit measured if there was one, as a page."""
-    rows = fold(report.gemms)
-    parts: list[Callable[[], str]] = [
-        lambda: _tiles(report, rows),
-        lambda: _kept(report),
-        lambda: _warnings(report.summary.warnings),
-        lambda: _estimate(report.summary, rows),
-        lambda: graphs(report),
-        lambda: layers(rows, report.gemms),
-        lambda: numerics_section(numerics),
-    ]
-    words = labels(gemm.precision for gemm in report.gemms)
-    title = f"{words} report: {report.summary.policy}, {report.summary.target}"
-    page = TEMPLATE.read_text(encoding="utf-8")
-    before, after = page.split("{{sections}}")
-    return before.replace("{{title}}", escape(title)) + "\n".join(part() for part in parts) + after
+    rows, words = fold(report.gemms), labels(gemm.precision for gemm in report.gemms)
+    present = {gemm.precision for gemm in report.gemms}
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=f"{words} report: {report.summary.policy}, {report.summary.target}",
+            words=words,
+            summary=report.summary,
+            figures=list(_figures(report, rows)),
+            sentences=kept_sentences(report.gemms, report.summary),
+            estimates=_estimates(report.summary, words),
+            slower=sorted(slower(rows), key=lambda pair: pair[1]),
+            rows=rows,
+            gemms=report.gemms,
+            total_flops=sum(gemm.flops for gemm in report.gemms) or 1,
+            timed=any(speedup(row.gemms) is not None for row in rows),
+            precisions=[word for word in PRECISIONS if word in present] or [KEPT.name],
+            letters=_LETTERS,
+            graphs=list(_graphs(report)),
+            num_graphs=len(report.graph),
+            more_graphs=len(report.graph) - _MOST_GRAPHS,
+            graph_roles=dict.fromkeys(node.role for o in report.graph for node in o.nodes if node.role),
+            kinds=_KINDS,
+            numerics=numerics,
+            **(numerics_values(numerics) if numerics is not None else {}),
+        )
+    )
 
 
-def _tiles(report: ReportData, rows: Sequence[Row]) -> str:
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("page")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "form": format,
+        "num": count,
+        "duration": duration,
+        "size": size,
+        "formats": formats,
+        "label": precisions.label,
+        "tone": tone,
+        "spelled": spelled,
+        "speedup": speedup,
+        "ordered": _ordered,
+        "code_at": _code_at,
+        **FILTERS,
+    }
+    return environment
+
+
+def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[_Figure]:
     s, words = report.summary, labels(gemm.precision for gemm in report.gemms)
     quantized = sum(is_quantized(gemm.precision) for gemm in report.gemms)
-    tiles = [
-        tile(f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", share=s.flop_share),
-        tile(*_amount(report)),
-        tile("matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16"),
-    ]
+    flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
+    yield f"matmul FLOPs in {words}", f"{s.flop_share:.1%}", "", s.flop_share
+    yield "matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "", None
+    yield "matmuls", f"{s.num_gemms:,}", f"{quantized:,} {words}, {s.num_gemms - quantized:,} BF16", None
     if s.saved_bytes is not None and s.saved_bytes_bf16:
         share = s.saved_bytes / s.saved_bytes_bf16
         note = f"{share:.0%} of {byte_count(s.saved_bytes_bf16)} without mxcompile"
-        tiles.append(tile("saved for backward", byte_count(s.saved_bytes), note, share))
+        yield "saved for backward", byte_count(s.saved_bytes), note, min(max(share, 0.0), 1.0)
     if s.weight_bytes:
-        tiles.append(tile("weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows)))
+        yield "weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows), None
     if s.casts or s.cached_casts:
         kept = f"{s.cached_casts:,} more when weights change, {byte_count(s.cached_bytes)} kept"
         often = "step" if s.saved_bytes is not None else "call"
-        tiles.append(tile(f"casts a {often}", f"{s.casts:,}", kept if s.cached_casts else ""))
+        yield f"casts a {often}", f"{s.casts:,}", kept if s.cached_casts else "", None
     if s.wire_bytes:
-        tiles.append(
-            tile(
-                "sent by each rank",
-                byte_count(s.wire_bytes),
-                f"{byte_count(s.wire_bytes_bf16)} without mxcompile",
-            )
-        )
+        note = f"{byte_count(s.wire_bytes_bf16)} without mxcompile"
+        yield "sent by each rank", byte_count(s.wire_bytes), note, None
     if s.peak_bytes is not None:
-        tiles.append(tile("peak memory, no optimizer", byte_count(s.peak_bytes), memory(s)))
-    tiles += [
-        tile("graphs", f"{s.graphs}", count(s.graph_breaks, "graph break")),
-        tile("time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}"),
-    ]
-    return (
-        f"<header><h1>{words} report</h1><p>policy <b>{escape(s.policy)}</b>,"
-        f" target <b>{escape(s.target)}</b></p></header>"
-        f'<section class="tiles" aria-label="summary">{"".join(tiles)}</section>'
-    )
+        yield "peak memory, no optimizer", byte_count(s.peak_bytes), memory(s), None
+    yield "graphs", f"{s.graphs}", count(s.graph_breaks, "graph break"), None
+    yield "time in passes", duration(s.pass_time_us), f"Inductor cache: {s.cache}", None
 
 
-def _amount(report: ReportData) -> tuple[str, str, str]:
-    """Name, value and note of the tile of tokens and FLOPs."""
-    flops, tokens = sum(gemm.flops for gemm in report.gemms), tokens_of(report.gemms)
-    return ("matmul arithmetic", flop_count(flops), f"{tokens:,} tokens" if tokens else "")
-
-
-def _kept(report: ReportData) -> str:
-    sentences = kept_sentences(report.gemms, report.summary)
-    return "".join(f'<p class="hint">{escape(sentence)}</p>' for sentence in sentences)
-
-
-def _warnings(warnings: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
-    return f'<section class="warnings"><h2>Warnings</h2><ul>{items}</ul></section>' if items else ""
-
-
-def _estimate(summary: Summary, rows: list[Row]) -> str:
+def _estimates(summary: Summary, words: str) -> list[_Figure]:
     if not summary.estimate_us or not summary.estimate_bf16_us:
-        return ""
-    ratio = summary.estimate_bf16_us / summary.estimate_us
-    tiles = [
-        tile("matmuls and casts", duration(summary.estimate_us)),
-        tile("the same in BF16", duration(summary.estimate_bf16_us)),
-        tile(f"BF16 ÷ {labels(g.precision for row in rows for g in row.gemms)}", f"{ratio:.2f}×"),
+        return []
+    return [
+        ("matmuls and casts", duration(summary.estimate_us), "", None),
+        ("the same in BF16", duration(summary.estimate_bf16_us), "", None),
+        (f"BF16 ÷ {words}", f"{summary.estimate_bf16_us / summary.estimate_us:.2f}×", "", None),
     ]
-    slow = "".join(
-        f"<li>{escape(row.name or '(root)')}: {ratio:.2f}×</li>"
-        for row, ratio in sorted(slower(rows), key=lambda found: found[1])
-    )
-    title = "Layers estimated slower than in BF16"
-    flagged = f'<details class="slow"><summary>{title}</summary><ul>{slow}</ul></details>'
-    return (
-        f'<section id="estimate"><h2>Estimate</h2><p class="hint">Roofline of {escape(summary.target)}:'
-        " what its peaks allow at best, not a measurement.</p>"
-        f'<div class="tiles">{"".join(tiles)}</div>{flagged if slow else ""}</section>'
-    )
+
+
+def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
+    """The pictures of the compiled graphs, by phase, and the records behind their nodes."""
+    records: dict[tuple[int, str], list[GemmRecord]] = {}
+    for gemm in report.gemms:
+        records.setdefault((gemm.graph, gemm.name), []).append(gemm)
+    for number, outline in enumerate(report.graph[:_MOST_GRAPHS]):
+        if outline.nodes:
+            phases = [phase for phase in PHASES if any(node.phase == phase for node in outline.nodes)]
+            yield {
+                "number": number,
+                "omitted": outline.omitted,
+                "phases": [(phase, Markup(picture(outline, phase, f"{number}-{phase}"))) for phase in phases],
+                "nodes": [
+                    (node, _behind(node, records.get((number, node.names[0]), []))) for node in outline.nodes
+                ],
+            }
+
+
+def _behind(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
+    """The records of `gemms`, those of the node's layer, that the node stands for."""
+    if node.kind == "gemm":
+        return [gemm for gemm in gemms if gemm.role == node.role]
+    return gemms if node.kind == "attention" else []
+
+
+def _ordered(gemms: Iterable[GemmRecord]) -> list[GemmRecord]:
+    return sorted(gemms, key=lambda gemm: list(_LETTERS).index(gemm.gemm))
+
+
+def _code_at(source: str) -> str:
+    """The line that `source` names as ``file:line``, where that is Python here."""
+    file, _, line = source.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if file.endswith(".py") and line.isdecimal() else ""

@@ -1,6 +1,6 @@
 """An outline as SVG: matmuls by role, MXFP8 solid and BF16 dashed, casts as pills, folded blocks in a frame.
 
-Colours and fonts are the page's (see ``report.html``); everything a node says is escaped. A node has the
+Colours and fonts are the page's (see ``page/page.html``); everything a node says is escaped. A node has the
 attribute ``data-node`` with its position in the outline, for the page to show its details.
 """
 
@@ -15,8 +15,8 @@ from html import escape
 
 from mxcompile.formats import precisions
 from mxcompile.report.fold import spelled
-from mxcompile.report.forms.html_parts import tone
 from mxcompile.report.forms.layout import Box, Layout, lay_out
+from mxcompile.report.forms.words import tone
 from mxcompile.report.outline import Outline, OutlineNode, inner_block
 
 _PAD = 16.0

@@ -20,9 +20,6 @@ Table = list[list[str]]
 NAMES = ("layer", "weight", "tensor", "most harm in", "reason", "change")
 """Headers of the columns whose cells are never cut."""
 
-_LEAST = 8
-"""Columns of a cell that is narrowed: a table that needs more room is wider than `WIDTH`."""
-
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_])")
 
 
@@ -48,7 +45,7 @@ def fitted(table: Table, flexible: Sequence[str]) -> Table:
     columns = [table[0].index(name) for name in flexible]
     for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
         widest = max(columns, key=widths.__getitem__)
-        widths[widest] = max(widths[widest] - 1, _LEAST)
+        widths[widest] = max(widths[widest] - 1, 1)
     shorter = [_broken if header in NAMES else _short for header in table[0]]
     return [
         [fit(cell, width) for cell, width, fit in zip(row, widths, shorter, strict=True)] for row in table

@@ -113,3 +113,8 @@ def speedup(gemms: Sequence[GemmRecord]) -> float | None:
     ours = sum(gemm.estimate_us or 0.0 for gemm in gemms)
     bf16 = sum(gemm.estimate_bf16_us or 0.0 for gemm in gemms)
     return bf16 / ours if ours and bf16 else None
+
+
+def tone(precision: str) -> str:
+    """Returns the class that gives the precision of a record its look on a page; "" for none."""
+    return "quantized" if precision and is_quantized(precision) else precision
