@@ -76,7 +76,7 @@ def _broken(name: str, width: int) -> str:
         lines[-1] += step
         while len(lines[-1].rstrip()) > width:
             lines[-1:] = [lines[-1][:width], lines[-1][width:]]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def markdown(text: str) -> str:
