@@ -24,7 +24,7 @@ from mxcompile.storage import MXTensor
 
 COMPRESSED_TENSORS, TORCHAO = "compressed-tensors", "torchao"
 NO_LAYOUT = "none"
-"""That of a checkpoint without a weight in MXFP8."""
+"""The layout of a checkpoint without a weight in MXFP8."""
 
 _E4M3 = torch.float8_e4m3fn
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -55,7 +55,7 @@ class FileLayout:
     """How files hold weights in MXFP8.
 
     elems: element types that they can have. of_modules: whether a weight has to belong to a module. parts:
-    from the name of a weight to those of its elements and scales. scale_dtype: of the scales, of one byte.
+    from the name of a weight to the names of its elements and scales. scale_dtype: a dtype of one byte.
     metadata: of a file, from the kinds of its tensors. config: the quantization_config of a config.json, from
     the modules that are left as they are; None without one. is_of: whether a checkpoint has this layout, as
     far as one without MXFP8 has any. read: the weights of such a checkpoint, checked.
@@ -84,7 +84,7 @@ class FileLayout:
         return ""
 
     def pack(self, name: str, x: MXTensor) -> Parts:
-        """What a file holds for the weight `x`. Raises `CheckpointError` if it cannot."""
+        """The tensors of a file for the weight `x`. Raises `CheckpointError` if the layout cannot hold it."""
         reason = self.obstacle(name, tuple(x.shape), x.block_dim, x.qdata.dtype)
         if reason:
             raise CheckpointError(
@@ -250,12 +250,12 @@ def _torchao_weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any])
 
 def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:
     try:
-        found = json.loads(metadata[str(key)])
+        value = json.loads(metadata[str(key)])
     except (KeyError, ValueError):
-        found = None
-    if not isinstance(found, kind):
+        value = None
+    if not isinstance(value, kind):
         raise CheckpointError(f"{checkpoint.path}: its metadata says nothing of {key!r}")
-    return found
+    return value
 
 
 LAYOUTS = {

@@ -1,6 +1,6 @@
-"""What the graphs of a model do with its parameters, without running or lowering it.
+"""The uses of a model's parameters in its graphs, without running or lowering the model.
 
-    model ─▶ rehearsal (see `rehearsal`) ─▶ what is read of each graph after the passes
+    model ─▶ rehearsal ─▶ each graph after the passes ─▶ uses of parameters
 
 Nothing is guessed from names: a model that cannot be called is an error.
 """
@@ -34,12 +34,12 @@ class OfParameter(Protocol):
 
 Use = TypeVar("Use", bound=OfParameter)
 Read = Callable[[fx.Graph, Sequence[GraphInput]], Iterable[Use]]
-"""What there is to say of the parameters of a graph that the passes are done with."""
+"""Finds the uses of parameters in a graph that the passes are done with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uses(Generic[Use]):
-    """What was read of a model. by_path: of its parameters. gemms: the records of its products."""
+    """The uses of each parameter of a model, and the records of its products."""
 
     by_path: dict[str, list[Use]]
     gemms: tuple[GemmRecord, ...]
@@ -54,7 +54,7 @@ def uses(
     *,
     training: bool,
 ) -> Uses[Use]:
-    """What `read` says of the parameters of `model` under `policy`, and its products.
+    """The uses that `read` finds of the parameters of `model` under `policy`, and its products.
 
     args, kwargs: what the model is called with; their values are not looked at. training: whether the graphs
     have a backward. Raises `ModelError` where the model cannot be traced.

@@ -1,4 +1,4 @@
-"""Dimensions of a tensor, followed back through views to what it is made of.
+"""Dimensions of a tensor, followed back through views to the tensor that it is made of.
 
     x[a, b, c] ─ view [a·b, c] ─ permute ─▶ y[c, a·b]     dimension 1 of y is made of 0 and 1 of x
 
@@ -21,7 +21,7 @@ _RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.unflatte
 def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
     """The dimensions of `source`, an argument of `node`, that the dimensions `dims` of `node` are made of.
 
-    An operator that is no view counts as elementwise.
+    An operator that is not a view counts as elementwise.
     """
     old, new = tensor(source), tensor(node)
     if old is None or new is None:
@@ -59,7 +59,7 @@ _FOLLOW: dict[Any, Callable[[Sequence[Any], int, frozenset[int]], frozenset[int]
 
 def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> frozenset[int]:
     """Dimensions of shape `old` that hold the elements of `dims` of shape `new`."""
-    found: set[int] = set()
+    result: set[int] = set()
     left = right = 0
     while left < len(old) and right < len(new):
         start_left, start_right = left, right
@@ -76,5 +76,5 @@ def _through_reshape(old: list[int], new: list[int], dims: frozenset[int]) -> fr
                 return frozenset()
         group = range(start_right, right)
         if any(dim in dims and new[dim] != 1 for dim in group) or (len(group) == 1 and group[0] in dims):
-            found.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
-    return frozenset(found)
+            result.update(dim for dim in range(start_left, left) if old[dim] != 1 or left - start_left == 1)
+    return frozenset(result)

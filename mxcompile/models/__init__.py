@@ -1,1 +1,1 @@
-"""What a user's module is: its paths, blocks, wrappers and arguments, and copies of it on fake tensors."""
+"""A user's module: its paths, blocks, wrappers and arguments, and copies of it on fake tensors."""

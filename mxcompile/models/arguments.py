@@ -1,4 +1,4 @@
-"""What a model is called with, where a function takes its arguments beside options of its own.
+"""The arguments of a model, where a function takes them beside options of its own.
 
     explain(model, x, mask=m, policy="ocp")              a keyword that is no option goes to the model
     explain(model, x, kwargs={"target": y, "policy": z})   any name goes to the model this way
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mxcompile.errors import ModelError, OptionError, nearest, shown
 
 ModelInput = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None
-"""What a type checker lets through as a keyword argument of a model; anything may stand in ``kwargs``."""
+"""Types that a type checker accepts as keyword arguments of a model. ``kwargs`` may hold anything."""
 
 _NEAR = 0.75
 """How alike two words are for one to be a slip of the other (difflib's ratio)."""
@@ -81,11 +81,11 @@ def _parameters(model: nn.Module) -> tuple[frozenset[str], bool]:
     """The names `model` takes as keywords, and whether it takes any others."""
     model = getattr(model, "_orig_mod", model)
     try:
-        found = inspect.signature(getattr(model, "forward", model)).parameters.values()
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
     except (TypeError, ValueError):  # a forward written in C++, a scripted one
         return frozenset(), True
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
-        frozenset(parameter.name for parameter in found if parameter.kind in named),
-        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found),
+        frozenset(parameter.name for parameter in parameters if parameter.kind in named),
+        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
     )

@@ -51,7 +51,7 @@ _PATIENCE = 64
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a fake tensor holds. assumed: sentences on what that rests on."""
+    """The values of a fake tensor. assumed: the assumptions behind them, a sentence each."""
 
     tensor: Tensor
     assumed: frozenset[str] = frozenset()
@@ -77,7 +77,7 @@ class Assuming(FakeTensorMode):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed where something was decided by it, a sentence each."""
+        """The assumptions that decided something, a sentence each."""
         return tuple(self._state.notes)
 
     def names(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class Assuming(FakeTensorMode):
         return result
 
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Some values are not known: choices are assumed, and so is what only values can tell."""
+        """Run `func` where some values are unknown. Choices, and results that values decide, are assumed."""
         picked = self._with_numbers(func, args)
         if picked is not args:
             func = aten.index.Tensor
@@ -204,15 +204,15 @@ class Assuming(FakeTensorMode):
             if not isinstance(leaf, Tensor):
                 return leaf
             with self, self.plain():
-                made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+                fake_leaf = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
             if leaf.numel() <= LIMIT:
-                setattr(made, _VALUE, _Value(leaf, assumed))
-            return made
+                setattr(fake_leaf, _VALUE, _Value(leaf, assumed))
+            return fake_leaf
 
         return tree_map(fake, reals)
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What `func` writes to is not known any more, under no view."""
+        """Forget the values of tensors that `func` writes to, under every view of them."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -224,7 +224,7 @@ class Assuming(FakeTensorMode):
                     self._state.stale[storage._cdata] = storage
 
     def values(self, fake: FakeTensor) -> Tensor:
-        """What `fake` holds, ones or False where that is not known."""
+        """The values of `fake`; ones or False where they are unknown."""
         value = self._value(fake)
         if value is None:
             taken = fake.dtype is not torch.bool

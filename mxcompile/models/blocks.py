@@ -3,8 +3,8 @@
 A stack is a module list, a Sequential or a numbered module dict in which a class of composite modules
 repeats; its blocks are its composite members, in order (of a Sequential those whose class repeats: it may
 begin with a stem and end with a head). Of stacks inside stacks the outer one counts: an expert lies in its
-layer's block. Stages are no blocks: members that hold stacks of their own and differ in width; there every
-stage's stack counts by itself. Blocks that are attributes (``block1``, ``block2``) are not seen.
+layer's block. A stage is not a block: it holds a stack of its own, and stages differ in width. There the
+stack of every stage counts by itself. Blocks that are attributes (``block1``, ``block2``) are not seen.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Blocks:
             blocks = _blocks(module)
             for index, (name, _) in enumerate(blocks):
                 places[joined(path, name)] = Block(index, len(blocks))
-            found = {name for name, _ in blocks}
-            pending += [(joined(path, name), child) for name, child in _children(module) if name not in found]
+            names = {name for name, _ in blocks}
+            pending += [(joined(path, name), child) for name, child in _children(module) if name not in names]
         return cls(places)
 
     def place(self, name: str) -> Block | None:
@@ -49,7 +49,7 @@ class Blocks:
 
 
 def _children(module: nn.Module) -> Iterator[_Named]:
-    """The children of `module` by their names for users, those of its wrappers in their place."""
+    """The children of `module` by the names that users know; the child of a wrapper has the name ""."""
     for name, child in module.named_children():
         wrapped = not user_path(name) or (name == "module" and type(module).__name__ in PARALLEL)
         yield ("" if wrapped else name), child
@@ -62,7 +62,7 @@ def _own(module: nn.Module) -> nn.Module:
 
 
 def _blocks(module: nn.Module) -> list[_Named]:
-    """The blocks of the stack that `module` is; none if it is no stack."""
+    """The blocks of `module`, if it is a stack; none otherwise."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     if isinstance(module, nn.ModuleDict) and not all(name[-1:].isdecimal() for name in module):

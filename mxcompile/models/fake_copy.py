@@ -61,20 +61,20 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
         raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
 
 
-def _fill(made: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebinder) -> None:
-    """Give `made` the attributes of `module`."""
+def _fill(copied_module: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebinder) -> None:
+    """Give `copied_module` the attributes of `module`."""
     for key, value in module.__dict__.items():
         if key == _COMPILED:
-            made.__dict__[key] = None
+            copied_module.__dict__[key] = None
         elif key in HOOKS:
-            kept = {number: hook for number, hook in value.items() if not is_distributed(hook)}
-            made.__dict__[key] = type(value)(copied(kept))
+            own = {number: hook for number, hook in value.items() if not is_distributed(hook)}
+            copied_module.__dict__[key] = type(value)(copied(own))
         elif key == "_modules":
-            made.__dict__[key] = {
+            copied_module.__dict__[key] = {
                 name: None if child is None else memo[id(child)] for name, child in value.items()
             }
         else:
-            made.__dict__[key] = copied(value)
+            copied_module.__dict__[key] = copied(value)
 
 
 def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
@@ -93,9 +93,9 @@ def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
         _put(memo[id(info.module)], info.param_name, shared)
 
 
-def _put(made: nn.Module, name: str, parameter: Any) -> None:
-    made.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
-    made._parameters[name] = parameter
+def _put(copied_module: nn.Module, name: str, parameter: Any) -> None:
+    copied_module.__dict__.pop(name, None)  # where it is a view of the flat one for the time of a call
+    copied_module._parameters[name] = parameter
 
 
 class _AsFakes(TorchFunctionMode):
@@ -108,7 +108,7 @@ class _AsFakes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
-            made = self._fake(args[0])
-            self._memo[id(args[0])] = made
-            return made
+            fake = self._fake(args[0])
+            self._memo[id(args[0])] = fake
+            return fake
         return func(*args, **(kwargs or {}))

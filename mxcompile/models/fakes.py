@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Faker:
     """Tensors to fake CPU tensors of `mode`, of the same shape, strides and dtype.
 
-    One that answers for values is told those of inputs and buffers, and of parameters that are one number.
+    A mode that answers for values gets the values of inputs, buffers, and parameters of one number.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -41,9 +41,9 @@ class Faker:
         if not isinstance(self._mode, Assuming):
             return self._empty(tensor)
         with self._mode.plain():
-            made = self._empty(tensor)
+            fake = self._empty(tensor)
         few = tensor.numel() == 1 or not isinstance(tensor, nn.Parameter)
-        return self._mode.know(made, tensor) if few else made
+        return self._mode.know(fake, tensor) if few else fake
 
     def _empty(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, MXTensor):
@@ -53,10 +53,10 @@ class Faker:
         if tensor.layout is not torch.strided:
             return self._mode.from_tensor(tensor, static_shapes=True)
         with self._mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 def call(
@@ -89,30 +89,30 @@ def call(
             if isinstance(inner, MXCompileError):
                 raise inner from None
             log.debug("cannot trace the model", exc_info=True)
-            raise ModelError(_said(error, inner, model, mode)) from None
+            raise ModelError(_message(error, inner, model, mode)) from None
 
 
-def _said(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
-    """What a user is told of `error`, which Dynamo raised for `inner` when it traced `model` under `mode`."""
+def _message(error: Exception, inner: BaseException, model: nn.Module, mode: FakeTensorMode) -> str:
+    """The message for `error`, which Dynamo raised for `inner` when it traced `model` under `mode`."""
     cause = _cause(inner)
     what = str(cause).strip().partition("\n")[0]
-    said = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
+    message = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
     assumed = isinstance(mode, Assuming) and mode.notes
     if not (assumed or _is_of_tracing(cause)):
-        return said
+        return message
     return (
-        f"{said}\n  if the model runs as it is called here, its code makes something else of values than was"
-        " assumed: give inputs that have values, or explain the modules around that line"
+        f"{message}\n  if the model runs as it is called here, its code makes something else of values than"
+        " was assumed: give inputs that have values, or explain the modules around that line"
     )
 
 
 def _cause(error: BaseException) -> BaseException:
     """Returns what an operator raised, where `error` says no more than that one did; else `error`."""
-    found: BaseException | None = error
-    while isinstance(found, torch._dynamo.exc.TorchDynamoException):
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while isinstance(cause, torch._dynamo.exc.TorchDynamoException):
+        cause = cause.__cause__ or cause.__context__
     of_operator = isinstance(error, torch._dynamo.exc.TorchRuntimeError)
-    return error if found is None or not of_operator or _is_of_tracing(found) else found
+    return error if cause is None or not of_operator or _is_of_tracing(cause) else cause
 
 
 def _is_of_tracing(error: BaseException) -> bool:

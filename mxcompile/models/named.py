@@ -37,7 +37,7 @@ class LoadedModel:
     """A model and the arguments to call it with.
 
     name: what it was called on the command line. Tensors are on the meta device if that was asked for.
-    made_up: what of it is random, in words, for who looks at its numbers; "" if a factory made all of it.
+    made_up: the parts with random values, in words; "" if a factory made all of it.
     """
 
     name: str
@@ -112,13 +112,13 @@ def _beside(path: Path) -> list[str]:
 
 
 def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
-    """What the factory makes; with memory where it cannot run without, since it reads values say."""
+    """The model of the factory; with memory for its weights if the factory reads values."""
     module_name, _, attribute = spec.partition(":")
     try:
         factory = _attribute(module_name, attribute)
         try:
             with _place(read):
-                made = factory()
+                result = factory()
         except Exception as error:
             if read is not None or "meta" not in str(error):
                 raise
@@ -127,15 +127,15 @@ def _from_factory(spec: str, read: ReadWeights | None) -> LoadedModel:
                 f" ({type(error).__name__}: {_first_line(error)}): it is made with them",
                 file=sys.stderr,
             )
-            made = factory()
+            result = factory()
     except ModelError:
         raise
     except Exception as error:  # of the user's code, whatever it is
         raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
-    match made:
+    match result:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return LoadedModel(name=spec, model=model, args=tuple(args), kwargs=kwargs)
-    raise ModelError(f"model {spec!r}: the factory returned {_shape_of(made)}, not (model, args, kwargs)")
+    raise ModelError(f"model {spec!r}: the factory returned {_shape_of(result)}, not (model, args, kwargs)")
 
 
 def _first_line(error: Exception) -> str:
@@ -149,8 +149,8 @@ def _attribute(module_name: str, attribute: str) -> Callable[[], Any]:
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
-    found: Callable[[], Any] = getattr(module, attribute)
-    return found
+    factory: Callable[[], Any] = getattr(module, attribute)
+    return factory
 
 
 def _shape_of(value: Any) -> str:
@@ -201,8 +201,8 @@ def _from_config(
 def _architecture(transformers: Any, names: list[str], config: Any) -> Callable[[Any], nn.Module]:
     for name in names:
         if hasattr(transformers, name):
-            found: Callable[[Any], nn.Module] = getattr(transformers, name)
-            return found
+            owner: Callable[[Any], nn.Module] = getattr(transformers, name)
+            return owner
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"):
         mapping = getattr(transformers, auto)
         if type(config) in mapping._model_mapping:

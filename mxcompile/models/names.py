@@ -22,7 +22,7 @@ _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)
 _ROOT = re.compile(r"^[LG]\['[^']*'\]")
 _CONTAINERS = frozenset({"__dict__", "_modules", "_parameters", "_buffers"})
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What the modules that compile, shard or checkpoint a module call it."""
+"""Names under which modules that compile, shard or checkpoint a module hold it."""
 _METHODS = frozenset({"forward", "__call__", "_call_impl"})
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
@@ -105,7 +105,7 @@ def _class_name(kind: Any) -> str:
 
 
 def layer_name(module_path: str, parameter_path: str) -> str:
-    """What a layer is called, from the module that runs it and the parameter that is its weight.
+    """The name of a layer, from the module that runs it and the parameter that is its weight.
 
     The parameter's owner, when the running module contains it: ``attn.out_proj.weight`` run inside
     ``attn`` is ``attn.out_proj``, ``experts.gate_up_proj`` keeps its name, ``attn.in_proj_weight`` is

@@ -36,7 +36,7 @@ class Outside:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs in here is no product of its own."""
+        """Operators that run in here are parts of another product."""
         self._inside += 1
         try:
             yield

@@ -43,8 +43,8 @@ def where_failed(error: BaseException, model: nn.Module) -> str:
         if not frame.f_code.co_filename.startswith((*_OUTSIDE, "<")):
             source = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    said = _USER_CODE.findall(str(error))
-    if said:  # Dynamo has traced into the model, and says how far
-        own = [each for each in said if not each[0].startswith(_OUTSIDE)]
-        source = ":".join((own or said)[-1])
+    lines = _USER_CODE.findall(str(error))
+    if lines:  # Dynamo has traced into the model, and says how far
+        own = [line for line in lines if not line[0].startswith(_OUTSIDE)]
+        source = ":".join((own or lines)[-1])
     return "".join((f" in {path}" if path else "", f" ({source})" if source else ""))

@@ -1,4 +1,4 @@
-"""What an attribute of a model holds of that model, in a copy of it: closures, methods, partials, callbacks.
+"""Attributes that refer to their model (closures, methods, partials, callbacks), made anew for a copy.
 
     m.forward = lambda *args: original(*args)     original: the method of m
     copy.forward = the same code, with the copy's method in its cell
@@ -141,7 +141,7 @@ class Rebinder:
 
 
 def _compiled(function: FunctionType) -> Any:
-    """What ``torch.compile``, or ``torch.compiler.disable``, made `function` of; None for any other."""
+    """The function in `function`, if ``torch.compile`` or ``torch.compiler.disable`` made that; else None."""
     inner = innermost_fn(function)
     return None if inner is function else inner
 
@@ -151,7 +151,7 @@ def _is_disabled(function: FunctionType) -> bool:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """What `value` holds, where a copy of it could be told to hold something else."""
+    """The values that `value` holds and a copy of it could hold copies of."""
     match value:
         case FunctionType() if (inner := _compiled(value)) is not None:
             return (inner,)

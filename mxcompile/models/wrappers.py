@@ -1,4 +1,4 @@
-"""What wraps a user's module: compiled, sharded, data parallel, checkpointed; and the module without it."""
+"""Wrappers of a user's module (compiled, sharded, data parallel, checkpointed), and the module inside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxcompile.models.names import PARALLEL, WRAPPERS
 HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 """Attributes of a module that hold hooks by number."""
 FSDP1 = "_fsdp_wrapped_module"
-"""What FSDP1 calls the module that it wraps."""
+"""The name under which FSDP1 holds the module that it wraps."""
 
 
 def users_own(model: nn.Module) -> nn.Module:
@@ -61,7 +61,7 @@ def method_of(value: Any) -> Any:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What `module` wraps, or itself."""
+    """The module inside `module`, or `module` itself."""
     while True:
         held = (module._modules.get(name) for name in WRAPPERS)
         inner = next((one for one in held if one is not None), None)
