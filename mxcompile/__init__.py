@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mxcompile.analysis.audit.compare import compare as compare
     from mxcompile.analysis.explain import explain as explain
     from mxcompile.analysis.tune import tune as tune
+    from mxcompile.checkpoint import ExportedWeights as ExportedWeights
+    from mxcompile.checkpoint import export_weights as export_weights
     from mxcompile.checkpoint import load_quantized as load_quantized
     from mxcompile.checkpoint import save_quantized as save_quantized
     from mxcompile.compiler.backend import Backend as Backend
@@ -45,6 +47,7 @@ _HOME = {
     "Audit": "mxcompile.analysis.audit",
     "Backend": "mxcompile.compiler.backend",
     "CodegenResult": "mxcompile.offline",
+    "ExportedWeights": "mxcompile.checkpoint",
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.storage",
     "Policy": "mxcompile.policy",
@@ -58,6 +61,7 @@ _HOME = {
     "explain": "mxcompile.analysis.explain",
     "StoredWeights": "mxcompile.serving",
     "Watch": "mxcompile.watch",
+    "export_weights": "mxcompile.checkpoint",
     "gather_reports": "mxcompile.report",
     "load_quantized": "mxcompile.checkpoint",
     "QuantizedGathers": "mxcompile.distributed",

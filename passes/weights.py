@@ -36,7 +36,8 @@ class WeightUse:
     path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
     non-negative dimension of the parameter that is contracted; rank: how many it has. elem_dtype, rounding:
     of the cast, or of the weight as it is stored; None and "" where the GEMM does not cast the weight as it
-    is. reason: for either. is_lookup: whether it is an embedding, `layer` then the path.
+    is. square: whether the cast has scales for 32×32 tiles. reason: for either. is_lookup: whether it is an
+    embedding, `layer` then the path.
     """
 
     path: str
@@ -47,6 +48,7 @@ class WeightUse:
     rank: int = 0
     elem_dtype: torch.dtype | None = None
     rounding: str = ""
+    square: bool = False
     is_lookup: bool = False
 
 
@@ -87,7 +89,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     path = _path(parameter, inputs)
     if not path:
         return
-    if view is None or view.square:
+    if view is None:
         yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
     if block is None:
@@ -95,7 +97,8 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     whole = value_of(parameter)
     known |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, elem_dtype=view.elem_dtype, rounding=view.rounding, **known)
+    known |= {"rounding": view.rounding, "square": view.square}
+    yield WeightUse(path=path, elem_dtype=view.elem_dtype, **known)
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

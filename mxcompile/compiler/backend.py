@@ -25,6 +25,7 @@ from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
 from mxcompile.compiler.watched import watched
 from mxcompile.errors import OptionError
@@ -123,6 +124,7 @@ def compile_graph(
     """Compile one captured graph and put it in the report."""
     warn_once()
     found = capture(gm, example_inputs, root)
+    remember(found.root, options.policy)
     tapped = histories.tap(gm, example_inputs, found, options.policy)
     compilation = Compilation(
         options, found, gm, resolve(options.target, found.device), tapped=histories.needed(options.policy)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.models.names import GraphInput, joined
+from mxcompile.models.names import GraphInput, joined, user_path
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,22 @@ def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) 
         backward=sum(sent for sent, _, _ in again),
         backward_without=sum(without for _, without, _ in again),
     )
+
+
+def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
+    """Returns, by path, in which dtype FSDP2 gathers the parameters for which ``param_dtype`` says one.
+
+    Raises AttributeError with a torch that keeps it otherwise.
+    """
+    paths = {id(module): name for name, module in root.named_modules()}
+    dtypes: dict[str, torch.dtype] = {}
+    for module in root.modules():
+        for group in _groups(getattr(module, "_get_fsdp_state", lambda: None)()):
+            for parameter in group.fsdp_params:
+                dtype, about = group.mp_policy.param_dtype, parameter._module_info
+                if dtype is not None and id(about.module) in paths:
+                    dtypes[user_path(joined(paths[id(about.module)], about.param_name))] = dtype
+    return dtypes
 
 
 def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:

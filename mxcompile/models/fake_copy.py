@@ -111,4 +111,6 @@ class _AsFakes(TorchFunctionMode):
             fake = self._fake(args[0])
             self._memo[id(args[0])] = fake
             return fake
+        if func is Tensor.clone:  # by a parameter's own copy; what FSDP2 gathered has no memory to read
+            return self._fake(args[0])
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ So a weight is stored exactly where ``backend="mxfp8"`` would cast it in forward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from mxcompile.compiler.uses import uses
 from mxcompile.errors import PolicyError
-from mxcompile.formats import is_quantized
+from mxcompile.formats import PRECISIONS, is_quantized
 from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
 from mxcompile.policy import Layer, Policy, Role
 from mxcompile.rules import check_mistakes
@@ -76,11 +76,19 @@ def _asking(policy: Policy, table: Layer | None) -> str:
     return "" if index is None or not policy.rules[index].use.quantizes else f"policy: rule {index + 1}"
 
 
+def _along_rows(use: WeightUse) -> WeightUse:
+    """`use`, without a cast if its scales are of 32×32 tiles."""
+    if not use.square:
+        return use
+    return replace(use, elem_dtype=None, reason=OTHER_FORMAT.format(PRECISIONS["mxfp8"]))
+
+
 def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
     """One decision from all that is done with a weight: it is stored if that is one and the same cast.
 
     asking: the rule that asks for it as an embedding to be quantized, "" if none does.
     """
+    found = [_along_rows(use) for use in found]
     first = found[0]
     keeping = next((use for use in found if use.elem_dtype is None), None)
     if keeping is not None:

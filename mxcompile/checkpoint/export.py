@@ -1,0 +1,261 @@
+"""`export_weights`: the current weights of a model in training, in the bytes that its forward multiplies.
+
+    weight of a layer that runs in MXFP8  →  codes and scales of the cast that the forward makes of it
+    any other tensor of the state         →  its values, without scales
+
+A server that multiplies these codes runs what training runs, so samples come from the policy that is trained.
+One tensor is made at a time, when it is asked for. Under FSDP2 and tensor parallelism every rank casts its
+shard, and codes are gathered: of whole tiles that is the cast of the gathered weight, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, obstacle, pack
+from mxcompile.compiler.gathers import forward_dtypes
+from mxcompile.compiler.policies import compiled_policy
+from mxcompile.compiler.uses import uses
+from mxcompile.distributed.tensors import MasterWeight, TileCast, local
+from mxcompile.errors import ModelError
+from mxcompile.formats import BLOCK
+from mxcompile.models.arguments import check_module
+from mxcompile.models.example_inputs import example_inputs
+from mxcompile.models.names import user_path
+from mxcompile.models.wrappers import FSDP1, users_own
+from mxcompile.passes.weights import WeightUse, weight_uses
+from mxcompile.policy import Policy
+from mxcompile.serving.table import StoredWeight, StoredWeights
+from mxcompile.serving.weights import cast
+from mxcompile.storage import MXTensor
+
+
+class ExportedTensor(NamedTuple):
+    """One tensor of a state.
+
+    name: in the published checkpoint of the model. codes: FP8 elements, or the values of a tensor that is not
+    in MXFP8. scales: of blocks of 32 along the last dimension, k/32 for each row; None for such a tensor.
+    """
+
+    name: str
+    codes: Tensor
+    scales: Tensor | None
+
+
+def export_weights(
+    model: nn.Module,
+    layout: str = COMPRESSED_TENSORS,
+    *,
+    policy: Policy | str | dict[str, Any] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> ExportedWeights:
+    """Returns an iterable of the current weights of `model`: each pass over it reads them anew.
+
+    model: compiled; bare, or in ``DistributedDataParallel``, ``fully_shard`` or ``parallelize_module``.
+    layout: ``compressed-tensors`` (scales are uint8) or ``torchao`` (scales are E8M0). policy: the one that
+    the model is compiled with; None finds it out. args, kwargs: what the model is called with, on any device:
+    the casts follow from a trace on fake tensors. A Hugging Face or timm model needs none.
+
+    On several ranks, every rank must make every pass, because sharded weights are gathered; each gets them
+    whole. A weight that the layout cannot hold, or whose shards cut blocks, comes without scales in its own
+    dtype; `ExportedWeights.weights` gives the reason.
+
+    Raises `ModelError` for a model that was not compiled here or with several policies (pass `policy`), that
+    cannot be traced, or of which nothing runs in MXFP8, and `CheckpointError` for an unknown layout.
+    """
+    check_module("export_weights", model)
+    check_layout(layout)
+    model = users_own(model)
+    if any(FSDP1 in module._modules for module in model.modules()):
+        raise ModelError("export_weights reads FSDP2's shards; FSDP1 has none of whole rows: use fully_shard")
+    resolved = compiled_policy(model) if policy is None else Policy.resolve(policy)
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
+    found = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
+    exported = ExportedWeights(model, layout, {path: _decided(each) for path, each in found.items()})
+    if not any(weight.stored for weight in exported.weights.weights):
+        raise ModelError(f"no weight would be exported in MXFP8\n{exported.weights}")
+    return exported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Use:
+    """What the forward does with a weight. how: the one cast that all its layers make of it, None without.
+
+    reason: for that.
+    """
+
+    role: str
+    reason: str
+    how: WeightUse | None = None
+
+
+def _decided(found: Sequence[WeightUse]) -> _Use:
+    first = found[0]
+    keeping = next((use for use in found if use.elem_dtype is None), None)
+    if keeping is not None:
+        return _Use(role=keeping.role, reason=keeping.reason)
+    if len({(use.block_dim, use.elem_dtype, use.rounding, use.square) for use in found}) > 1:
+        return _Use(role=first.role, reason="its layers cast it in different ways")
+    return _Use(role=first.role, reason=first.reason, how=first)
+
+
+class ExportedWeights:
+    """The weights of a model; iterated, an `ExportedTensor` each, as they are at that moment.
+
+    weights: what becomes of each weight of a linear layer or an embedding, and why; print it.
+    """
+
+    def __init__(self, model: nn.Module, layout: str, decided: Mapping[str, _Use]) -> None:
+        self._model, self._layout = model, layout
+        self._dtypes = forward_dtypes(model)
+        self._casts: dict[str, WeightUse] = {}
+        rows = []
+        for name, value in _state(model).items():
+            use = decided.get(name)
+            if use is not None:
+                reason = "" if use.how is None else self._obstacle(name, value, use.how)
+                if use.how is not None and not reason:
+                    self._casts[name] = use.how
+                rows.append(_row(name, value, use, reason))
+        self.weights = StoredWeights(weights=tuple(rows))
+
+    def __iter__(self) -> Iterator[ExportedTensor]:
+        """Yields every tensor of the state once, in the order of ``state_dict``."""
+        for name, value in _state(self._model).items():
+            how = self._casts.get(name)
+            value = self._forward_value(name, value)
+            made = _whole(value) if how is None else _cast(name, value, how)
+            for published, tensor in _published(self._model, name, made).items():
+                if isinstance(tensor, MXTensor):
+                    yield ExportedTensor(published, *pack(published, tensor, self._layout).values())
+                else:
+                    yield ExportedTensor(published, tensor, None)
+
+    def quantization_config(self) -> dict[str, Any]:
+        """Returns the entry ``quantization_config`` of a config.json for what is exported.
+
+        Raises `ModelError` for a layout other than compressed-tensors, which has no such entry.
+        """
+        if self._layout != COMPRESSED_TENSORS:
+            raise ModelError(f"{self._layout} describes weights in the metadata of files, not in config.json")
+        whole = (row.name for row in self.weights.weights if not row.stored)
+        return config_entry(name.removesuffix(".weight") for name in whole)
+
+    def _forward_value(self, name: str, value: Tensor) -> Tensor:
+        """`value` in the dtype in which FSDP2 gathers it."""
+        dtype = self._dtypes.get(name)
+        kept = dtype is None or not value.is_floating_point()
+        return value.detach() if kept else value.detach().to(dtype)
+
+    def _obstacle(self, name: str, value: Tensor, how: WeightUse) -> str:
+        """Why the forward's cast of a weight cannot be exported, "" if it can."""
+        assert how.elem_dtype is not None
+        dim = how.block_dim - how.rank
+        reason = obstacle(name, tuple(value.shape), dim, how.elem_dtype, self._layout)
+        return reason or _cut(value, how)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `model` by the user's names, every one once."""
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            state[user_path(raw)] = value
+    return state
+
+
+def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
+    stored = use.how is not None and not reason
+    num_bytes = value.numel() * value.element_size()
+    return StoredWeight(
+        name=name,
+        role=use.role,
+        shape=tuple(value.shape),
+        stored=stored,
+        reason=reason or use.reason,
+        num_bytes=value.numel() // BLOCK * (BLOCK + 1) if stored else num_bytes,
+        bytes_bf16=2 * value.numel(),
+    )
+
+
+def _cut(value: Any, how: WeightUse) -> str:
+    """Why shards of `value` cannot be cast each by itself, "" if they can or there are none."""
+    parts = [1] * value.ndim
+    for placement, ranks in zip(getattr(value, "placements", ()), _mesh_shape(value), strict=True):
+        if hasattr(placement, "dim"):  # a shard, strided or not
+            parts[placement.dim % value.ndim] *= ranks
+    extents = dict.fromkeys(range(value.ndim), 1)
+    extents[value.ndim - 1] = BLOCK
+    if how.square:
+        extents[value.ndim - 2] = BLOCK
+    for dim, extent in extents.items():
+        if parts[dim] > 1 and extent > 1 and value.shape[dim] % (parts[dim] * extent):
+            return f"{parts[dim]} shards of its dimension {dim} ({value.shape[dim]}) cut blocks of {extent}"
+    return ""
+
+
+def _mesh_shape(value: Any) -> tuple[int, ...]:
+    mesh = getattr(value, "device_mesh", None)
+    return () if mesh is None else tuple(mesh.shape)
+
+
+def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
+    """The whole of `value` in MXFP8; of a DTensor every rank casts its shard."""
+    assert how.elem_dtype is not None
+    shard = local(value)
+    shard = shard.master if isinstance(shard, MasterWeight) else shard
+    if how.square:
+        codes, tiles = TileCast(name=name, elem_dtype=how.elem_dtype, rounding=how.rounding)(shard)
+        scales = tiles.repeat_interleave(BLOCK, -2)[..., : shard.shape[-2], :]
+    else:
+        made = cast(shard, -1, how.elem_dtype, how.rounding)
+        codes, scales = made.qdata, made.scale_bytes
+    blocks = torch.Size((*value.shape[:-1], value.shape[-1] // BLOCK))
+    whole = _gathered(value, codes.view(torch.uint8), value.shape)
+    return MXTensor(
+        whole.view(how.elem_dtype),
+        _gathered(value, scales, blocks).view(torch.float8_e8m0fnu),
+        -1,
+        value.dtype,
+    )
+
+
+def _gathered(like: Any, part: Tensor, shape: torch.Size) -> Tensor:
+    """The whole tensor of `shape` of which each rank holds `part`, sharded as `like`."""
+    if local(like) is like:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    held = DTensor.from_local(
+        part.contiguous(), like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+    whole: Tensor = held.full_tensor()
+    return whole
+
+
+def _whole(value: Any) -> Tensor:
+    """`value` itself, or what a DTensor is of."""
+    if local(value) is value:
+        return value
+    whole: Tensor = value.full_tensor()
+    return whole.master if isinstance(whole, MasterWeight) else whole
+
+
+def _published(model: Any, name: str, value: Tensor) -> dict[str, Tensor]:
+    """`value` under its names in the published checkpoint of a Hugging Face model; of others as it is."""
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return {name: value}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
+    return reverted
