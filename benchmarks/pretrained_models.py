@@ -111,7 +111,7 @@ def gemma_folder(folder: Path = CACHE) -> Path:
     if not target.exists():
         file = gemma_file(folder)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del model.config.quantization_config  # it speaks of the file, not of the model
+        del model.config.quantization_config, model.hf_quantizer  # they speak of the file, not of the model
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             model.save_pretrained(partial)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, obstacle, pack
 from mxcompile.compiler.gathers import forward_dtypes
+from mxcompile.compiler.plans import known_plan
 from mxcompile.compiler.policies import compiled_policy
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK
+from mxcompile.formats import BLOCK, is_quantized
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import user_path
@@ -79,9 +80,27 @@ def export_weights(
         kwargs = example_inputs(model)
     found = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
     exported = ExportedWeights(model, layout, {path: _decided(each) for path, each in found.items()})
+    _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in MXFP8\n{exported.weights}")
     return exported
+
+
+def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
+    """Raises `ModelError` if a layer that is quantized by the plan of `model` was not met in the trace."""
+    plan = known_plan(model)
+    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == _UNSEEN}
+    quantized = (
+        {record.name for record in plan.records(policy) if is_quantized(record.precision)} if plan else set()
+    )
+    if lost := sorted(unseen & quantized):
+        raise ModelError(
+            f"{lost[0]} runs in a quantized format, but a trace of the model does not reach it: call"
+            " export_weights with policy=… before the model is first called"
+        )
+
+
+_UNSEEN = "no product of the traced call reads it as a matrix"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +137,8 @@ class ExportedWeights:
         self._casts: dict[str, WeightUse] = {}
         rows = []
         for name, value in _state(model).items():
-            use = decided.get(name)
-            if use is not None:
+            use = decided.get(name) or _Use(role="other", reason=_UNSEEN)
+            if name in decided or value.ndim > 1:
                 reason = "" if use.how is None else self._obstacle(name, value, use.how)
                 if use.how is not None and not reason:
                     self._casts[name] = use.how
