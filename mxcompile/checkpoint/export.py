@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, check_layout, config_entry, obstacle, pack
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.compiler.gathers import forward_dtypes
 from mxcompile.compiler.plans import known_plan
 from mxcompile.compiler.policies import compiled_policy
@@ -71,15 +71,14 @@ def export_weights(
     cannot be traced, or of which nothing runs in MXFP8, and `CheckpointError` for an unknown layout.
     """
     check_module("export_weights", model)
-    check_layout(layout)
-    model = users_own(model)
+    form, model = layout_of(layout), users_own(model)
     if any(FSDP1 in module._modules for module in model.modules()):
         raise ModelError("export_weights reads FSDP2's shards; FSDP1 has none of whole rows: use fully_shard")
     resolved = compiled_policy(model) if policy is None else Policy.resolve(policy)
     if not args and not kwargs:
         kwargs = example_inputs(model)
     found = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
-    exported = ExportedWeights(model, layout, {path: _decided(each) for path, each in found.items()})
+    exported = ExportedWeights(model, form, {path: _decided(each) for path, each in found.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in MXFP8\n{exported.weights}")
@@ -131,7 +130,7 @@ class ExportedWeights:
     weights: what becomes of each weight of a linear layer or an embedding, and why; print it.
     """
 
-    def __init__(self, model: nn.Module, layout: str, decided: Mapping[str, _Use]) -> None:
+    def __init__(self, model: nn.Module, layout: FileLayout, decided: Mapping[str, _Use]) -> None:
         self._model, self._layout = model, layout
         self._dtypes = forward_dtypes(model)
         self._casts: dict[str, WeightUse] = {}
@@ -153,19 +152,19 @@ class ExportedWeights:
             made = _whole(value) if how is None else _cast(name, value, how)
             for published, tensor in _published(self._model, name, made).items():
                 if isinstance(tensor, MXTensor):
-                    yield ExportedTensor(published, *pack(published, tensor, self._layout).values())
+                    yield ExportedTensor(published, *self._layout.pack(published, tensor).values())
                 else:
                     yield ExportedTensor(published, tensor, None)
 
     def quantization_config(self) -> dict[str, Any]:
         """Returns the entry ``quantization_config`` of a config.json for what is exported.
 
-        Raises `ModelError` for a layout other than compressed-tensors, which has no such entry.
+        Raises `ModelError` for a layout that has no such entry, as torchao's.
         """
-        if self._layout != COMPRESSED_TENSORS:
-            raise ModelError(f"{self._layout} describes weights in the metadata of files, not in config.json")
+        if self._layout.config is None:
+            raise ModelError(f"{self._layout.name} says what weights are in its files, not in a config.json")
         whole = (row.name for row in self.weights.weights if not row.stored)
-        return config_entry(name.removesuffix(".weight") for name in whole)
+        return self._layout.config(name.removesuffix(".weight") for name in whole)
 
     def _forward_value(self, name: str, value: Tensor) -> Tensor:
         """`value` in the dtype in which FSDP2 gathers it."""
@@ -177,7 +176,7 @@ class ExportedWeights:
         """Why the forward's cast of a weight cannot be exported, "" if it can."""
         assert how.elem_dtype is not None
         dim = how.block_dim - how.rank
-        reason = obstacle(name, tuple(value.shape), dim, how.elem_dtype, self._layout)
+        reason = self._layout.obstacle(name, tuple(value.shape), dim, how.elem_dtype)
         return reason or _cut(value, how)
 
 
