@@ -57,8 +57,8 @@ class FileLayout:
     elems: element types that they can have. of_modules: whether a weight has to belong to a module. parts:
     from the name of a weight to the names of its elements and scales. scale_dtype: a dtype of one byte.
     metadata: of a file, from the kinds of its tensors. config: the quantization_config of a config.json, from
-    the modules that are left as they are; None without one. is_of: whether a checkpoint has this layout, as
-    far as one without MXFP8 has any. read: the weights of such a checkpoint, checked.
+    the modules that are left as they are; None without one. mark: the key of a file's metadata that tells the
+    layout; "" for that of files without a mark. read: the weights of such a checkpoint, checked.
     """
 
     name: str
@@ -68,7 +68,7 @@ class FileLayout:
     scale_dtype: torch.dtype
     metadata: Callable[[Mapping[str, Kind]], dict[str, str]]
     config: Callable[[Iterable[str]], dict[str, Any]] | None = None
-    is_of: Callable[[Checkpoint], bool]
+    mark: str = ""
     read: Callable[[Checkpoint], Iterator[Named]]
 
     def obstacle(self, name: str, shape: tuple[int, ...], block_dim: int, elem: torch.dtype) -> str:
@@ -112,7 +112,8 @@ def stored(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[],
 
 def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
     """The layout of the MXFP8 weights of `checkpoint`, "none" if it has none; all its weights, checked."""
-    layout = next(layout for layout in LAYOUTS.values() if layout.is_of(checkpoint))
+    marks = {key for metadata in checkpoint.metadata for key in metadata} | {""}
+    layout = next(layout for layout in reversed(LAYOUTS.values()) if layout.mark in marks)
     weights = [*layout.read(checkpoint)]
     return layout.name if any(weight.scales for weight in weights) else NO_LAYOUT, weights
 
@@ -126,10 +127,6 @@ def _reader(checkpoint: Checkpoint, weight: Named, dtype: torch.dtype) -> Callab
         return MXTensor(elements, scales, weight.block_dim, weight.dtype or dtype)
 
     return read
-
-
-def _has_torchao_names(checkpoint: Checkpoint) -> bool:
-    return any("tensor_names" in each for each in checkpoint.metadata)
 
 
 def _block_dim(entry: Entry, scale: Entry | None) -> int:
@@ -148,14 +145,7 @@ def _block_dim(entry: Entry, scale: Entry | None) -> int:
 
 
 _SUFFIX = "_scale"
-
-
-def _compressed_parts(name: str) -> tuple[str, str]:
-    return name, name + _SUFFIX
-
-
-def _compressed_metadata(_: Mapping[str, Kind]) -> dict[str, str]:
-    return {"format": "pt"}
+_NAMES = "tensor_names"
 
 
 def config_entry(ignored: Iterable[str]) -> dict[str, Any]:
@@ -196,7 +186,7 @@ def _torchao_parts(name: str) -> tuple[str, str]:
 
 def _torchao_metadata(tensors: Mapping[str, Kind]) -> dict[str, str]:
     entries = {name: json.dumps(_torchao_entry(kind)) for name, kind in tensors.items()}
-    return {"format": "pt", **entries, "tensor_names": json.dumps([*tensors])}
+    return {"format": "pt", **entries, _NAMES: json.dumps([*tensors])}
 
 
 def _torchao_entry(kind: Kind) -> dict[str, Any]:
@@ -221,7 +211,7 @@ def _torchao(checkpoint: Checkpoint) -> Iterator[Named]:
 
 def _torchao_file(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
     """The weights of one file."""
-    for name in _parsed(checkpoint, metadata, "tensor_names", list):
+    for name in _parsed(checkpoint, metadata, _NAMES, list):
         about = _parsed(checkpoint, metadata, name, dict)
         if about.get("_type") != "Tensor":
             yield _torchao_weight(checkpoint, name, about)
@@ -264,11 +254,10 @@ LAYOUTS = {
         FileLayout(
             name=COMPRESSED_TENSORS,
             elems=(_E4M3,),
-            parts=_compressed_parts,
+            parts=lambda name: (name, name + _SUFFIX),
             scale_dtype=torch.uint8,
-            metadata=_compressed_metadata,
+            metadata=lambda _: {"format": "pt"},
             config=config_entry,
-            is_of=lambda checkpoint: not _has_torchao_names(checkpoint),
             read=_compressed,
         ),
         FileLayout(
@@ -277,9 +266,9 @@ LAYOUTS = {
             parts=_torchao_parts,
             scale_dtype=torch.float8_e8m0fnu,
             metadata=_torchao_metadata,
-            is_of=_has_torchao_names,
+            mark=_NAMES,
             read=_torchao,
         ),
     )
 }
-"""The layouts by name."""
+"""The layouts by name; the one without a mark first."""
