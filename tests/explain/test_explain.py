@@ -237,3 +237,17 @@ def test_a_rule_that_matches_nothing_is_an_error():
     policy = {"version": 1, "rules": [{"match": {"name": "layer.4.*"}, "use": "bf16"}]}
     with pytest.raises(PolicyError, match=r"layer\.4"):
         mxcompile.explain(Model(), TOKENS, policy=policy)
+
+
+def test_a_model_that_recasts_a_module_of_its_own_in_forward():
+    class Recasting(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.layers[0].up = self.layers[0].up.to(torch.float32)
+            return super().forward(tokens)
+
+    model = Recasting()
+    model.layers[0].up.to(torch.bfloat16)
+    before = {name: value.dtype for name, value in model.state_dict().items()}
+    report = mxcompile.explain(model, TOKENS)
+    assert {gemm.name for gemm in report.gemms} >= {"layers.0.up", "layers.1.up"}
+    assert {name: value.dtype for name, value in model.state_dict().items()} == before
