@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mxcompile.analysis.audit import Audit as Audit
     from mxcompile.analysis.audit import audit as audit
-    from mxcompile.analysis.audit.compare import compare as compare
+    from mxcompile.analysis.compare import compare as compare
     from mxcompile.analysis.explain import explain as explain
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
@@ -56,7 +56,7 @@ _HOME = {
     "audit": "mxcompile.analysis.audit",
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",
-    "compare": "mxcompile.analysis.audit.compare",
+    "compare": "mxcompile.analysis.compare",
     "compile": "mxcompile.compiler.front",
     "explain": "mxcompile.analysis.explain",
     "StoredWeights": "mxcompile.serving",

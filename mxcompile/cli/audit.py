@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print the policies side by side."""
-    from mxcompile.analysis.audit.compare import compare
+    from mxcompile.analysis.compare import compare
     from mxcompile.cli.quiet import quiet
 
     others = {"--output": options.output, "--by": options.by, "--plots": options.plots}

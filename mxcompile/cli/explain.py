@@ -68,7 +68,7 @@ def _picture(path: Path) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from mxcompile.analysis.explain.compare import compare
+    from mxcompile.analysis.compare import estimates
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.models.named import load_model
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             "kwargs": loaded.kwargs,
         }
         if policies is not None:
-            compared = compare(loaded.model, *loaded.args, policies=policies, **asked)
+            compared = estimates(loaded.model, *loaded.args, policies=policies, **asked)
         else:
             report = explain(loaded.model, *loaded.args, policy=options.policy, **asked)
     if policies is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mxcompile
 from mxcompile.analysis.audit import audit
-from mxcompile.analysis.audit.compare import compare
+from mxcompile.analysis.compare import compare
 from mxcompile.cli import main
 from mxcompile.errors import OptionError, PolicyError
 

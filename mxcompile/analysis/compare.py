@@ -1,0 +1,181 @@
+"""What several policies make of one model, side by side: a row a policy.
+
+compare      audits on a batch: the lowest SQNR of each kind of GEMM, the SQNR of the main output, the error
+of the gradients, the loss and its gap to BF16; then a row a layer and GEMM
+estimates    without running the model: bytes kept for backward, the roofline of all matmuls and casts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mxcompile.analysis.audit.measure import Audit, audit
+from mxcompile.analysis.audit.session import LossFunction
+from mxcompile.analysis.audit.text import decibels, percent
+from mxcompile.analysis.explain.explainer import explain
+from mxcompile.errors import OptionError
+from mxcompile.formats import is_quantized
+from mxcompile.policy import Gemm, Policy
+from mxcompile.report import Numerics, Report
+from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.words import byte_count, duration
+from mxcompile.report.numerics import lowest
+
+_ROWS = 20
+_AnyPolicy = Policy | str | dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One model under several policies, in the order they were asked for.
+
+    reports: of `explain`, or of `audits`, which are empty unless the model ran.
+    """
+
+    reports: tuple[Report, ...]
+    audits: tuple[Audit, ...] = ()
+
+    def __str__(self) -> str:
+        table = drawn(fitted(self._policies(), ("policy",)))
+        if not self.audits:
+            summary = self.reports[0].summary
+            about = (
+                "estimated"
+                if summary.estimate_us
+                else f"no estimates: no data sheet of target {summary.target}"
+            )
+            return f"target {summary.target}, {about}\n\n{table}"
+        layers, lines = self._layers(), [table]
+        if len(layers) > 1:
+            title = "SQNR of GEMMs against FP32 in dB, the lowest of any policy first; empty: not quantized"
+            lines += ["", *wrapped([title]), "", drawn(fitted(layers[: _ROWS + 1], ("layer",)))]
+        if len(layers) > _ROWS + 1:
+            lines.append(f"… and {len(layers) - _ROWS - 1} that no policy moves so far")
+        return "\n".join([*lines, *wrapped(self._notes())])
+
+    def _policies(self) -> Table:
+        """A row for each policy; a figure that none of them has is not a column."""
+        rows = [_of_report(report) for report in self.reports]
+        if self.audits:
+            rows = [_start(each.report) | _of_numerics(each.numerics) for each in self.audits]
+        filled = [head for index, head in enumerate(rows[0]) if index < 2 or any(row[head] for row in rows)]
+        return [filled, *([row[head] for head in filled] for row in rows)]
+
+    def _layers(self) -> Table:
+        """Headers, and a row for every layer and GEMM that any policy quantizes."""
+        measured = [_by_gemm(each.numerics) for each in self.audits]
+        keys = dict.fromkeys(key for by_gemm in measured for key in by_gemm)
+        least = {key: lowest(each[key] for each in measured if key in each) for key in keys}
+        worst = sorted(keys, key=lambda key: -math.inf if math.isnan(least[key]) else least[key])
+        rows = [
+            [
+                name or "(root)",
+                gemm,
+                *(decibels(each[name, gemm]) if (name, gemm) in each else "" for each in measured),
+            ]
+            for name, gemm in worst
+        ]
+        return [["layer", "GEMM", *(_name(each.report) for each in self.audits)], *rows]
+
+    def _notes(self) -> list[str]:
+        """The notes that all audits share, once, and then those of each."""
+        every = [each.numerics for each in self.audits]
+        shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
+        return [f"note: {note}" for note in shared] + [
+            f"note, {numerics.policy}: {note}"
+            for numerics in every
+            for note in numerics.notes
+            if note not in shared
+        ]
+
+
+def _by_gemm(numerics: Numerics) -> dict[tuple[str, str], float]:
+    """The lowest SQNR of every layer's kinds of GEMM."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for gemm in numerics.gemms:
+        values.setdefault((gemm.name, gemm.gemm), []).append(gemm.sqnr_db)
+    return {key: lowest(each) for key, each in values.items()}
+
+
+def _name(report: Report) -> str:
+    return report.summary.policy.removeprefix("preset ")
+
+
+def _start(report: Report) -> dict[str, str]:
+    words = dict.fromkeys(gemm.precision for gemm in report.gemms if is_quantized(gemm.precision))
+    share = f"{report.summary.flop_share:.1%} {', '.join(words)}".strip()
+    return {"policy": _name(report), "quantized": share}
+
+
+def _of_report(report: Report) -> dict[str, str]:
+    summary = report.summary
+    ours, bf16 = summary.estimate_us, summary.estimate_bf16_us
+    return _start(report) | {
+        "saved for backward": "" if summary.saved_bytes is None else byte_count(summary.saved_bytes),
+        "matmuls and casts": duration(ours) if ours and bf16 else "",
+        "of BF16's": f"{ours / bf16:.2f}" if ours and bf16 else "",
+    }
+
+
+def _of_numerics(numerics: Numerics) -> dict[str, str]:
+    by_kind = {gemm: [g.sqnr_db for g in numerics.gemms if g.gemm == gemm] for gemm in Gemm}
+    output, error = numerics.logits_sqnr_db, numerics.gradient_error
+    return {
+        **{f"{gemm} ≥ dB": decibels(lowest(values)) if values else "" for gemm, values in by_kind.items()},
+        "output dB": "" if output is None else decibels(output),
+        "gradients": "" if error is None else percent(error),
+        "loss": "" if numerics.loss is None else f"{numerics.loss:.6g}",
+        "gap": "" if numerics.loss_gap is None else f"{numerics.loss_gap:+.4%}",
+    }
+
+
+def _resolved(policies: Sequence[_AnyPolicy]) -> list[Policy]:
+    """Reads all of `policies`. Raises `OptionError` for what is not a list of them."""
+    if isinstance(policies, str):
+        raise OptionError(f"policies is a list, found {policies!r}: write [{policies!r}]")
+    if not policies:
+        raise OptionError("compare needs at least one policy")
+    return [Policy.resolve(policy) for policy in policies]
+
+
+def compare(
+    model: nn.Module,
+    *args: Any,
+    policies: Sequence[_AnyPolicy],
+    loss_fn: LossFunction | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Returns the audits of `model` under each of `policies`, which are all read before anything runs.
+
+    args, kwargs, loss_fn: as of `audit`. Raises `OptionError` for what is not a list of
+    policies, and what `audit` raises.
+    """
+    audits = tuple(
+        audit(model, *args, policy=policy, loss_fn=loss_fn, kwargs=kwargs) for policy in _resolved(policies)
+    )
+    return Comparison(reports=tuple(each.report for each in audits), audits=audits)
+
+
+def estimates(
+    model: nn.Module,
+    *args: Any,
+    policies: Sequence[_AnyPolicy],
+    target: str = "auto",
+    training: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Returns what `explain` says of `model` under each of `policies`, which are all read before that.
+
+    Raises `OptionError` for what is not a list of policies, and what `explain` raises.
+    """
+    return Comparison(
+        reports=tuple(
+            explain(model, *args, policy=policy, target=target, training=training, kwargs=kwargs)
+            for policy in _resolved(policies)
+        )
+    )
