@@ -127,9 +127,8 @@ def _say(bar: Any, text: str) -> None:
 
 def _conclude(found: Comparison, out: Path) -> int:
     """Print the reports and the losses, write the files, and say the policies' gap."""
-    from tabulate import tabulate
-
     from mxcompile.demo.compare import CONTROL, GAP_LIMIT
+    from mxcompile.report.forms.tables import drawn
 
     first = {label: found.of(label)[0] for label in found.labels}
     print()
@@ -142,7 +141,7 @@ def _conclude(found: Comparison, out: Path) -> int:
         "mean gap",
         "ms/step",
     ]
-    print(tabulate([_row(found, label) for label in found.labels], headers=headers, disable_numparse=True))
+    print(drawn([headers, *(_row(found, label) for label in found.labels)]))
 
     written = _write(found, out)
     print(f"\nwritten to {out}/: {', '.join(written)}")

@@ -71,7 +71,7 @@ def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) ->
 
 
 def _print_quality(found: list[Quality], settings: Any) -> None:
-    from tabulate import tabulate
+    from mxcompile.report.forms.tables import drawn
 
     print(
         "What ran with stored weights alone: weights are read from MXFP8 (`stored` below), products and"
@@ -83,32 +83,32 @@ def _print_quality(found: list[Quality], settings: Any) -> None:
         " on Python source; on files held out."
     )
     rows = [
-        (each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, found[0]))
+        [each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, found[0])]
         for each in found
     ]
     headers = ["served", "perplexity a byte", "logits' gap", "all weights"]
-    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print(drawn([headers, *rows]))
 
 
 def _print_speed(found: list[Speed], size: Any) -> None:
-    from tabulate import tabulate
+    from mxcompile.report.forms.tables import drawn
 
     print(
         f"\nSpeed: {size.layers} blocks of a Llama 3 8B, {size.width} wide, random weights; `generate`, one"
         f" sequence, static cache, {size.prompt} tokens given, {size.tokens} made."
     )
     rows = [
-        (
+        [
             each.label,
             f"{each.prefill_ms:.0f} ms",
             f"{each.tokens_per_s:.1f}",
             f"{each.tokens_per_s / found[0].tokens_per_s:.2f}×",
             _bytes(each, found[0]),
-        )
+        ]
         for each in found
     ]
     headers = ["served", "prefill", "tokens/s", f"over {found[0].label}", "all weights"]
-    print(tabulate(rows, headers=headers, disable_numparse=True))
+    print(drawn([headers, *rows]))
 
 
 def _bytes(each: Any, first: Any) -> str:

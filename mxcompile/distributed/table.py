@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from mxcompile.report.fold import spelled
+from mxcompile.report.forms.tables import Table, drawn, fitted
 from mxcompile.report.forms.words import byte_count
 
 
@@ -50,20 +49,21 @@ class QuantizedGathers:
             f"{travel} of {len(self.weights)} weights are gathered in MXFP8:"
             f" {byte_count(self.num_bytes)}{share}"
         )
-        return f"{head}\n\n{tabulate(self._rows(), headers='keys')}" if self.weights else head
+        return f"{head}\n\n{drawn(fitted(self._table(), ('weight', 'reason')))}" if self.weights else head
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _table(self) -> Table:
         alike: dict[tuple[object, ...], list[GatheredWeight]] = {}
         for weight in self.weights:
             key = weight.role, weight.shape, weight.travels, weight.reason
             alike.setdefault(key, []).append(weight)
-        return [
-            {
-                "weight": spelled(weight.name for weight in group),
-                "role": group[0].role,
-                "shape": "×".join(map(str, group[0].shape)),
-                "gathered": "mxfp8" if group[0].travels else "as it was",
-                "reason": group[0].reason,
-            }
+        rows = [
+            [
+                spelled(weight.name for weight in group),
+                group[0].role,
+                "×".join(map(str, group[0].shape)),
+                "mxfp8" if group[0].travels else "as it was",
+                group[0].reason,
+            ]
             for group in alike.values()
         ]
+        return [["weight", "role", "shape", "gathered", "reason"], *rows]

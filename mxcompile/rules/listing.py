@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
-from tabulate import tabulate
 
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
+from mxcompile.report.forms.tables import drawn
 from mxcompile.rules.fit import fits
 from mxcompile.rules.layers import folded, layers_of
 
@@ -37,8 +37,7 @@ def decisions(policy: Policy, gemms: Iterable[GemmRecord]) -> str:
     """
     headers = ["layer", "", "role", *_GEMMS, "formats", "decided by"]
     widths = [None] * (len(headers) - 2) + [26, 30]
-    rows = [_decided(policy, row) for row in fold(gemms)]
-    return tabulate(rows, headers=headers, disable_numparse=True, maxcolwidths=widths)
+    return drawn([headers, *(_decided(policy, row) for row in fold(gemms))], maxcolwidths=widths)
 
 
 def _decided(policy: Policy, row: Row) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tabulate import MIN_PADDING, tabulate
 
@@ -32,9 +33,9 @@ def wrapped(paragraphs: Iterable[str]) -> list[str]:
     ]
 
 
-def drawn(table: Table, form: str = "simple") -> str:
-    """`table` in a form of `tabulate`."""
-    return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True)
+def drawn(table: Table, form: str = "simple", **layout: Any) -> str:
+    """Returns `table` in a form of `tabulate`, with what `layout` says to that."""
+    return tabulate(table[1:], headers=table[0], tablefmt=form, disable_numparse=True, **layout)
 
 
 def fitted(table: Table, flexible: Sequence[str]) -> Table:
