@@ -42,6 +42,10 @@ class CheckpointError(MXCompileError, ValueError):
     """A checkpoint is damaged, holds what cannot be read, or cannot hold what is to be written."""
 
 
+class NonFiniteError(MXCompileError, ArithmeticError):
+    """A watched run has NaN or Inf in an operand, and its watch is to stop it."""
+
+
 class VerificationError(MXCompileError, AssertionError):
     """A pass left an invalid graph: a defect of mxcompile, never of the user's model."""
 

@@ -1,7 +1,9 @@
-"""watch: the graphs of a sampled step measure what the casts of operands lose.
+"""watch: the graphs of a sampled step measure what the casts of operands lose; others may tell NaN and Inf.
 
     q, s = quantize(x)   →   q, s = quantize(x)
                              measured = cast_statistics(x)   …   deliver([measured, …], sites)
+
+                         bad = nonfinite(s)              …   deliver([bad, …], sites)      for every step
 
 `sites` notes the casts of a joint graph, with the operands of the products that read them. `Watch` adds the
 operators to forward and backward once these are apart, so that the same values are saved with and without
@@ -24,7 +26,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import COPIES, PICKS, VIEWS, argument, packet
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.graph.transpose import untransposed
-from mxcompile.ops.view import Cast, Encode, Product, result_of
+from mxcompile.ops.view import Cast, Encode, Product, result_of, results_of
 
 KEPT = 1 << 16
 """How many elements of the cast of a weight are compared from sample to sample."""
@@ -46,8 +48,8 @@ class Reader:
 class Site:
     """One cast to be measured.
 
-    source, seed, scale: names of nodes; "" for none. dim: the contraction dimension. fmt: the format's word.
-    missing: why it cannot be measured, "" if it can.
+    source, seed, scale: names of nodes; "" for none. scales: the name of the cast's own. dim: the contraction
+    dimension. fmt: the format's word. missing: why it cannot be measured, "" if it can.
     """
 
     readers: tuple[Reader, ...]
@@ -57,6 +59,7 @@ class Site:
     seed: str = ""
     stream: int = 0
     scale: str = ""
+    scales: str = ""
     missing: str = ""
 
     @property
@@ -109,6 +112,7 @@ def _cast_of(qdata: fx.Node) -> fx.Node | None:
 
 def _site(cast: fx.Node, readers: Sequence[Reader]) -> Site:
     given = tuple(dict.fromkeys(readers))
+    scales = next((result.name for place, result in results_of(cast) if place == 1), "")
     encode = Encode.of(cast)
     if encode is not None:
         seed, scale = (node.name if node is not None else "" for node in (encode.seed, encode.scale))
@@ -120,25 +124,32 @@ def _site(cast: fx.Node, readers: Sequence[Reader]) -> Site:
             seed=seed,
             stream=encode.stream,
             scale=scale,
+            scales="" if encode.form.amax.stateful else scales,
         )
     view = Cast.read(cast)
     tile = Tile.SQUARE if view.square else Tile.ROW
     form = Format(elem=elem_type(view.elem_dtype), rounding=Rounding(view.rounding), tile=tile)
-    return Site(readers=given, source=view.x.name, dim=view.block_dim, fmt=str(form))
+    return Site(readers=given, source=view.x.name, dim=view.block_dim, fmt=str(form), scales=scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """sites: of the joint graph."""
+    """sites: of the joint graph. only_nonfinite: tell whether there is NaN or Inf, and measure nothing."""
 
     name: ClassVar[str] = "watch"
     sites: Sequence[Site] = field(default_factory=list)
+    only_nonfinite: bool = False
 
     def apply(self, forward: fx.Graph, backward: fx.Graph) -> bool:
         """Measure the casts of both graphs. Returns whether anything was added."""
         writers = _Writer(forward), _Writer(backward)
         for site in self.sites:
-            if not any(writer.measure(site) for writer in writers):
+            if self.only_nonfinite:
+                if not any(
+                    writer.guard(name, site) for name in (site.scales, site.source) for writer in writers
+                ):
+                    writers[0].leave_out(site)
+            elif not any(writer.measure(site) for writer in writers):
                 reason = site.missing or "its source is in neither graph"
                 writers[0].leave_out(Site(readers=site.readers, missing=reason))
         added = [writer.deliver() for writer in writers]
@@ -173,6 +184,17 @@ class _Writer:
         with self._graph.inserting_after(call):
             results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
         self._results += results
+        self._words.append(site.word)
+        return True
+
+    def guard(self, name: str, site: Site) -> bool:
+        """Tell of NaN and Inf in the node called `name`, if it is made here."""
+        node = self._nodes.get(name)
+        if node is None:
+            return False
+        inputs = self._graph.find_nodes(op="placeholder")
+        with self._graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
+            self._results.append(self._build.call(ops.nonfinite, node, like=node))
         self._words.append(site.word)
         return True
 

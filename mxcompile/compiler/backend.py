@@ -27,7 +27,7 @@ from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import watched
+from mxcompile.compiler.watched import guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
@@ -131,6 +131,7 @@ def compile_graph(
     )
     if tapped is not None:
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
+    guard(compilation, example_inputs)
     check_plan(compilation, parts)
     sharing.guard(found, options.policy, unlimited=parts is not None)
 

@@ -71,6 +71,7 @@ class Compilation:
         self._tapped = tapped
         self._after = after
         self._watch: Watch | None = None
+        self._only_nonfinite = False
         self._sites: list[Site] = []
 
     def again(self, gm: fx.GraphModule) -> Compilation:
@@ -83,8 +84,12 @@ class Compilation:
         """One for the same graph, whose code measures what `watch` asks for."""
         fresh = copy.copy(self)
         fresh.part, fresh.traced, fresh.lowered, fresh.changed = Part(), False, False, _nobody
-        fresh._watch, fresh._sites = watch, []
+        fresh._watch, fresh._only_nonfinite, fresh._sites = watch, False, []
         return fresh
+
+    def guard(self, watch: Watch) -> None:
+        """Let the code tell of NaN and Inf in the layers of `watch`. Called before it is compiled."""
+        self._watch, self._only_nonfinite = watch, True
 
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
@@ -93,7 +98,7 @@ class Compilation:
         mode = list_mode_options(self.options.mode) if self.options.mode else {}
         asked = {**mode, **dict(self.options.inductor)}
         if self._watch is not None:
-            base = f"{base} watch {self._watch.layers}"
+            base = f"{base} watch {self._watch.layers} {self._only_nonfinite}"
             asked["triton.cudagraphs"] = False  # what is measured is handed to Python
         return {
             **asked,
@@ -192,11 +197,14 @@ class Compilation:
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
         )
         self._count_work(forward, backward)
-        changed |= Watching(sites=self._sites).apply(forward, backward)
+        changed |= self._watching().apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
         if changed:
             for module in graphs:
                 module.recompile()
+
+    def _watching(self) -> Watching:
+        return Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
 
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""

@@ -41,8 +41,10 @@ def watched(
     compiler: gives the code of the same graph for the compilation that it is given.
     """
     watch = compilation.options.watch
-    if watch is None or compilation.found.backward or not _trains(example_inputs):
+    if watch is None or not _is_watched(compilation, example_inputs):
         return code
+    if not watch.every:
+        return _Watched(code, code, compilation, watch)
     try:
         sampled = compiler(compilation.measuring(watch))
     except Exception as error:  # training goes on without it
@@ -52,7 +54,17 @@ def watched(
     return _Watched(code, sampled, compilation, watch)
 
 
-def _trains(example_inputs: Sequence[Any]) -> bool:
+def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
+    """Let the code of `compilation`, which is yet to be compiled, tell of NaN and Inf if its options ask."""
+    watch = compilation.options.watch
+    if watch is not None and watch.nonfinite and _is_watched(compilation, example_inputs):
+        compilation.guard(watch)
+
+
+def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool:
+    """Whether calls of the code compute gradients, and are not a backward that was captured by itself."""
+    if compilation.found.backward:
+        return False
     given = (value for value in example_inputs if isinstance(value, Tensor))
     return torch.is_grad_enabled() and any(value.requires_grad for value in given)
 
@@ -82,7 +94,7 @@ class _Watched:
         if call is None:
             return self._code(*args)
         with calls.forward(call):
-            results = self._sampled(*args)
+            results = (self._sampled if call.is_sampled else self._code)(*args)
         if not call.is_repeated:
             calls.follow(call, results)
         return results

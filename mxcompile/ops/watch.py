@@ -1,6 +1,7 @@
 """Operators of a graph that is watched: statistics of a cast, and the call that hands them over.
 
     cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep]
+    nonfinite        scales, or x → how many are NaN or Inf, FP64 [1]; E8M0 bytes say so by 255
     deliver          statistics of one run of a graph → whoever listens
 
 The statistics are of x as it is cast and of the reference cast. They are sums, but for the first two, so that
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mxcompile.formats import Format, ScaleType
+from mxcompile.formats import SCALE_NAN, Format, ScaleType
 from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors
 from mxcompile.ops.define import LIBRARY, Spec, define
 
@@ -126,8 +127,18 @@ cast_statistics = define(
     torch.Tag.flexible_layout,
 )
 
+
+def _nonfinite(x: Tensor) -> Tensor:
+    bad = x == SCALE_NAN if x.dtype is torch.uint8 else ~x.isfinite()
+    return bad.sum(dtype=torch.float64).reshape(1)
+
+
+nonfinite = define(
+    "nonfinite(Tensor x) -> Tensor", _nonfinite, lambda x: [((1,), torch.float64)], torch.Tag.flexible_layout
+)
+
 Listener = Callable[[Sequence[Tensor], Sequence[str]], object]
-"""Takes pairs of results of `cast_statistics`, flat, and a word for each pair."""
+"""Takes results of `nonfinite`, or pairs of results of `cast_statistics`, and a word for each of them."""
 
 _LISTENERS: list[Listener] = []
 

@@ -24,13 +24,15 @@ class Call:
     """One run of a compiled graph.
 
     recorder: takes what is measured. step: number. compiled, running: paths of the module that the code was
-    compiled for, and of the one that it runs for. is_repeated: whether forward has been counted before.
+    compiled for, and of the one that it runs for. is_sampled: whether statistics are measured. is_repeated:
+    whether forward has been counted before.
     """
 
     recorder: Any
     step: int
     compiled: str = ""
     running: str = ""
+    is_sampled: bool = True
     is_repeated: bool = False
 
     def named(self, layer: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.ops.watch import listen
+from mxcompile.ops.watch import FIELDS, listen
 from mxcompile.watch import calls
 from mxcompile.watch.calls import Call
 from mxcompile.watch.steps import Steps, in_backward
@@ -25,23 +25,38 @@ from mxcompile.watch.tally import Key, Tally
 
 log = logging.getLogger(__name__)
 
+_NAN, _INF = FIELDS.index("nan"), FIELDS.index("inf")
+
 Sample = dict[Key, Tally]
+
+Count = tuple[Key, int]
+"""A cast, and how many NaN and Inf its scales have, or, where they do not tell, its elements."""
+
+Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]
+"""Of one run of a graph: the casts, what was measured of each, and parts of the casts of weights."""
 
 
 class Recorder:
     """Of one watch.
 
     is_sampled: whether a step is. finished: takes the number of a sampled step and what was measured in it.
+    tripped: takes the number of a step with NaN or Inf, and how many scales of each cast have them, in the
+    order of the run; None if nobody asks.
     """
 
     def __init__(
-        self, first: int, is_sampled: Callable[[int], bool], finished: Callable[[int, Sample], None]
+        self,
+        first: int,
+        is_sampled: Callable[[int], bool],
+        finished: Callable[[int, Sample], None],
+        tripped: Callable[[int, list[Count]], None] | None,
     ) -> None:
         self.steps = Steps(first, self._end)
         self.left_out: dict[Key, str] = {}
         self._is_sampled = is_sampled
         self._finished = finished
-        self._pending: list[tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]] = []
+        self._tripped = tripped
+        self._pending: list[Delivery] = []
         self._counted: set[tuple[str, int]] = set()
         self._kept: dict[Key, Tensor] = {}
         self._warned: set[str] = set()
@@ -55,26 +70,35 @@ class Recorder:
         """
         repeated = in_backward()
         step = self.steps.number if repeated and self.steps.is_open else self.steps.begin()
-        if not self._is_sampled(step):
+        is_sampled = self._is_sampled(step)
+        if not is_sampled and self._tripped is None:
             return None
         path = running()
         key = path, code
         is_repeated = repeated and key in self._counted
         if not repeated:
             self._counted.add(key)
-        return Call(recorder=self, step=step, compiled=compiled, running=path, is_repeated=is_repeated)
+        return Call(
+            recorder=self,
+            step=step,
+            compiled=compiled,
+            running=path,
+            is_sampled=is_sampled,
+            is_repeated=is_repeated,
+        )
 
     def take(self, call: Call, values: Sequence[Tensor], words: Sequence[str]) -> None:
         """A graph delivers `values`, pairs of results of ``cast_statistics``, and a word for each pair."""
         sites = [json.loads(word) for word in words]
-        for site in sites[len(values) // 2 :]:
+        step = 2 if call.is_sampled else 1
+        for site in sites[len(values) // step :]:
             for reader in site["readers"]:
                 self.left_out.setdefault(_key(call, reader), site["missing"])
         if values:
-            measured = torch.stack(list(values[::2]))
-            kept = [value.clone() for value in values[1::2]]
+            measured = torch.stack(list(values[::step]))
+            kept = [value.clone() for value in values[1::2]] if call.is_sampled else []
             with self._lock:
-                self._pending.append((call, sites[: len(kept)], measured, kept))
+                self._pending.append((call, sites[: len(measured)], measured, kept))
 
     def warn(self, what: str, error: Exception) -> None:
         """Warn of `error`, once for each kind."""
@@ -89,14 +113,18 @@ class Recorder:
         self._counted.clear()
         if not pending:
             return
+        step, counts = pending[0][0].step, []
         try:
-            sample = self._joined(pending)
+            if self._tripped is not None:
+                counts = _counts(pending)
+            if pending[0][0].is_sampled:
+                self._finished(step, self._joined(pending))
         except Exception as error:
             self.warn("a sample was lost", error)
-            return
-        self._finished(pending[0][0].step, sample)
+        if self._tripped is not None and any(count for _, count in counts):
+            self._tripped(step, counts)
 
-    def _joined(self, pending: Iterable[tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]]) -> Sample:
+    def _joined(self, pending: Iterable[Delivery]) -> Sample:
         sample: Sample = {}
         for call, sites, measured, kept in pending:
             for site, numbers, part in zip(sites, measured.tolist(), kept, strict=True):
@@ -120,6 +148,16 @@ class Recorder:
             tally.compared = part.numel()
             differs = (part != before) & ~(part.isnan() & before.isnan())
             tally.changed = int(differs.sum())
+
+
+def _counts(pending: Iterable[Delivery]) -> list[Count]:
+    """NaN and Inf of all casts of a step, in the order of the run."""
+    counts: list[Count] = []
+    for call, sites, measured, _ in pending:
+        bad = measured[:, _NAN : _INF + 1].sum(1) if call.is_sampled else measured[:, 0]
+        for site, count in zip(sites, bad.tolist(), strict=True):
+            counts += [(_key(call, reader), int(count)) for reader in site["readers"]]
+    return counts
 
 
 def _key(call: Call, reader: dict[str, str]) -> Key:

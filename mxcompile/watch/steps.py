@@ -57,6 +57,11 @@ class Steps:
         self._close()
         self._has_stepped = True
 
+    def check(self) -> None:
+        """Everything of the step has run; the step goes on until an optimizer steps."""
+        if self.is_open:
+            self._ends()
+
     def move_to(self, number: int) -> None:
         """The next forward belongs to step `number`."""
         self.number = number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,14 +12,19 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
 from mxcompile.policy import Match
+from mxcompile.report.files import rank
 from mxcompile.watch.ranks import Ranks
-from mxcompile.watch.recorder import Recorder, Sample
+from mxcompile.watch.recorder import Count, Recorder, Sample
 from mxcompile.watch.tally import STATS, row
+from mxcompile.watch.tripwire import finding, sentence
 from mxcompile.watch.writers import SCHEMA, JsonLines, Record, Writer
 
 log = logging.getLogger(__name__)
+
+ACTIONS = ("warn", "stop")
+"""What `Watch(nonfinite=…)` may be."""
 
 Target = str | Path | Callable[[Record], object]
 
@@ -27,9 +33,12 @@ class Watch:
     """Statistics of the operands of quantized products, of every so many steps of training.
 
     to: a path for JSON lines, a callable that takes each record, or several of both. every: steps from a
-    sample to the next. start, stop: the first step that is sampled, and the first after them that is not.
+    sample to the next; None for no samples. start, stop: the first step that is sampled, and the first after
+    them that is not.
     layers: globs or ``re:`` expressions of names of layers, all by default. stats: those of `STATS` that
     records have. first: the number of the first step; a run that goes on from a checkpoint has a later one.
+    nonfinite: what a NaN or Inf in any step does, before an optimizer has stepped: "warn" or "stop", which
+    raises `NonFiniteError`; None does not look.
 
     A step ends when an optimizer of the model begins to step. Without one, call `step`. Of many ranks the
     first writes, for all. Raises `OptionError`.
@@ -37,23 +46,28 @@ class Watch:
 
     def __init__(
         self,
-        to: Target | Sequence[Target],
+        to: Target | Sequence[Target] = (),
         *,
-        every: int = 100,
+        every: int | None = 100,
         start: int = 0,
         stop: int | None = None,
         layers: str | Sequence[str] = (),
         stats: Sequence[str] = STATS,
         first: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
-        self.every = _number("every", every, least=1)
+        self.every = None if every is None else _number("every", every, least=1)
+        if nonfinite is not None and nonfinite not in ACTIONS:
+            raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
+        self.nonfinite = nonfinite
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)
         self.layers = (layers,) if isinstance(layers, str) else tuple(layers)
         self.stats = frozenset(_stats(stats))
         self._match = Match(name=self.layers)
         self._writers = [_writer(each) for each in _listed(to)]
-        self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish)
+        tripped = self._trip if nonfinite else None
+        self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
         self._ranks = Ranks(self._write, self._recorder.warn)
         self._about: Record = {}
         self._is_begun = False
@@ -91,9 +105,24 @@ class Watch:
         return self._recorder
 
     def _is_sampled(self, step: int) -> bool:
-        if step < self.start or (self.stop is not None and step >= self.stop):
+        if self.every is None or step < self.start or (self.stop is not None and step >= self.stop):
             return False
         return (step - self.start) % self.every == 0
+
+    def check(self) -> None:
+        """Look for NaN and Inf now: before ``GradScaler.step``, which may leave out the optimizer's step.
+
+        Ends the sample of the step. Raises `NonFiniteError` if `nonfinite` is "stop".
+        """
+        self._recorder.steps.check()
+
+    def _trip(self, step: int, counts: list[Count]) -> None:
+        found = finding(counts)
+        message = sentence(step, found)
+        self._send(_record("nonfinite", step=step, rank=rank() or 0, **found))
+        if self.nonfinite == "stop":
+            raise NonFiniteError(message)
+        log.warning("%s", message)
 
     def _finish(self, step: int, sample: Sample) -> None:
         self._ranks.gather(step, sample)
@@ -149,16 +178,24 @@ def _stats(stats: Sequence[str]) -> Iterable[str]:
         yield word
 
 
+@functools.cache
+def _nonfinite() -> Watch:
+    """The watch that is asked for by that word."""
+    return Watch(every=None, nonfinite="warn")
+
+
 _BY_PATH: WeakValueDictionary[Path, Watch] = WeakValueDictionary()
 """Those that were asked for by a path: each graph of a model asks anew."""
 
 
 def resolve(value: Any) -> Watch | None:
-    """The watch that the option `value` asks for: a `Watch`, a path, or None. Raises `OptionError`."""
+    """The watch of the option `value`: a `Watch`, a path, "nonfinite", or None. Raises `OptionError`."""
     if value is None or isinstance(value, Watch):
         return value
+    if value == "nonfinite":
+        return _nonfinite()
     if not isinstance(value, str | Path) or not str(value):
-        raise OptionError(f"option 'watch' is a file path or a Watch, found {shown(value)}")
+        raise OptionError(f"option 'watch' is a file path, 'nonfinite' or a Watch, found {shown(value)}")
     path = Path(value).absolute()
     watch = _BY_PATH.get(path)
     if watch is None:

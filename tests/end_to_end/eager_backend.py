@@ -23,7 +23,7 @@ from mxcompile.compiler.entry import publish
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import watched
+from mxcompile.compiler.watched import guard, watched
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
 
@@ -62,6 +62,7 @@ class EagerBackend:
         check_plan(compilation, self.parts)
         sharing.guard(found, self.options.policy, unlimited=self.parts is not None)
 
+        guard(compilation, example_inputs)
         compiled = self._compiled(gm, example_inputs, compilation)
         compilation.lowered = True  # there is nothing to lower, and nothing to look up
         compiled = publish(compilation, gm, example_inputs, compiled)

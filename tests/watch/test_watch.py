@@ -255,5 +255,5 @@ def test_mistakes(arguments: dict[str, Any], message: str):
 
 
 def test_the_option_is_a_path_or_a_watch():
-    with pytest.raises(OptionError, match="option 'watch' is a file path or a Watch, found 3"):
+    with pytest.raises(OptionError, match="option 'watch' is a file path, 'nonfinite' or a Watch, found 3"):
         mxcompile.Backend(watch=3)  # type: ignore[arg-type]

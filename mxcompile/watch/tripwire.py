@@ -1,0 +1,52 @@
+"""The first value of a step that is not finite: where it is, and where it was born.
+
+    casts in the order of the run:   finite … finite  FIRST  later ones
+
+What comes later got it from the first one. The first one was born between the last product before it, whose
+operands are finite, and its own cast; a weight has it from an update or from what the model was loaded from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mxcompile.watch.recorder import Count
+
+
+def finding(counts: Sequence[Count]) -> dict[str, Any]:
+    """What the first of `counts` that is not 0 says: layer, gemm, operand, count, origin, arrived."""
+    index = next(place for place, (_, count) in enumerate(counts) if count)
+    (layer, gemm, operand), count = counts[index]
+    later = {key for key, more in counts[index + 1 :] if more and key[0] != layer}
+    return {
+        "layer": layer,
+        "gemm": gemm,
+        "operand": operand,
+        "count": count,
+        "origin": _origin(counts, index),
+        "arrived": len(later),
+    }
+
+
+def _origin(counts: Sequence[Count], index: int) -> str:
+    (layer, _, operand), _ = counts[index]
+    if operand == "w":
+        return "born in the weight: by an update, or in what the model was loaded from"
+    before = [key for key, _ in counts[:index] if key[2] == operand and key[0] != layer]
+    if not before:
+        return (
+            "arrived with the model's input"
+            if operand == "x"
+            else "born in the loss or behind the last layer"
+        )
+    return f"born after {before[-1][0]} {before[-1][1]}, whose operands are finite"
+
+
+def sentence(step: int, found: dict[str, Any]) -> str:
+    """`found` in words."""
+    return (
+        f"step {step}: NaN or Inf in {found['operand']} of {found['layer']} {found['gemm']}"
+        f" ({found['count']:,} scales or elements), {found['origin']};"
+        f" {found['arrived']:,} later operands have it from there"
+    )
