@@ -24,10 +24,11 @@ from mxcompile.cli import (
     merge,
     policy,
     tune,
+    watch,
 )
 from mxcompile.errors import MXCompileError, nearest, not_allowed
 
-COMMANDS = (env, explain, diff, merge, audit, tune, codegen, policy, convert, inspect, demo)
+COMMANDS = (env, explain, diff, merge, audit, tune, watch, codegen, policy, convert, inspect, demo)
 
 EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
 

@@ -1,0 +1,55 @@
+"""``mxcompile watch``: what the samples of a run say, in a terminal or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from mxcompile.cli.arguments import positive
+
+_POLL_S = 1.0
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "watch",
+        help="what the samples of a run say",
+        description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are worst,"
+        " and those that changed most. Exit status 1 if the run has met NaN or Inf.",
+    )
+    command.add_argument("file", type=Path, metavar="FILE.jsonl", help="what a watch has written")
+    command.add_argument(
+        "-n", "--top", type=positive, default=10, metavar="N", help="show N operands (default: 10)"
+    )
+    command.add_argument(
+        "--back", type=positive, default=10, metavar="N", help="compare with N samples before (default: 10)"
+    )
+    command.add_argument("-f", "--follow", action="store_true", help="go on when the file grows")
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="PAGE.html", help="write a page with a map of layers and steps"
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from mxcompile.report.files import form_of, save
+    from mxcompile.watch.look import Look, lines
+
+    if options.output is not None:
+        form_of(options.output, {".html": None}, "page")
+    while True:
+        look = Look.load(options.file)
+        if options.output is not None:
+            save(options.output, look.page(), "page")
+            print(f"{len(look.samples)} samples; written to {options.output}", flush=True)
+        else:
+            print("\n".join(lines(look, options.top, options.back)), flush=True)
+        if not options.follow:
+            return 1 if look.findings else 0
+        size = options.file.stat().st_size
+        while options.file.stat().st_size == size:
+            time.sleep(_POLL_S)

@@ -1,0 +1,182 @@
+"""What a file of samples says: the operands that are worst, those that moved most, and a page of all.
+
+worst   NaN and Inf first, then by the relative error of the cast
+moved   by the largest change of a share: underflow, saturated, error
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxcompile.errors import OptionError
+from mxcompile.watch.tally import Key
+from mxcompile.watch.writers import Record, read
+
+Row = dict[str, Any]
+
+SHARES = ("underflow", "saturated", "error", "changed")
+DRAWN = (
+    *SHARES,
+    "sqnr",
+    "amax",
+    "smallest",
+    "scale_min",
+    "scale_median",
+    "scale_max",
+    "nan",
+    "inf",
+    "poisoned",
+)
+"""The statistics that the page shows."""
+
+_PAGE = Path(__file__).parent / "page.html"
+_DATA = "/*data*/null"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """A file of samples. samples: by step, the rows of operands; of a step that comes twice, the last."""
+
+    path: Path
+    about: Record
+    samples: dict[int, dict[Key, Row]]
+    findings: tuple[Record, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Look:
+        """The records in the file at `path`. Raises `OptionError` if it has none or cannot be read."""
+        about: Record = {}
+        samples: dict[int, dict[Key, Row]] = {}
+        findings: list[Record] = []
+        try:
+            for record in read(path):
+                if record.get("kind") == "run":
+                    about = record
+                elif record.get("kind") == "sample":
+                    samples[record["step"]] = {_key(row): row for row in record["rows"]}
+                elif record.get("kind") == "nonfinite":
+                    findings.append(record)
+        except OSError as error:
+            raise OptionError(f"samples {str(path)!r} cannot be read: {error.strerror or error}") from None
+        if not samples and not findings:
+            raise OptionError(
+                f"samples {str(path)!r}: the file has no sample; Watch({str(path)!r}) writes them"
+            )
+        return cls(path=path, about=about, samples=dict(sorted(samples.items())), findings=tuple(findings))
+
+    def worst(self, limit: int) -> list[tuple[Key, Row]]:
+        """The worst `limit` operands of the last sample."""
+        return _first(self._last(), _badness, limit)
+
+    def moved(self, limit: int, back: int) -> list[tuple[Key, Row, Row]]:
+        """The `limit` operands that changed most in the last `back` samples: key, then, now."""
+        steps = [*self.samples]
+        if len(steps) < 2:
+            return []
+        before = self.samples[steps[max(0, len(steps) - 1 - back)]]
+        both = {key: (before[key], row) for key, row in self._last().items() if key in before}
+        found = _first(both, lambda pair: (_change(*pair),), limit)
+        return [(key, *pair) for key, pair in found if _change(*pair) > 0]
+
+    def _last(self) -> dict[Key, Row]:
+        return next(reversed(self.samples.values()), {})
+
+    def page(self) -> str:
+        """One HTML file that needs nothing else: a map of operands and steps for every statistic."""
+        keys = list(dict.fromkeys(key for rows in self.samples.values() for key in rows))
+        named = [name for name in DRAWN if any(name in row for row in self._last().values())]
+        numbers = {
+            name: [[_rounded(rows.get(key, {}).get(name)) for rows in self.samples.values()] for key in keys]
+            for name in named
+        }
+        data = {
+            "title": self.path.name,
+            "policy": self.about.get("policy", ""),
+            "steps": [*self.samples],
+            "operands": keys,
+            "numbers": numbers,
+            "findings": self.findings,
+        }
+        text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+        return _PAGE.read_text(encoding="utf-8").replace(_DATA, text)
+
+
+def _first(rows: dict[Key, Any], weight: Callable[[Any], tuple[float, ...]], limit: int) -> list[Any]:
+    """The `limit` items of `rows` of the largest `weight`, the largest first."""
+    return sorted(rows.items(), key=lambda item: weight(item[1]), reverse=True)[:limit]
+
+
+def _badness(row: Row) -> tuple[float, ...]:
+    return float(row.get("nan", 0) + row.get("inf", 0)), row.get("error") or 0.0, row.get("underflow") or 0.0
+
+
+def _change(before: Row, now: Row) -> float:
+    return max((abs(now[name] - before[name]) for name in SHARES if _has(name, before, now)), default=0.0)
+
+
+def _has(name: str, *rows: Row) -> bool:
+    return all(row.get(name) is not None for row in rows)
+
+
+def _key(row: Row) -> Key:
+    return row["layer"], row["gemm"], row["operand"]
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def lines(look: Look, limit: int, back: int) -> Iterable[str]:
+    """What `look` says, for a terminal."""
+    steps = [*look.samples]
+    if steps:
+        yield (
+            f"{look.path.name}: {len(steps)} samples, steps {steps[0]:,} to {steps[-1]:,},"
+            f" {len(look.samples[steps[-1]])} operands, {look.about.get('policy', 'unknown policy')}"
+        )
+    for found in look.findings[-limit:]:
+        place = f"{found['operand']} of {found['layer']} {found['gemm']}"
+        yield f"step {found['step']:,}: NaN or Inf in {place}, {found['origin']}"
+    if not steps:
+        return
+    yield ""
+    yield from _table(f"worst at step {steps[-1]:,}", [(key, None, row) for key, row in look.worst(limit)])
+    moved = look.moved(limit, back)
+    if moved:
+        yield ""
+        start = steps[max(0, len(steps) - 1 - back)]
+        yield from _table(f"changed most since step {start:,}", moved)
+
+
+_COLUMNS = (
+    ("sqnr", "SQNR dB"),
+    ("underflow", "underflow"),
+    ("saturated", "saturated"),
+    ("changed", "changed"),
+)
+
+
+def _table(title: str, rows: Sequence[tuple[Key, Row | None, Row]]) -> Iterable[str]:
+    width = max([len(title), *(len(" ".join(key)) for key, _, _ in rows)])
+    yield "  ".join([title.ljust(width), *(f"{head:>19}" for _, head in _COLUMNS), "  NaN + Inf"])
+    for key, before, now in rows:
+        cells = (_cell(name, before, now) for name, _ in _COLUMNS)
+        bad = now.get("nan", 0) + now.get("inf", 0)
+        yield "  ".join([" ".join(key).ljust(width), *(f"{cell:>19}" for cell in cells), f"{bad:>11,}"])
+
+
+def _cell(name: str, before: Row | None, now: Row) -> str:
+    here = _number(name, now.get(name))
+    if before is None or before.get(name) == now.get(name):
+        return here
+    return f"{_number(name, before.get(name))} → {here}"
+
+
+def _number(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if name == "sqnr" else f"{value:.2%}"

@@ -1,0 +1,92 @@
+"""What files of samples say, in a terminal and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mxcompile.cli.main import main
+from mxcompile.errors import OptionError
+from mxcompile.watch.look import Look
+from mxcompile.watch.writers import SCHEMA, JsonLines
+
+
+def row(layer: str, operand: str, error: float, **more: Any) -> dict[str, Any]:
+    shares = {
+        "underflow": 0.0,
+        "saturated": 0.0,
+        "error": error,
+        "sqnr": 30.0,
+        "nan": 0,
+        "inf": 0,
+        "changed": None,
+    }
+    return {"layer": layer, "gemm": "fprop", "operand": operand, **shares, **more}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Three samples: one operand gets worse, another has a NaN in the last."""
+    write = JsonLines(tmp_path / "run.jsonl")
+    write({"schema": SCHEMA, "kind": "run", "policy": "preset nvidia"})
+    for step in (0, 100, 200):
+        rows = [
+            row("a</script>", "x", 0.02),
+            row("b", "x", 0.03 + step / 1000, underflow=step / 1000),
+            row("c", "w", 0.01, nan=step // 200),
+        ]
+        write({"schema": SCHEMA, "kind": "sample", "step": step, "rows": rows})
+    return write.path
+
+
+def test_worst_and_moved(file: Path):
+    look = Look.load(file)
+    assert [key for key, _ in look.worst(2)] == [("c", "fprop", "w"), ("b", "fprop", "x")]
+    ((key, before, now),) = look.moved(3, back=1)
+    assert (key, before["underflow"], now["underflow"]) == (("b", "fprop", "x"), 0.1, 0.2)
+
+
+def test_the_terminal(file: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", str(file), "--top", "1", "--back", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "3 samples, steps 0 to 200, 3 operands, preset nvidia" in text
+    assert re.search(r"worst at step 200 .*\nc fprop w .* 1\n", text)
+    assert re.search(r"changed most since step 0 .*\nb fprop x .*0.00% → 20.00%", text)
+
+
+def test_a_run_that_met_nan(file: Path, capsys: pytest.CaptureFixture[str]):
+    finding = {"layer": "b", "gemm": "fprop", "operand": "x", "origin": "arrived with the model's input"}
+    JsonLines(file)({"schema": SCHEMA, "kind": "nonfinite", "step": 250, **finding})
+    assert main(["watch", str(file)]) == 1
+    assert "step 250: NaN or Inf in x of b fprop, arrived with the model's input" in capsys.readouterr().out
+
+
+def test_the_page_holds_all_numbers(file: Path, tmp_path: Path):
+    """Without reading another file; a name cannot end the script."""
+    page = tmp_path / "watch.html"
+    assert main(["watch", str(file), "-o", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "://" not in text
+    assert text.count("</script>") == 1
+    (data,) = re.findall(r"^const data = (.*);$", text, re.MULTILINE)
+    found = json.loads(data)
+    assert found["steps"] == [0, 100, 200]
+    place = found["operands"].index(["b", "fprop", "x"])
+    assert found["numbers"]["underflow"][place] == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1, "kind": "run"}\n'])
+def test_a_file_without_samples(text: str, tmp_path: Path):
+    (tmp_path / "run.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(OptionError, match="the file has no sample"):
+        Look.load(tmp_path / "run.jsonl")
+
+
+def test_misuse(file: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", "nowhere.jsonl"]) == 2
+    assert main(["watch", str(file), "-o", "page.pdf"]) == 2
+    assert "unknown suffix '.pdf'" in capsys.readouterr().err
