@@ -17,8 +17,8 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "watch",
         help="what the samples of a run say",
-        description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are worst,"
-        " and those that changed most. Exit status 1 if the run has met NaN or Inf.",
+        description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are"
+        " worst, and those that changed most. Exit status 1 if the run has met NaN or Inf.",
     )
     command.add_argument("file", type=Path, metavar="FILE.jsonl", help="what a watch has written")
     command.add_argument(

@@ -16,6 +16,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.gathers import Gathers
 from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.structured import trace_graph
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
@@ -139,11 +140,13 @@ class Compilation:
             tapped=self._tapped,
             uncached=lowering.uncached(self.target),
         )
+        trace_graph(graph, "before")
         start = time.perf_counter()
         try:
             passes.run(passes.joint_passes(context), graph)
         except UnsupportedError as error:
             raise self._with_rules(error, graph) from None
+        trace_graph(graph, "after")
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches)
         gathers = Gathers() if self.traced else self.found.gathers

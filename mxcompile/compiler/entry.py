@@ -21,6 +21,7 @@ from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.inductor import sources_hash
 from mxcompile.compiler.places import Places
 from mxcompile.compiler.runs import Compiled, noted
+from mxcompile.compiler.structured import trace_gemms
 from mxcompile.compiler.trace import trace
 from mxcompile.formats import is_quantized, labels
 from mxcompile.report import REGISTRY, Ledger
@@ -45,6 +46,7 @@ def publish(
         entry.recall(gm, example_inputs)
     entry.put()
     log.info("%s", _line(compilation))
+    trace_gemms(compilation.part.gemms)
     compilation.changed = entry.hear
     if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))

@@ -1,0 +1,38 @@
+"""What a compile tells torch's structured trace (``TORCH_TRACE``), which tlparse makes pages of.
+
+    mxcompile_before_passes, mxcompile_after_passes     the joint or inference graph as text
+    mxcompile_report                                    a line for each GEMM: decision, kernel, reason
+
+They stand beside the artifacts of Dynamo and Inductor for the same compile. Without a trace nothing is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+from torch._logging import trace_structured
+
+from mxcompile.graph.printer import print_ir
+from mxcompile.report import GemmRecord
+
+
+def trace_graph(graph: fx.Graph, when: str) -> None:
+    """Tell `graph`. when: "before" or "after" the passes."""
+    _tell(f"mxcompile_{when}_passes", lambda: print_ir(graph))
+
+
+def trace_gemms(gemms: Iterable[GemmRecord]) -> None:
+    """Tell the records of one graph."""
+    _tell("mxcompile_report", lambda: "\n".join(_line(gemm) for gemm in gemms))
+
+
+def _tell(name: str, text: Callable[[], str]) -> None:
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def _line(gemm: GemmRecord) -> str:
+    sizes = f"{gemm.m}x{gemm.n}x{gemm.k}"
+    return (
+        f"{gemm.name} {gemm.gemm} [{gemm.role}] {sizes} {gemm.precision} {gemm.kernel or '-'}: {gemm.reason}"
+    )
