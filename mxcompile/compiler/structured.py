@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 from mxcompile.graph.printer import print_ir
 from mxcompile.report import GemmRecord
