@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mxcompile.cli.arguments import positive
+from mxcompile.cli.arguments import add_output, check_output, positive
 
 _POLL_S = 1.0
 
@@ -28,9 +28,7 @@ def add_to(commands: Any) -> None:
         "--back", type=positive, default=10, metavar="N", help="compare with N samples before (default: 10)"
     )
     command.add_argument("-f", "--follow", action="store_true", help="go on when the file grows")
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="PAGE.html", help="write a page with a map of layers and steps"
-    )
+    add_output(command, "write a page with a map of layers and steps; .html (default: print a summary)")
     command.set_defaults(run=run)
 
 
@@ -39,8 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report.files import form_of, save
     from mxcompile.watch.look import Look, lines
 
-    if options.output is not None:
-        form_of(options.output, {".html": None}, "page")
+    check_output(options, lambda path: form_of(path, {".html": None}, "page"))
     while True:
         look = Look.load(options.file)
         if options.output is not None:
