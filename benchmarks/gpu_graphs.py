@@ -65,7 +65,7 @@ class Graph:
         return compiled
 
     def predicted(self, target: Target) -> mxcompile.CodegenResult:
-        """What `target` would launch; its `step` has the bound."""
+        """What `target` would launch; its `step` has the estimate."""
         inputs = [torch.empty(shape, dtype=BF16, device="meta") for shape in self.shapes]
         return mxcompile.codegen(Module(self.compute), *inputs, target=target.name, training=False)
 

@@ -1,6 +1,6 @@
 """The code that graphs run for casts and for stored weights, on the GPU of this machine, each by a baseline.
 
-    casts    every layout, alone and behind a norm or a gated activation, beside the bound that the model
+    casts    every layout, alone and behind a norm or a gated activation, beside the estimate that the model
              predicts for it and what its source costs in BF16
     decode   products of stored weights, 1 to 32 tokens, against cuBLAS in BF16: the product, and a compiled
              layer with its weight stored, which casts the activation too
@@ -37,7 +37,7 @@ COMPILED_TOKENS = (1, 8, 32)
 
 
 def casts(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
-    """Each cast of each shape, alone and with its producer, beside its bound and the producer in BF16."""
+    """Each cast of each shape, alone and with its producer, beside its estimate and the producer in BF16."""
     for m, n in CAST_SHAPES:
         for graph in gpu_graphs.casts(m, n, target):
             yield cast_row(graph, f"{m}x{n}", target, repeats)

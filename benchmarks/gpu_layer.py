@@ -1,4 +1,4 @@
-"""Model against measurement: a Llama-8B layer's kernels on the GPU of this machine beside their bounds.
+"""Model against measurement: a Llama-8B layer's kernels on the GPU of this machine beside their estimates.
 
 Forward and backward of 8,192 tokens, compiled in BF16 and in MXFP8. Steps are timed in alternating rounds;
 the profiler then tells the kernels apart. A generated kernel is compared with what `mxcompile.codegen`
@@ -35,17 +35,17 @@ def family(kernel: str) -> str:
     return re.sub(r"_\d+$", "", kernel) if kernel.startswith("triton_") else LIBRARY
 
 
-def bounds(launches: Iterable[Launch]) -> dict[str, tuple[float, float, str]]:
-    """By family: the sum of the bounds in µs, the bytes moved at least, what binds its longest launch."""
+def estimates(launches: Iterable[Launch]) -> dict[str, tuple[float, float, str]]:
+    """By family: the sum of the estimates in µs, the bytes moved at least, what binds its longest launch."""
     sums: defaultdict[str, float] = defaultdict(float)
     moved: defaultdict[str, float] = defaultdict(float)
     longest: dict[str, tuple[float, str]] = {}
     for launch in launches:
-        if launch.bound is not None:
+        if launch.estimate is not None:
             name = family(launch.kernel)
-            sums[name] += launch.bound.us
+            sums[name] += launch.estimate.us
             moved[name] += launch.num_bytes
-            longest[name] = max(longest.get(name, (0.0, "")), (launch.bound.us, launch.bound.by))
+            longest[name] = max(longest.get(name, (0.0, "")), (launch.estimate.us, launch.estimate.by))
     return {name: (us, moved[name], longest[name][1]) for name, us in sums.items()}
 
 
@@ -53,7 +53,7 @@ def compare(
     policy: str, launches: Iterable[Launch], measured: Mapping[str, float], target: Target
 ) -> list[dict[str, Any]]:
     """A row for each family, longest first. measured: µs of one step by the kernel's name."""
-    found, taken = bounds(launches), defaultdict(float)
+    found, taken = estimates(launches), defaultdict(float)
     for kernel, us in measured.items():
         taken[family(kernel)] += us
     rows = []

@@ -1,7 +1,8 @@
-"""What a Llama-8B layer would take on each GPU by its machine code: bounds, predicted and not measured.
+"""What a Llama-8B layer would take on each GPU by its machine code: estimates, predicted and not measured.
 
 Forward and backward of 8,192 tokens, by policy beside BF16: which kernels multiply, what casts and products
-move at least, and each launch's bound by `mxcompile.offline.bounds`; needs no GPU.
+move at least, and what each launch has to do. The tables reckon times from that by today's
+`mxcompile.offline.rates`: after a change of rates ``--table --write`` is all; needs no GPU.
 Usage: python benchmarks/predicted.py [--targets sm_100 …] [--policies bf16 nvidia …] [--tokens 8192]
        python benchmarks/predicted.py --table --write        only the tables, into the pages that show them
 """
@@ -20,7 +21,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline import CodegenResult, codegen
+from mxcompile.offline import CodegenResult, Range, Rates, Work, codegen
+from mxcompile.offline.estimate import ratio, total
+from mxcompile.offline.step import INDISTINGUISHABLE
 
 BF16, MXFP8 = "bf16", "nvidia"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
@@ -75,23 +78,20 @@ def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
 
 
 def row(result: CodegenResult) -> dict[str, Any]:
-    """A step's figures, rounded to what they are good for. kernels: of the report's products, by number."""
+    """A step's figures. kernels: of the report's products, by number. works: of each launch, with its kind."""
     step = result.step
     moved: Counter[str] = Counter()
     for launch in result.launches:
         moved[launch.kind] += launch.num_bytes
     return {
-        "us": round(step.us),
-        "by_kind": {name: round(us) for name, us in sorted(step.by_kind.items())},
-        "by_reason": {name: round(us) for name, us in sorted(step.by_reason.items())},
         "mb": round(step.num_bytes / 1e6),
         "mb_by_kind": {kind: round(size / 1e6) for kind, size in sorted(moved.items())},
-        "cast_ratio": step.cast_ratio and round(step.cast_ratio, 2),
         "launches": step.launches,
         "unclear": step.unclear,
         "kernels": dict(Counter(gemm.kernel.partition(";")[0] for gemm in result.report.gemms)),
         "problems": len(result.problems),
         "spilling": sum(bool(kernel.binary.spill_bytes) for kernel in result.kernels),
+        "works": [[launch.kind, launch.work.as_data()] for launch in result.launches if launch.work],
     }
 
 
@@ -123,16 +123,33 @@ def main() -> None:
 
 def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
     """The last figures of each target and policy, in the order of `CHIPS` and `policies`."""
-    rows = {
-        (row["target"], row["policy"]): row for row in common.read("predicted") if row["tokens"] == tokens
-    }
+    lines = common.read("predicted")
+    rows = {(row["target"], row["policy"]): row for row in lines if row["tokens"] == tokens}
     order = [(target, policy) for target in CHIPS for policy in policies(target)]
     return {key: rows[key] for key in order if key in rows}
 
 
-def over_bf16(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str) -> float:
-    """A step over BF16's on the same chip."""
-    return float(rows[target, policy]["us"] / rows[target, BF16]["us"])
+def works(row: dict[str, Any], kind: str | None = None) -> list[Work]:
+    """What the launches of a row have to do, or those of one kind."""
+    return [Work(**work) for each, work in row["works"] if kind in (None, each)]
+
+
+def step_us(row: dict[str, Any], kind: str | None = None) -> Range:
+    """The time of a row's step, or of its launches of one kind, by the rates of its chip."""
+    chosen = works(row, kind)
+    return Range.of(lambda rates: total(chosen, rates), Rates.of(TARGETS[row["target"]]))
+
+
+def over(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str, base: str = BF16) -> Range:
+    """A step over that of another policy on the same chip."""
+    return ratio(works(rows[target, policy]), works(rows[target, base]), Rates.of(TARGETS[target]))
+
+
+def casts_over_memory(row: dict[str, Any]) -> str:
+    """Σ estimates of the casts over what their bytes would take; "" without casts."""
+    rates = Rates.of(TARGETS[row["target"]])
+    casts = [work.estimate(rates) for work in works(row, "cast")]
+    return f"{sum(c.us for c in casts) / sum(c.memory_us for c in casts):.2f}" if casts else ""
 
 
 def table(tokens: int = TOKENS) -> list[dict[str, str]]:
@@ -142,11 +159,13 @@ def table(tokens: int = TOKENS) -> list[dict[str, str]]:
         {
             "chip": _chip(target),
             "policy": policy,
-            "step, µs ≥": f"{found['us']:,}",
-            "of BF16's": f"{over_bf16(rows, target, policy):.2f}",
-            **{f"{kind}s": f"{found['by_kind'].get(kind, 0):,}" for kind in ("product", "cast")},
+            "step, µs ≈": step_us(found).text(",.0f"),
+            "of BF16's": _over_bf16(rows, target, policy),
+            **{
+                f"{kind}s": f"{step_us(found, kind).centre:,.0f}" for kind in ("product", "cast", "attention")
+            },
             "MB": f"{found['mb']:,}",
-            "casts ÷ memory": found["cast_ratio"] or "",
+            "casts ÷ memory": casts_over_memory(found),
         }
         for (target, policy), found in rows.items()
         if policy in (BF16, MXFP8)
@@ -163,8 +182,8 @@ def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
             "products": _products(policy, found["kernels"]),
             "products MB": f"{found['mb_by_kind'].get('product', 0):,}",
             "casts MB": f"{found['mb_by_kind'].get('cast', 0):,}",
-            "step, µs ≥": f"{found['us']:,}",
-            "of BF16's": f"{over_bf16(rows, target, policy):.2f}",
+            "step, µs ≈": f"{step_us(found).centre:,.0f}",
+            "of BF16's": _over_bf16(rows, target, policy),
         }
         for (target, policy), found in rows.items()
     ]
@@ -173,19 +192,37 @@ def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
 def ratios(tokens: int = TOKENS) -> list[dict[str, str]]:
     """A row per chip: the step in MXFP8 over BF16's, and the preset of the least step."""
     rows = newest(tokens)
-    shown = []
-    for target in dict.fromkeys(target for target, policy in rows if policy == MXFP8):
-        steps = {policy: over_bf16(rows, target, policy) for at, policy in rows if at == target}
-        best = min(steps, key=lambda policy: steps[policy])
-        shown.append(
-            {
-                "chip": _chip(target),
-                "MX GEMM": "native" if TARGETS[target].native else "emulated",
-                "MXFP8 step ÷ BF16's, predicted": f"{steps[MXFP8]:.2f}",
-                "fastest by prediction": "MXFP8" if best == MXFP8 else f"`{best}`, {steps[best]:.2f}",
-            }
-        )
-    return shown
+    return [
+        {
+            "chip": _chip(target),
+            "MX GEMM": "native" if TARGETS[target].native else "emulated",
+            "MXFP8 step ÷ BF16's, predicted": _over_bf16(rows, target, MXFP8),
+            "fastest by prediction": _fastest(rows, target),
+        }
+        for target in dict.fromkeys(target for target, policy in rows if policy == MXFP8)
+    ]
+
+
+def _over_bf16(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy: str) -> str:
+    return "1.00" if policy == BF16 else over(rows, target, policy).text(".2f")
+
+
+def _fastest(rows: dict[tuple[str, str], dict[str, Any]], target: str) -> str:
+    """The preset of the least step, and those that the rates do not tell from it."""
+    steps = {policy: step_us(rows[target, policy]).centre for at, policy in rows if at == target}
+    best = min(steps, key=lambda policy: steps[policy])
+    alike = [
+        policy
+        for policy in steps
+        if policy != best and (found := over(rows, target, policy, best)).low <= 1.0 <= found.high
+    ]
+    names = ", ".join(_name(policy) for policy in alike)
+    first = _name(best) if best in (BF16, MXFP8) else f"{_name(best)}, {_over_bf16(rows, target, best)}"
+    return f"{first}; {INDISTINGUISHABLE}: {names}" if names else first
+
+
+def _name(policy: str) -> str:
+    return "MXFP8" if policy == MXFP8 else "BF16" if policy == BF16 else f"`{policy}`"
 
 
 def _chip(target: str) -> str:

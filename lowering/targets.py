@@ -121,8 +121,7 @@ def _nvidia(arch: int, chips: str, processors: int, shared_kib: int, **columns: 
         decodes_fp8=decodes,
         encodes_fp8=encodes,
         stores_fp8=decodes,
-        fp8_tiles=_FP8_TILES | _HOPPER.get(arch, frozenset()) if decodes else frozenset(),
-        **columns,
+        **{"fp8_tiles": _FP8_TILES | _HOPPER.get(arch, frozenset()) if decodes else frozenset(), **columns},
     )
 
 
@@ -192,7 +191,8 @@ TARGETS = {
             99,
             mma="mma.sync block_scale",
             scale_layout=ScaleLayout.TILED_128X4,
-            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 2.41, 419),
+            fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
+            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 2.41, mxfp8_tflops=838, fp8_tflops=419),
         ),
         _amd(
             "gfx942",

@@ -4,8 +4,8 @@
     groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
                       them, are made 0 behind it
 
-Offered where its static conditions hold (`fits`): a chip with tensor memory, both scales tiled, sizes and
-strides that are multiples of 16, results in BF16, not both operands E5M2. Such chips take all four layouts,
+Offered where its static conditions hold (`fits`): a chip with tensor memory, both scales tiled, strides and N
+that are multiples of 16, K of a block, results in BF16, not both operands E5M2. Such chips take all four layouts,
 so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS 13.6.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
@@ -35,7 +35,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs
 
 _MULTIPLE = 16
-"""Elements: of K and N."""
+"""Elements: of strides and of N."""
 
 
 def mx_vendor_scaled_mm(
@@ -69,13 +69,15 @@ def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target) -> boo
     """Whether the vendor's product can run. operands: a [M, K], its scale, b [K, N], its scale, the bias."""
     a, scale_a, b, scale_b, *bias = operands
     known = V.graph.sizevars.statically_known_multiple_of
+    k, n = b.get_size()
     return (
         use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
         and target.tmem_columns > 0
         and all(len(scale.get_size()) == 1 for scale in (scale_a, scale_b))
         and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
-        and all(known(size, _MULTIPLE) for size in b.get_size())
+        and known(k, BLOCK)
+        and known(n, _MULTIPLE)
         and out_dtype is torch.bfloat16
         and all(added.get_dtype() is torch.bfloat16 for added in bias)
         and torch.float8_e4m3fn in (a.get_dtype(), b.get_dtype())

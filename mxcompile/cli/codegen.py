@@ -25,6 +25,10 @@ def add_to(commands: Any) -> None:
         metavar="POLICIES",
         help="the same with other policies beside it, separated by commas: estimates side by side",
     )
+    command.add_argument("--rates", metavar="FILE", help="measured rates, which replace those of the table")
+    command.add_argument(
+        "--attention", default="auto", help="backend of attentions without a mask: cudnn or flash"
+    )
     add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 
@@ -47,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
                 out_dir=None if number else options.output,
                 training=not options.inference,
                 policy=policy,
+                rates=options.rates,
+                attention=options.attention,
                 kwargs=loaded.kwargs,
             )
             for number, policy in enumerate([options.policy, *others])

@@ -1,7 +1,7 @@
 """Cross-compiling a generated kernel, and reading what the compiler made of it.
 
-The kernel is compiled as Inductor would on the machine itself, with the first of the configurations it
-would try there that the chip has room for; if it has for none, with the last one, its loads not pipelined.
+The kernel is compiled as Inductor would on the machine itself. Of the configurations that it would time there
+that of the least estimate is taken; if the chip has room for none, the last one, its loads not pipelined.
 Registers, spills and shared memory are read from the binary: by ``cuobjdump``, which comes with Triton, for
 NVIDIA, from the metadata in the assembly for AMD.
 """
@@ -13,7 +13,7 @@ import logging
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,31 +63,30 @@ class Binary:
         return ", ".join(f"{key}={value}" for key, value in self.settings.items())
 
 
-def cross_compile(name: str, source: str, target: Target) -> Binary:
+def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary], float]) -> Binary:
     """Compile the kernel called `name` in `source`, a module that Inductor wrote, for `target`.
+
+    time: estimates a binary in µs; of several without problems that of the least is returned.
 
     To be called with the stand-in of `target` in place. A kernel that does not compile is no error here: its
     `problems` say why.
     """
     tuner = vars(PyCodeCache.load(source))[name]
-    first: Binary | None = None
-    for config in _tried(tuner.configs):
-        made = _compiled(name, tuner, config, target)
-        if not made.problems:
-            return made
-        first = first or made
-    assert first is not None, "a kernel has a configuration"
-    return first
+    binaries = [_compiled(name, tuner, config, target) for config in tuner.configs]
+    fitting = [binary for binary in binaries if not binary.problems]
+    if not fitting and (last := _without_pipelining(tuner.configs[-1])) is not None:
+        fitting = [binary for binary in [_compiled(name, tuner, last, target)] if not binary.problems]
+    return min(fitting, key=time) if len(fitting) > 1 else [*fitting, *binaries][0]
 
 
-def _tried(configs: Sequence[Any]) -> Iterator[Any]:
-    """The configurations in the order in which Inductor comes to them when others lack resources."""
-    yield from configs
-    last = copy.deepcopy(configs[-1])
-    if last.num_stages > 1 or last.kwargs.get("NUM_STAGES", 1) > 1:
-        last.num_stages = 1
-        last.kwargs.update({"NUM_STAGES": 1} if "NUM_STAGES" in last.kwargs else {})
-        yield last
+def _without_pipelining(config: Any) -> Any | None:
+    """What Inductor comes to when all configurations lack resources; None if `config` is that already."""
+    if config.num_stages <= 1 and config.kwargs.get("NUM_STAGES", 1) <= 1:
+        return None
+    last = copy.deepcopy(config)
+    last.num_stages = 1
+    last.kwargs.update({"NUM_STAGES": 1} if "NUM_STAGES" in last.kwargs else {})
+    return last
 
 
 def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:

@@ -5,8 +5,12 @@ CPU and its joint graph moved: every value, every device argument, and the atten
 the same on both.
 
     CPU                                          GPU
-    _scaled_dot_product_flash_attention_for_cpu  _scaled_dot_product_flash_attention without a mask,
-                                                 _scaled_dot_product_efficient_attention with one
+    _scaled_dot_product_flash_attention_for_cpu  _scaled_dot_product_efficient_attention with a mask; without
+                                                 one _scaled_dot_product_cudnn_attention or
+                                                 _scaled_dot_product_flash_attention
+
+PyTorch prefers cuDNN's on compute capability 9.0, 10.0 and 10.3 where cuDNN is newer than 9.15, as in its
+builds for CUDA 13 (`check_prefer_cudnn_attention` in ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
 
 A scalar constant stays where it is, as it would in a graph of a GPU model.
 """
@@ -23,16 +27,36 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from mxcompile.graph.opsets import ATTENTION_FORWARD, argument, aten, packet
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, argument, aten, packet
 from mxcompile.graph.tags import KEY, set_tag, tags_of
+from mxcompile.lowering.targets import Target
+from mxcompile.ops.view import arguments_of
 
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PADDED = 16  # a mask's rows start on multiples of this many elements in memory
 
 
-def move(graph: fx.Graph, device: torch.device) -> None:
-    """Make `graph`, of values on the CPU, one on `device`, a GPU."""
+CUDNN, FLASH = "cudnn", "flash"
+"""Backends of an attention without a mask."""
+
+_PREFERS_CUDNN = ("sm_90", "sm_100", "sm_103")
+_CUDNN_HEAD = 128
+
+
+def attention_backend(target: Target, asked: str = "auto") -> str:
+    """The backend that PyTorch takes on `target`, or the one that was asked for. Raises `OptionError`."""
+    allowed = ("auto", FLASH, *([] if isinstance(target.arch, str) else [CUDNN]))
+    if asked not in allowed:
+        raise OptionError(not_allowed("attention", asked, allowed))
+    if asked != "auto":
+        return asked
+    return CUDNN if target.name in _PREFERS_CUDNN else FLASH
+
+
+def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
+    """Make `graph`, of values on the CPU, one on `device`, a GPU. attention: a backend."""
     values = [node.meta.get("val") for node in graph.nodes]
     mode = detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
     if mode is None:
@@ -40,8 +64,16 @@ def move(graph: fx.Graph, device: torch.device) -> None:
     mover = _Mover(mode, device)
     for node in graph.nodes:
         mover.move(node)
-    _Attention(graph, mode).replace()
+    _Attention(graph, mode, attention).replace()
     graph.lint()
+
+
+def attention_flops(node: fx.Node) -> float:
+    """Of an attention's kernel: half of each product under a causal mask, in backward the scores again."""
+    tags = tags_of(node)
+    again = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
+    half = 0.5 if arguments_of(node).get("is_causal") else 1.0
+    return half * again * sum(tag.flops for tag in tags)
 
 
 class _Mover:
@@ -78,9 +110,10 @@ class _Mover:
 class _Attention:
     """Attention operators of the CPU become those of a GPU."""
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, backend: str) -> None:
         self._graph = graph
         self._mode = mode
+        self._backend = backend
         self._forwards: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
@@ -97,20 +130,16 @@ class _Attention:
     def _replace_forward(self, node: fx.Node) -> None:
         q, k, v, dropout, causal, mask, scale = _forward_arguments(node)
         with self._graph.inserting_before(node):
-            if mask is None:
-                new = self._call(
-                    aten._scaled_dot_product_flash_attention.default,
-                    *(q, k, v, dropout, causal, False),
-                    like=node,
-                    scale=scale,
-                )
+            if mask is not None:
+                target = aten._scaled_dot_product_efficient_attention.default
+                arguments = (self._bias(q, k, mask, node), True, dropout, causal)
+            elif self._backend == CUDNN and _fits_cudnn(q):
+                target = aten._scaled_dot_product_cudnn_attention.default
+                arguments = (None, True, dropout, causal, False)
             else:
-                new = self._call(
-                    aten._scaled_dot_product_efficient_attention.default,
-                    *(q, k, v, self._bias(q, k, mask, node), True, dropout, causal),
-                    like=node,
-                    scale=scale,
-                )
+                target = aten._scaled_dot_product_flash_attention.default
+                arguments = (dropout, causal, False)
+            new = self._call(target, q, k, v, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         for user in list(node.users):
             if user.target is operator.getitem:
@@ -144,24 +173,22 @@ class _Attention:
         grad, q, k, v, out, logsumexp, dropout, causal = node.args[:8]
         forward = _origin(out)
         scale = node.kwargs.get("scale")
-        flash = packet(forward) is aten._scaled_dot_product_flash_attention
-        saved = self._saved(forward, range(2, 8) if flash else range(2, 4))
+        masked = packet(forward) is aten._scaled_dot_product_efficient_attention
+        saved = self._saved(forward, range(2, 4) if masked else range(2, 8))
+        tensors = (grad, q, k, v)
         with self._graph.inserting_before(node):
-            if flash:
-                new = self._call(
-                    aten._scaled_dot_product_flash_attention_backward.default,
-                    *(grad, q, k, v, out, logsumexp, *saved[:4], dropout, causal, *saved[4:]),
-                    like=node,
-                    scale=scale,
-                )
-            else:
-                new = self._call(
-                    aten._scaled_dot_product_efficient_attention_backward.default,
-                    *(grad, q, k, v, forward.args[3], out, logsumexp, *saved, dropout),
-                    *([True, True, True, False], causal),
-                    like=node,
-                    scale=scale,
-                )
+            match packet(forward):
+                case aten._scaled_dot_product_efficient_attention:
+                    target = aten._scaled_dot_product_efficient_attention_backward.default
+                    mask = [True, True, True, False]
+                    arguments = (forward.args[3], out, logsumexp, *saved, dropout, mask, causal)
+                case aten._scaled_dot_product_cudnn_attention:
+                    target = aten._scaled_dot_product_cudnn_attention_backward.default
+                    arguments = (out, logsumexp, *saved[4:], None, *saved[:4], dropout, causal)
+                case _:
+                    target = aten._scaled_dot_product_flash_attention_backward.default
+                    arguments = (out, logsumexp, *saved[:4], dropout, causal, *saved[4:])
+            new = self._call(target, *tensors, *arguments, like=node, scale=scale)
         set_tag(new, *tags_of(node))
         node.replace_all_uses_with(new)
         self._graph.erase_node(node)
@@ -184,6 +211,13 @@ class _Attention:
         with self._mode, torch.no_grad():
             node.meta["val"] = target(*positional, **keywords)
         return node
+
+
+def _fits_cudnn(q: fx.Node) -> bool:
+    value = q.meta["val"]
+    head = value.shape[-1]
+    halves = (torch.bfloat16, torch.float16)
+    return value.dtype in halves and isinstance(head, int) and head <= _CUDNN_HEAD and head % 8 == 0
 
 
 def _origin(result: Any) -> fx.Node:

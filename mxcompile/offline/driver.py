@@ -32,8 +32,9 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.trace import Unused, trace
+from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, packet
 from mxcompile.graph.tags import GemmTag, hint, tags_of
-from mxcompile.offline.device import move
+from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.report import Part
 
@@ -61,7 +62,7 @@ class Generated:
     phase: "forward", "backward" or "inference". source: the Python module. input_bytes: of the graph's
     tensors, by their names in the module. origins: for each kernel, as ``name:place`` where the place is its
     number in the order of code generation, the names of the graph's nodes it computes. gemms: by node, the
-    GEMMs it computes. operators: of the nodes, by name.
+    GEMMs it computes. operators: of the nodes, by name. attention_flops: of nodes that are an attention.
     """
 
     phase: str
@@ -70,6 +71,7 @@ class Generated:
     origins: dict[str, tuple[str, ...]]
     gemms: dict[str, tuple[GemmTag, ...]]
     operators: dict[str, str]
+    attention_flops: dict[str, float]
 
 
 class Driver(Rehearsal[FakeTensorMode]):
@@ -78,8 +80,9 @@ class Driver(Rehearsal[FakeTensorMode]):
     parts: of the report. generated: the code, a graph's forward before its backward.
     """
 
-    def __init__(self, model: nn.Module, options: Options, training: bool) -> None:
+    def __init__(self, model: nn.Module, options: Options, training: bool, attention: str) -> None:
         super().__init__(model, options, FakeTensorMode(allow_non_fake_inputs=True), training=training)
+        self._attention = attention
         self.parts: list[Part] = []
         self.generated: list[Generated] = []
 
@@ -105,7 +108,7 @@ class Driver(Rehearsal[FakeTensorMode]):
         remove_noop_ops(graph)
         if graph.owning_module is not None:
             constant_fold_uniform_value(graph.owning_module)
-        move(graph, DEVICE)
+        move(graph, DEVICE, self._attention)
 
     def _generate(self, gm: fx.GraphModule, _: Any, **options: Any) -> Any:
         """In place of Inductor's inner compiler: it runs, and what it wrote is kept and not loaded."""
@@ -135,6 +138,11 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
         },
         gemms={node.name: tags_of(node) for node in nodes if tags_of(node)},
         operators={node.name: str(node.target) for node in nodes if node.op == "call_function"},
+        attention_flops={
+            node.name: attention_flops(node)
+            for node in nodes
+            if packet(node) in ATTENTION_FORWARD | ATTENTION_BACKWARD
+        },
     )
 
 

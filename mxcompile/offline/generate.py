@@ -3,10 +3,11 @@
     driver    model → the modules Inductor writes for forward and backward
     wrapper   module → kernels and launches
     binary    kernel → assembly, binary, registers, spills, instructions
-    bounds    launch → how long it takes at least, and why
+    kernel_work, estimate    launch → what it has to do → how long that takes, and why
 
 What differs from a compile on the machine itself: nothing is measured, so that where Inductor would time
-several configurations the first is taken, and the model is traced on the CPU (see `device`).
+several configurations that of the least estimate is taken, and the model is traced on the CPU (see
+`device`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,16 @@ from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
 from mxcompile.errors import TargetError
 from mxcompile.graph.opsets import VIEWS
-from mxcompile.lowering.targets import TARGETS, Target, check
+from mxcompile.graph.tags import GemmTag
+from mxcompile.lowering.targets import TARGETS, check
 from mxcompile.models.arguments import ModelInput, keywords
-from mxcompile.offline import bounds
-from mxcompile.offline.binary import cross_compile
-from mxcompile.offline.bounds import Bound
+from mxcompile.offline import kernel_work
+from mxcompile.offline.binary import Binary, cross_compile
+from mxcompile.offline.device import attention_backend
 from mxcompile.offline.driver import Driver, Generated
+from mxcompile.offline.estimate import Work, library_work
 from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import Call, Module, read
@@ -54,6 +59,8 @@ def codegen(
     out_dir: str | Path | None = None,
     training: bool = True,
     policy: Policy | str | dict[str, Any] | None = None,
+    rates: str | Path | None = None,
+    attention: str = "auto",
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> CodegenResult:
@@ -62,7 +69,9 @@ def codegen(
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
     called with (see `models.arguments`). target: a GPU of
     `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
-    forward and backward, else forward only. policy: as the backend's option.
+    forward and backward, else forward only. policy: as the backend's option. rates: a file of measured rates,
+    which replace those of the table (see `rates`). attention: the backend of attentions without a mask,
+    "cudnn" or "flash"; "auto" is PyTorch's choice.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is no error: see `CodegenResult.problems`.
@@ -75,59 +84,98 @@ def codegen(
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
     options = Options.parse(None, {"policy": policy, "target": target})
-    driver = Driver(model, options, training)
+    known = Rates.of(chip, rates)
+    driver = Driver(model, options, training, attention_backend(chip, attention))
     driver.call(args, named)
-    written = [
-        (phase, graph, read(graph.source, graph.input_bytes)) for phase, graph in _named(driver.generated)
-    ]
-    with stand_in(chip):
-        kernels = {
-            (phase, name): Kernel(
-                phase=phase, name=name, source=source, binary=cross_compile(name, source, chip)
-            )
-            for phase, _, module in written
-            for name, source in module.kernels.items()
-        }
-    launches = []
     report = Report.of(driver.parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
-    for phase, graph, module in written:
+    kernels: dict[tuple[str, str], Kernel] = {}
+    launches: list[Launch] = []
+    wrappers = {}
+    for phase, graph in _named(driver.generated):
+        module = read(graph.source, graph.input_bytes)
+        wrappers[phase] = graph.source
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
-            bound = _bound(launch, call, kernels.get((phase, call.kernel)), chip, wide)
-            launches.append(dataclasses.replace(launch, bound=bound))
+            worker = _Worker(launch, call, module.kernels.get(call.kernel, ""), known, wide)
+            if call.generated and (phase, call.kernel) not in kernels:
+                with stand_in(chip):
+                    binary = cross_compile(call.kernel, worker.source, chip, worker.time)
+                kernels[phase, call.kernel] = Kernel(
+                    phase=phase, name=call.kernel, source=worker.source, binary=binary
+                )
+            launches.append(worker.launched(kernels.get((phase, call.kernel))))
     result = CodegenResult(
         target=target,
         launches=tuple(launches),
         kernels=tuple(kernels.values()),
-        wrappers={phase: graph.source for phase, graph, _ in written},
+        wrappers=wrappers,
         report=estimate(report),
+        rates=known,
     )
     if out_dir is not None:
         result.save(out_dir)
     return result
 
 
-def _bound(
-    launch: Launch, call: Call, kernel: Kernel | None, chip: Target, wide: Container[str]
-) -> Bound | None:
-    """The bound of `launch`. wide: the GEMMs of a dtype wider than BF16, as launches name them."""
-    if chip.peak is None:
-        return None
-    if kernel is None:
-        rate = chip.peak.bf16_tflops
-        if "scaled" in launch.kernel:
-            rate = chip.peak.fp8_tflops
-        elif any(gemm in wide for gemm in launch.gemms):
-            rate = chip.peak.fp32_tflops
-        return bounds.of_library(num_bytes=launch.num_bytes, flops=launch.flops, tflops=rate, target=chip)
-    return bounds.of_generated(
-        num_bytes=launch.num_bytes,
-        flops=launch.flops,
-        source=kernel.source,
-        numbers=call.numbers,
-        binary=kernel.binary,
-        target=chip,
-    )
+_SCALES = {"(tensor": "fp8_tensor", "(channel": "fp8_channel", "(1x128": "fp8_block"}
+"""Kinds of rates by how the record of a library's FP8 product tells the extent of its scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """One launch, and what is needed to reckon its time. source: "" of a library's kernel.
+
+    wide: the GEMMs of a dtype wider than BF16, as launches name them.
+    """
+
+    launch: Launch
+    call: Call
+    source: str
+    rates: Rates
+    wide: Container[str]
+
+    def launched(self, kernel: Kernel | None) -> Launch:
+        """The launch with its work and its estimate."""
+        if self.rates.target.peak is None:
+            return self.launch
+        facts = None if kernel is None else self._facts(kernel.binary)
+        work = self._library_work() if facts is None else facts.work
+        return dataclasses.replace(self.launch, facts=facts, work=work, estimate=work.estimate(self.rates))
+
+    def time(self, binary: Binary) -> float:
+        """The estimate in µs if `binary` is launched; 0 where nothing is known of the chip."""
+        known = self.rates.target.peak is not None
+        return self._facts(binary).work.estimate(self.rates).us if known else 0.0
+
+    def _facts(self, binary: Binary) -> kernel_work.Facts:
+        return kernel_work.read(
+            num_bytes=self.launch.num_bytes,
+            flops=self.launch.flops,
+            source=self.source,
+            numbers=self.call.numbers,
+            binary=binary,
+            target=self.rates.target,
+        )
+
+    def _library_work(self) -> Work:
+        return library_work(
+            num_bytes=self.launch.num_bytes,
+            flops=self.launch.flops,
+            product=self._product(),
+            target=self.rates.target,
+        )
+
+    def _product(self) -> str:
+        """The kind of rate of a library's products."""
+        name = self.launch.kernel
+        if self.launch.kind == "attention":
+            backend = next((each for each in ("cudnn", "efficient") if each in name), "flash")
+            return f"{backend}_backward" if "_backward" in name else backend
+        if "mx_vendor" in name:
+            return "mxfp8"
+        if "scaled" in name:
+            return next((kind for begin, kind in _SCALES.items() if begin in self.launch.library), "fp8_tensor")
+        return "fp32" if any(gemm in self.wide for gemm in self.launch.gemms) else "bf16"
 
 
 def _named(generated: Sequence[Generated]) -> list[tuple[str, Generated]]:
@@ -167,11 +215,18 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
                 operators=computed,
                 cast=_source(call, written_by) if call.generated and only_casts else "",
                 num_bytes=call.num_bytes,
-                flops=sum(tag.flops for tag in dict.fromkeys(tags)),
+                flops=_flops(products, tags, graph),
+                library="" if call.generated else next((tag.kernel for tag in tags), ""),
             )
         )
         written_by |= dict.fromkeys(call.writes, "generated" if call.generated else "library")
     return launches
+
+
+def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> float:
+    """Of the products of `nodes`, whose tags are `tags`."""
+    attention = sum(graph.attention_flops.get(node, 0.0) for node in nodes)
+    return attention or sum(tag.flops for tag in dict.fromkeys(tags))
 
 
 def _source(call: Call, written_by: dict[str, str]) -> str:

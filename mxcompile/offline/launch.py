@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mxcompile.offline.binary import Binary
-from mxcompile.offline.bounds import Bound
+from mxcompile.offline.estimate import Estimate, Work
+from mxcompile.offline.kernel_work import Facts
 
 _CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
 """How the names of casts begin, and of what they follow from."""
@@ -20,8 +21,10 @@ class Launch:
     products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
     what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
     "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
-    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. bound: how
-    long it takes at least, an estimate (see `bounds`).
+    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. library: how its record
+    names the kernel of a library. work: what it
+    has to do, estimate: how long that takes (see `estimate`), both None for a chip without known peaks.
+    facts: of a generated kernel, what its machine code says.
     """
 
     phase: str
@@ -32,7 +35,10 @@ class Launch:
     cast: str = ""
     num_bytes: int = 0
     flops: float = 0.0
-    bound: Bound | None = None
+    library: str = ""
+    work: Work | None = None
+    estimate: Estimate | None = None
+    facts: Facts | None = None
 
     @property
     def kind(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 from tabulate import tabulate
 
 from mxcompile.offline.binary import Binary
-from mxcompile.offline.bounds import Bound
+from mxcompile.offline.estimate import Estimate
 from mxcompile.offline.launch import Kernel, Launch
-from mxcompile.offline.step import KINDS, Step
+from mxcompile.offline.rates import Rates
+from mxcompile.offline.step import INDISTINGUISHABLE, KINDS, Step
 from mxcompile.report import Report
 
 
@@ -25,6 +27,7 @@ class CodegenResult:
 
     launches: of one step, in order. kernels: each generated kernel of a phase once. wrappers: by phase, the
     module that launches them. report: as of a compile, with roofline estimates per GEMM and for the step.
+    rates: by which the launches are estimated.
     """
 
     target: str
@@ -32,6 +35,7 @@ class CodegenResult:
     kernels: tuple[Kernel, ...]
     wrappers: Mapping[str, str]
     report: Report
+    rates: Rates
 
     def kernel(self, launch: Launch) -> Kernel:
         """The generated kernel that `launch` runs. Raises KeyError if it is a library's."""
@@ -46,8 +50,8 @@ class CodegenResult:
 
     @property
     def step(self) -> Step:
-        """The sum of the launches' bounds."""
-        return Step.of(self.launches)
+        """The sum of the launches' estimates."""
+        return Step.of(self.launches, self.rates)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -85,10 +89,14 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
         "schema": 1,
         "target": result.target,
         "launches": [
-            {**dataclasses.asdict(launch), "kind": launch.kind, "bound": _bound_as_data(launch.bound)}
+            {
+                **dataclasses.asdict(launch),
+                "kind": launch.kind,
+                "estimate": _estimate_as_data(launch.estimate),
+            }
             for launch in result.launches
         ],
-        "step": {**dataclasses.asdict(result.step), "cast_ratio": result.step.cast_ratio},
+        "step": {**_step_as_data(result.step), "cast_ratio": result.step.cast_ratio},
         "kernels": [
             {
                 "phase": kernel.phase,
@@ -109,8 +117,13 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
     }
 
 
-def _bound_as_data(bound: Bound | None) -> dict[str, Any] | None:
-    return None if bound is None else {"us": bound.us, "by": bound.by, **dataclasses.asdict(bound)}
+def _estimate_as_data(found: Estimate | None) -> dict[str, Any] | None:
+    return None if found is None else {"us": found.us, "by": found.by, **dataclasses.asdict(found)}
+
+
+def _step_as_data(step: Step) -> dict[str, Any]:
+    names = ("us", "by_kind", "by_reason", "num_bytes", "cast_memory_us", "launches", "unclear")
+    return {name: getattr(step, name) for name in names} | {"range_us": dataclasses.asdict(step.range)}
 
 
 def _lines(result: CodegenResult) -> list[str]:
@@ -153,7 +166,7 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
                 len(same),
                 _short(_computed(same), 23),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
-                *_bounds(same),
+                *_estimates(same),
                 _short(_instruction(binary), 12),
                 binary.registers or "",
                 binary.spill_bytes if kernel in binaries else "",
@@ -161,17 +174,17 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
                 binary.tmem_columns or "",
             ]
         )
-    headers = ["kernel", "×", "computes", "MB", "µs ≥", "by", "MMA", "regs", "spill", "KiB", "tmem"]
+    headers = ["kernel", "×", "computes", "MB", "µs ≈", "by", "MMA", "regs", "spill", "KiB", "tmem"]
     aligned = ("left", "right", "left", "right", "right")
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
 
 
-def _bounds(launches: Sequence[Launch]) -> tuple[str, str]:
-    """The sum of the launches' bounds, and what makes the largest."""
-    found = [launch.bound for launch in launches if launch.bound is not None]
-    if not found:
+def _estimates(launches: Sequence[Launch]) -> tuple[str, str]:
+    """The sum of the launches' estimates, and what makes most of the largest."""
+    known = [launch.estimate for launch in launches if launch.estimate is not None]
+    if not known:
         return "", ""
-    return f"{sum(bound.us for bound in found):.0f}", max(found, key=lambda bound: bound.us).by
+    return f"{sum(each.us for each in known):.0f}", max(known, key=lambda each: each.us).by
 
 
 def _computed(launches: Sequence[Launch]) -> str:
@@ -217,16 +230,28 @@ def _summary(result: CodegenResult) -> list[str]:
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:
-    """A column per policy: bounds by kind of launch, the step's over that of the last, bytes, launches."""
+    """A column per policy: estimates by kind of launch, the step's over that of the last, bytes, launches."""
     steps = {name: result.step for name, result in results.items()}
     last = list(steps.values())[-1]
     rows: list[list[str]] = [
         [f"{kind}, µs", *(f"{step.by_kind.get(kind, 0.0):,.0f}" for step in steps.values())] for kind in KINDS
     ]
-    rows.append(["step, µs", *(f"{step.us:,.0f}" for step in steps.values())])
-    rows.append(["of the last", *(f"{step.us / last.us:.2f}" if last.us else "" for step in steps.values())])
+    rows.append(["step, µs", *(step.range.text(",.0f") for step in steps.values())])
+    ratios = {name: step.over(last) for name, step in steps.items() if last.us}
+    rows.append(["of the last", *(ratios[name].text(".2f") if name in ratios else "" for name in steps)])
     rows.append(["MB", *(f"{step.num_bytes / 1e6:,.0f}" for step in steps.values())])
     rows.append(["launches", *(str(step.launches) for step in steps.values())])
     target = next(iter(results.values())).target
-    title = f"bounds on {target}, estimates from the machine code, not measured"
-    return title + "\n" + tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")
+    title = f"estimates on {target} from the machine code, not measured"
+    compared = tabulate(rows, headers=["", *steps], disable_numparse=True, stralign="right")
+    return "\n".join([title, compared, *_alike(steps)])
+
+
+def _alike(steps: Mapping[str, Step]) -> list[str]:
+    """A sentence for each pair of policies of which either could be the faster."""
+    pairs = itertools.combinations((name for name, step in steps.items() if step.us), 2)
+    return [
+        f"{one} and {other}: {INDISTINGUISHABLE}"
+        for one, other in pairs
+        if (found := steps[one].over(steps[other])).low <= 1.0 <= found.high
+    ]

@@ -1,4 +1,4 @@
-"""A step as the sum of the bounds of its launches, which are estimates."""
+"""A step as the sum of the estimates of its launches."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mxcompile.offline.estimate import REASONS, Work, ratio, total
 from mxcompile.offline.launch import Launch
+from mxcompile.offline.rates import Range, Rates
 
 KINDS = ("product", "cast", "attention", "rest")
-REASONS = ("memory", "issue", "mma", "latency")
+
+INDISTINGUISHABLE = "not distinguishable"
+"""Of two policies whose ratio may be more or less than 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """Sums over launches.
 
-    us: Σ bounds, and of them by_kind of launch and by_reason. num_bytes: moved at least. cast_memory_us: what
-    the casts' bytes alone would take. launches: with a bound; unclear: of them with a loop whose rounds are
-    not known.
+    us: Σ estimates, and of them by_kind of launch and by_reason. num_bytes: moved at least. cast_memory_us:
+    what the casts' bytes alone would take. launches: with an estimate; unclear: of them with a loop whose
+    rounds are not known. works: of the launches; rates: by which they are reckoned.
     """
 
     us: float = 0.0
@@ -28,29 +32,48 @@ class Step:
     cast_memory_us: float = 0.0
     launches: int = 0
     unclear: int = 0
+    works: tuple[Work, ...] = ()
+    rates: Rates | None = None
 
     @classmethod
-    def of(cls, launches: Iterable[Launch]) -> Step:
-        """The sum; zeros if no launch has a bound."""
-        bounds = [(launch, launch.bound) for launch in launches if launch.bound is not None]
+    def of(cls, launches: Iterable[Launch], rates: Rates) -> Step:
+        """The sum; zeros if no launch has an estimate."""
+        known = [launch for launch in launches if launch.work is not None]
         by_kind: defaultdict[str, float] = defaultdict(float)
         by_reason: defaultdict[str, float] = defaultdict(float)
-        for launch, bound in bounds:
-            by_kind[launch.kind] += bound.us
-            by_reason[bound.by] += bound.us
+        cast_memory_us = 0.0
+        for launch in known:
+            assert launch.estimate is not None
+            by_kind[launch.kind] += launch.estimate.us
+            by_reason[launch.estimate.by] += launch.estimate.us
+            cast_memory_us += launch.estimate.memory_us if launch.kind == "cast" else 0.0
         return cls(
-            us=sum(bound.us for _, bound in bounds),
+            us=sum(by_kind.values()),
             by_kind=dict(by_kind),
             by_reason=dict(by_reason),
-            num_bytes=sum(launch.num_bytes for launch, _ in bounds),
-            cast_memory_us=sum(bound.memory_us for launch, bound in bounds if launch.kind == "cast"),
-            launches=len(bounds),
-            unclear=sum(not bound.understood for _, bound in bounds),
+            num_bytes=sum(launch.num_bytes for launch in known),
+            cast_memory_us=cast_memory_us,
+            launches=len(known),
+            unclear=sum(launch.facts is not None and not launch.facts.understood for launch in known),
+            works=tuple(launch.work for launch in known if launch.work is not None),
+            rates=rates,
         )
 
     @property
+    def range(self) -> Range:
+        """The estimate in µs as the rates are at their low, centre and high."""
+        if self.rates is None or not self.works:
+            return Range(0.0, 0.0, 0.0)
+        return Range.of(lambda rates: total(self.works, rates), self.rates)
+
+    def over(self, other: Step) -> Range:
+        """This step ÷ `other` of the same chip, by the rates of this one."""
+        assert self.rates is not None, "a step of launches"
+        return ratio(self.works, other.works, self.rates)
+
+    @property
     def cast_ratio(self) -> float | None:
-        """Σ bounds of the casts over what their bytes would take; None without casts."""
+        """Σ estimates of the casts over what their bytes would take; None without casts."""
         return self.by_kind.get("cast", 0.0) / self.cast_memory_us if self.cast_memory_us else None
 
     def __str__(self) -> str:
@@ -60,7 +83,7 @@ class Step:
         )
         unclear = f"; {self.unclear} with loops counted once" if self.unclear else ""
         return (
-            f"bounds of the launches, estimates from the machine code: {self.us:,.0f} µs{unclear}\n"
+            f"estimates of the launches, from the machine code: {self.range.text(',.0f')} µs{unclear}\n"
             f"  {kinds}\n"
             f"  bound by {reasons}"
         )

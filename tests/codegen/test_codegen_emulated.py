@@ -85,10 +85,10 @@ def test_what_an_emulated_cast_spends_an_element(generated):
     result = generated("sm_90", True)
     casts = [launch for launch in result.launches if CASTS in launch.operators]
     assert not any(result.kernel(launch).binary.spill_bytes for launch in casts)
-    alone = sorted(launch.bound.per_element for launch in casts if launch.cast == "input")
+    alone = sorted(launch.facts.per_element for launch in casts if launch.cast == "input")
     assert 6 < alone[0] <= alone[-2] <= 8.6, "weights, and the attention's result"
     assert alone[-1] <= 14.5, "the gradient that comes in, both values"
-    assert max(launch.bound.per_element for launch in casts) <= 46
+    assert max(launch.facts.per_element for launch in casts) <= 46
 
 
 def test_bytes_moved_are_those_of_the_tensors(generated):

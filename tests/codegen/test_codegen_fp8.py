@@ -79,7 +79,7 @@ def check_casts(result, target: str) -> None:
         assert launch.kind == "cast"
         assert result.kernel(launch).binary.spill_bytes == 0
         if launch.cast:  # nothing else
-            assert launch.bound.per_element < MOST.get(target, 35)
+            assert launch.facts.per_element < MOST.get(target, 35)
 
 
 def packets(launch) -> set[str]:

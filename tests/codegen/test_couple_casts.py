@@ -98,8 +98,8 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
     (launch,) = [each for each in result.launches if "mx.quantize_two.default" in each.operators]
     elements = tokens * hidden
     assert launch.num_bytes <= elements * (3 * 2 + 4 * (1 + 1 / 32)) * 1.01
-    assert launch.bound is not None
-    assert 25 < launch.bound.per_element <= 33
+    assert launch.facts is not None
+    assert 25 < launch.facts.per_element <= 33
     assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
     source = result.kernel(launch).source
     assert source.count("packed.sigmoid(") == 2

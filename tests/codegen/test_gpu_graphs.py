@@ -14,7 +14,7 @@ from rendered import rendered
 
 from mxcompile import ops
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline import Bound, Launch
+from mxcompile.offline import Estimate, Launch
 from mxcompile.offline.step import Step
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -43,12 +43,12 @@ def test_all_are_there(casts):
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "swiglu's gradients"))
 def test_a_cast_is_the_template_with_its_producer(casts, name):
-    """One kernel, beside a norm's statistic, and the model has a bound for it."""
+    """One kernel, beside a norm's statistic, and the model has an estimate for it."""
     result = casts[name].predicted(SM_100)
     *others, cast = result.launches
     assert len(others) == (name == "norm, both")
     assert "packed.quantize_" in result.kernel(cast).source
-    assert result.step.us >= cast.bound.us > 0
+    assert result.step.us >= cast.estimate.us > 0
     written = 4 if name == "swiglu's gradients" else 2 if "both" in name else 1
     assert cast.num_bytes > 256 * 512 * (2 + written)
 
@@ -155,8 +155,8 @@ def test_a_check_fails_where_it_should(module):
 
 
 def _launch(kernel, us, num_bytes):
-    bound = Bound(memory_us=us)
-    return Launch(phase="forward", kernel=kernel, generated=True, num_bytes=num_bytes, bound=bound)
+    estimate = Estimate(memory_us=us)
+    return Launch(phase="forward", kernel=kernel, generated=True, num_bytes=num_bytes, estimate=estimate)
 
 
 def test_kernels_are_joined_by_their_names(module):

@@ -75,7 +75,8 @@ def _forms(choices) -> list[str]:
     [
         (4096, 512, 1024, "sm_100", {"mx_scaled_mm_tiled", "mx_scaled_mm", "vendor"}),
         (4096, 512, 1000, "sm_100", {"mx_scaled_mm_tiled", "mx_scaled_mm"}),  # N is no multiple of 16
-        (4096, 520, 1024, "sm_100", {"mx_scaled_mm"}),  # nor K
+        (4096, 528, 1024, "sm_100", {"mx_scaled_mm_tiled", "mx_scaled_mm"}),  # K is no multiple of 32
+        (4096, 520, 1024, "sm_100", {"mx_scaled_mm"}),  # nor of 16
         (32, 512, 1024, "sm_100", {"mx_scaled_mm", "vendor"}),  # few rows are swapped
         (4096, 512, 1024, "sm_120", {"mx_scaled_mm"}),
     ],

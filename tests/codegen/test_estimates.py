@@ -1,4 +1,4 @@
-"""Bounds from machine code: loops and waits read right, times as by hand, and what today's kernels cost."""
+"""Estimates from machine code: loops and waits read right, times as by hand, what today's kernels cost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from mxcompile.cli.main import main
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.offline import bounds
+from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary
+from mxcompile.offline.estimate import library_work
 from mxcompile.offline.machine_code import Loop, parse
+from mxcompile.offline.rates import KINDS, Rates
 
 ROOT = Path(__file__).parents[2]
 BOTH = "mx.quantize_both.default"
@@ -121,7 +123,7 @@ def test_copies_into_shared_memory(text, each_step, waits):
     assert code.round_trips({loop: 8}) == 8 * each_step + 1
     assert code.waits(loop) == waits
     alone, two = (
-        _bound(
+        _facts(
             binary=Binary(
                 settings={"num_warps": 8}, shared_bytes=shared, mma=("block_scale",), text={"sass": text}
             )
@@ -130,9 +132,11 @@ def test_copies_into_shared_memory(text, each_step, waits):
     )
     assert (alone.resident, two.resident) == (1, 2)
     assert alone.waits == waits
-    tile = two.mma_us / 2
-    between = alone.between * tile
-    assert alone.mma_us == pytest.approx(2 * (tile + between + 4 * waits * 0.7))
+    assert alone.work.waits == 2 * 4 * waits, "of two tiles of four steps"
+    assert two.work.waits == 0
+    tile = two.work.estimate(PLAIN).mma_us / 2
+    between = alone.between * alone.work.mma_us / 2 / 0.8
+    assert alone.work.estimate(PLAIN).mma_us == pytest.approx(2 * (tile + between + 4 * waits * 0.7))
 
 
 def test_loops_of_amd_code():
@@ -159,7 +163,15 @@ SOURCE = """
 """
 
 
-def _bound(**changed):
+PLAIN = Rates.of(TARGETS["sm_100"])
+PLAIN = dataclasses.replace(
+    PLAIN,
+    values={"memory": 0.875, "issue": 0.6, "own_mxfp8": 0.8, "mxfp8": 0.8, "bf16": 0.8}
+    | {"latency_us": 0.7, "launch_us": 0.0},
+)
+
+
+def _facts(**changed):
     settings = {"num_warps": 8}
     binary = Binary(
         settings=settings,
@@ -176,44 +188,90 @@ def _bound(**changed):
         "binary": binary,
         "target": TARGETS["sm_100"],
     }
-    return bounds.of_generated(**given | changed)
+    return kernel_work.read(**given | changed)
 
 
 @pytest.mark.parametrize(("registers", "blocks"), [(40, 6), (41, 5), (255, 1)])
 def test_blocks_share_the_registers_of_a_processor(registers: int, blocks: int):
     """65,536 of them, given to the 256 threads of a block by eights: 41 take 48."""
     binary = Binary(settings={"num_warps": 8}, registers=registers, text={"sass": NVIDIA})
-    assert _bound(binary=binary).resident == blocks
+    assert _facts(binary=binary).resident == blocks
 
 
 def test_the_four_times_by_hand():
     """32 tiles on 16 programs, two each, of four steps along K."""
-    bound = _bound()
-    assert bound.understood
-    assert (bound.programs, bound.resident) == (16, 1)
-    assert bound.memory_us == pytest.approx(1.0), "at 7 TB/s"
+    facts = _facts()
+    assert facts.understood
+    assert (facts.programs, facts.resident) == (16, 1)
+    estimate = facts.work.estimate(PLAIN)
+    assert estimate.memory_us == pytest.approx(1.0), "at 7 TB/s"
     instructions = 3 + 2 * (7 + 4 * 3) + 2
-    assert bound.instructions == instructions
-    assert bound.issue_us == pytest.approx(16 * 8 * instructions / (2.4 * 148 * 1850))
+    assert facts.instructions == instructions
+    assert estimate.issue_us == pytest.approx(16 * 8 * instructions / (2.4 * 148 * 1850))
     tile = 2 * 128 * 256 * 512 / (0.8 * 4500e12 / 148) * 1e6
+    shared = 2 * (128 + 256) * 512 * 33 / 32 / 128 / 1850
     between = (7 * 8 / 2.4 + 30) / 1850
-    assert bound.mma_us == pytest.approx(2 * (tile + between))
-    assert bound.between == pytest.approx(between / tile)
-    assert bound.latency_us == pytest.approx(3 * 0.7)
-    assert (bound.us, bound.by) == (bound.mma_us, "mma")
+    assert shared > tile, "what the matrix units read and loads write, at 128 bytes a cycle"
+    assert estimate.mma_us == pytest.approx(2 * (shared + between))
+    assert facts.between == pytest.approx(between / tile)
+    assert estimate.latency_us == pytest.approx(3 * 0.7)
+    assert (estimate.us, estimate.by) == (estimate.mma_us, "mma")
+
+
+def test_shared_memory_feeds_tensor_memorys_units_alone():
+    """A tile of 128×128 needs four cycles a step of K for two of products; other chips keep operands nearer."""
+    square = SOURCE.replace("BLOCK_N : tl.constexpr = 256", "BLOCK_N : tl.constexpr = 128") + "    K = 512\n"
+    work = _facts(source=square).work
+    assert work.shared_us / work.mma_us == pytest.approx(2.07, rel=0.01)
+    wide = _facts().work
+    assert wide.shared_us / wide.mma_us == pytest.approx(1.55, rel=0.01)
+    assert _facts(target=TARGETS["sm_120"]).work.shared_us == 0.0
 
 
 def test_groups_along_k_share_it():
     """Two groups of 32 tiles, whose ends are read on the device: on average half of K, two steps, each."""
-    whole = _bound()
-    bound = _bound(source=SOURCE, numbers=(64, 1, 1))
-    assert bound.understood
-    assert bound.instructions == 3 + 7 + 2 * 3 + 2
-    tile = 2 * 128 * 256 * 256 / (0.8 * 4500e12 / 148) * 1e6
-    assert bound.mma_us == pytest.approx(tile + (7 * 8 / 2.4 + 30) / 1850), "a tile on each of 64 processors"
-    assert bound.mma_us < whole.mma_us
-    persistent = _bound(source=f"{SOURCE}    NUM_GROUPS : tl.constexpr = 2\n", numbers=(16, 1, 1))
-    assert persistent.mma_us == pytest.approx(4 * bound.mma_us), "64 tiles on 16 processors"
+    whole = _facts().work.estimate(PLAIN)
+    facts = _facts(source=SOURCE, numbers=(64, 1, 1))
+    assert facts.understood
+    assert facts.instructions == 3 + 7 + 2 * 3 + 2
+    part = facts.work.estimate(PLAIN)
+    tile = 2 * (128 + 256) * 256 * 33 / 32 / 128 / 1850
+    assert part.mma_us == pytest.approx(tile + (7 * 8 / 2.4 + 30) / 1850), "a tile on each of 64 processors"
+    assert part.mma_us < whole.mma_us
+    persistent = _facts(source=f"{SOURCE}    NUM_GROUPS : tl.constexpr = 2\n", numbers=(16, 1, 1)).work
+    assert persistent.estimate(PLAIN).mma_us == pytest.approx(4 * part.mma_us), "64 tiles on 16 processors"
+
+
+ROWS = """
+.text.kernel:
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   FADD R6, R6, R4 ;
+        /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0030*/                   STG.E.128 desc[UR4][R8.64], R6 ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+"""
+MIXED = """
+    'grid_type': 'MixOrderReductionGrid'
+    xnumel = 4096
+    r0_numel = 4096
+    R0_BLOCK: tl.constexpr = 4096
+"""
+
+
+def test_rows_that_a_block_reduces_one_after_the_other():
+    """16 rows a program: every round waits for the block, and nothing runs beside it."""
+    settings = {"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16}
+    binary = Binary(settings=settings, registers=64, text={"sass": ROWS})
+    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    assert facts.understood
+    assert (facts.programs, facts.instructions) == (256, 16 * 5 + 1)
+    assert (facts.work.round_trips, facts.work.serial) == (16, True)
+    estimate = facts.work.estimate(PLAIN)
+    assert estimate.us == pytest.approx(estimate.memory_us + estimate.issue_us + estimate.latency_us)
+    streamed = dataclasses.replace(binary, text={"sass": ROWS.replace("BAR.SYNC", "MOV")})
+    assert not _facts(source=MIXED, binary=streamed, flops=0.0, numbers=()).work.serial
 
 
 SPECIALIZED = """
@@ -263,14 +321,14 @@ def test_warps_that_specialise(block_n, hidden):
     binary = Binary(
         settings={"num_warps": 4}, shared_bytes=200_000, mma=("block_scale",), text={"sass": SPECIALIZED}
     )
-    bound = _bound(source=source, binary=binary)
-    assert bound.understood
+    facts = _facts(source=source, binary=binary)
+    assert facts.understood
     tiles = 8 * 1024 // block_n // 16
     work = 4 + tiles * (2 + 4 * 2) * 2
-    assert bound.instructions == pytest.approx(1 + work / 4 + tiles * 4 + 1)
+    assert facts.instructions == pytest.approx(1 + work / 4 + tiles * 4 + 1)
     cycles = 2 * 128 * block_n * 512 / (0.8 * 4500e12 / 148) * 1850e6
     stored = 0.0 if hidden else 4 * 4 / 2.4 + 30
-    assert bound.between == pytest.approx((2 / 0.6 + stored) / cycles)
+    assert facts.between == pytest.approx((2 / 0.6 + stored) / cycles)
 
 
 def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
@@ -286,35 +344,39 @@ def test_a_step_that_the_compiler_wrote_out_is_none_between_tiles():
         mma=("block_scale",),
         text={"sass": peeled},
     )
-    written_out, plain = _bound(binary=binary), _bound()
+    written_out, plain = _facts(binary=binary), _facts()
     assert written_out.instructions == plain.instructions
     assert written_out.between == pytest.approx(plain.between)
-    assert written_out.mma_us == pytest.approx(plain.mma_us)
+    assert written_out.work.estimate(PLAIN).mma_us == pytest.approx(plain.work.estimate(PLAIN).mma_us)
 
 
 def test_other_programs_fill_what_lies_between_tiles():
     small = Binary(
         settings={"num_warps": 4}, registers=64, shared_bytes=1000, mma=("x",), text={"sass": NVIDIA}
     )
-    assert _bound(binary=small).between == 0.0
+    assert _facts(binary=small).between == 0.0
 
 
 def test_what_is_not_known_is_said():
     """A loop without products over nothing that the source names, and a grid that nobody can read."""
     code = parse(NVIDIA.replace("UTCQMMA", "FFMA"))
     assert code.product_loops == ()
-    unread = _bound(source="'grid_type': 'SomeOtherGrid'")
-    assert (unread.understood, unread.us) == (False, unread.memory_us)
+    unread = _facts(source="'grid_type': 'SomeOtherGrid'")
+    estimate = unread.work.estimate(PLAIN)
+    assert (unread.understood, estimate.us) == (False, estimate.memory_us)
     plain = Binary(settings={"num_warps": 8}, registers=64, text={"sass": NVIDIA.replace("UTCQMMA", "FFMA")})
     source = "'grid_type': 'Grid1D'\n    xnumel = 4096\n"
-    assert not _bound(source=source, binary=dataclasses.replace(plain), flops=0.0).understood
+    assert not _facts(source=source, binary=dataclasses.replace(plain), flops=0.0).understood
 
 
-def test_a_library_is_bound_by_bytes_and_operations():
+@pytest.mark.parametrize(("product", "tflops"), [("bf16", 2250), ("mxfp8", 4500)])
+def test_a_library_is_bound_by_bytes_and_operations(product, tflops):
     target = TARGETS["sm_100"]
-    assert bounds.of_library(num_bytes=7e6, flops=0.0, tflops=2250, target=target).us == pytest.approx(1.0)
-    product = bounds.of_library(num_bytes=0.0, flops=2250e6 * 0.8, tflops=2250, target=target)
-    assert (product.us, product.by) == (pytest.approx(1.0), "mma")
+    moved = library_work(num_bytes=7e6, flops=0.0, product=product, target=target).estimate(PLAIN)
+    assert (moved.us, moved.by) == (pytest.approx(1.0), "memory")
+    multiplied = library_work(num_bytes=0.0, flops=tflops * 0.8e6, product=product, target=target)
+    assert multiplied.estimate(PLAIN).us == pytest.approx(1.0)
+    assert multiplied.estimate(PLAIN).by == "mma"
 
 
 @pytest.mark.slow
@@ -322,31 +384,31 @@ def test_every_launch_of_a_block_is_understood(generated):
     result = generated("sm_100", True)
     assert result.step.unclear == 0
     assert result.step.launches == len(result.launches)
-    assert result.step.us == pytest.approx(sum(launch.bound.us for launch in result.launches))
+    assert result.step.us == pytest.approx(sum(launch.estimate.us for launch in result.launches))
     assert result.step.us == pytest.approx(sum(result.step.by_kind.values()))
-    assert "estimates from the machine code" in str(result)
+    assert "estimates of the launches, from the machine code" in str(result)
 
 
 @pytest.mark.slow
 def test_what_a_cast_spends_an_element(generated):
     """Instructions by elements: seven terabytes a second leave about 12 to both copies, 18 to SwiGLU's."""
     launches = generated("sm_100", True).launches
-    alone = [launch.bound.per_element for launch in launches if launch.cast and BOTH not in launch.operators]
+    alone = [launch.facts.per_element for launch in launches if launch.cast and BOTH not in launch.operators]
     assert len(alone) > 8
     assert 3 < min(alone) <= max(alone) <= 5.5
     both = [launch for launch in launches if BOTH in launch.operators]
-    spent = {launch.kernel: launch.bound.per_element for launch in both}
+    spent = {launch.kernel: launch.facts.per_element for launch in both}
     assert 7 < min(spent.values()) <= 8.6
     assert max(spent.values()) <= 19, "norms and SwiGLU"
     (two,) = (launch for launch in launches if "mx.quantize_two.default" in launch.operators)
-    assert two.bound.per_element <= 33
+    assert two.facts.per_element <= 33
 
 
 @pytest.mark.slow
 def test_barriers_of_a_step_of_a_product(generated):
     """A step along K waits for its operands and scales, and frees them."""
     launches = generated("sm_100", True).launches
-    steps = {launch.bound.barriers for launch in launches if launch.kind == "product"}
+    steps = {launch.facts.barriers for launch in launches if launch.kind == "product" and launch.facts}
     assert steps - {None} <= {3, 4, 5}, "None is a product of so few steps that they make no loop"
     assert steps != {None}
 
@@ -355,10 +417,10 @@ def test_two_policies_side_by_side(capsys):
     model = "test_codegen_command:factory"
     assert main(["codegen", model, "--target", "sm_90", "--inference", "--compare", "bf16"]) == 0
     shown = capsys.readouterr().out
-    assert "bounds on sm_90, estimates from the machine code, not measured" in shown
+    assert "estimates on sm_90 from the machine code, not measured" in shown
     row = next(line.split() for line in shown.splitlines() if line.strip().startswith("step, µs"))
-    assert len(row) == 4
-    assert all(float(cell.replace(",", "")) >= 0 for cell in row[2:])
+    assert len(row) == 6, "centre and (low–high) of two policies"
+    assert all(float(cell.replace(",", "")) > 0 for cell in row[2::2])
 
 
 @pytest.mark.slow
@@ -378,7 +440,7 @@ def test_the_committed_prediction_is_todays(monkeypatch):
     assert today["us"] == pytest.approx(committed["us"], rel=0.02)
     assert today["by_kind"] == pytest.approx(committed["by_kind"], rel=0.05)
     casts = [launch for launch in result.launches if BOTH in launch.operators]
-    forward = [cast.bound.per_element for cast in casts if cast.phase == "forward"]
+    forward = [cast.facts.per_element for cast in casts if cast.phase == "forward"]
     assert sorted(forward) == pytest.approx([12.5, 13.8, 17.9], rel=0.05), "two norms and SwiGLU"
-    alone = {cast.bound.per_element for cast in casts if "aten.mul.Tensor" not in cast.operators}
+    alone = {cast.facts.per_element for cast in casts if "aten.mul.Tensor" not in cast.operators}
     assert max(alone) <= 8.6

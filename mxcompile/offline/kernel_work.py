@@ -1,24 +1,20 @@
-"""How long a launch takes at least on a chip that is not here, from its machine code: estimates.
+"""What a generated kernel has to do, read from its machine code: the work that `estimate` turns into times.
 
-    memory     bytes / (MEMORY · bandwidth)
-    issue      programs · warps · instructions / (ISSUE · issue rate · processors · clock)
-    mma        tiles of a processor · (operations of a tile / (MMA · its rate) + what it waits for +
-               what runs between two)
-    latency    turns · batches of loads · LATENCY_US
+    issue      programs · warps · instructions, each as often as its loops go round
+    mma        tiles of a processor · operations of a tile, and what it waits for, and what runs between two
+    shared     what the matrix units of tensor memory read from shared memory, and loads write there
+    latency    turns · batches of loads
 
-The largest is the bound, and its name says what is in the way. Instructions are those a warp issues, each
-as often as its loops go round; programs take turns where registers, shared or tensor memory hold fewer than
-there are. Copies into shared memory that are waited for n steps after they began count 1/n; those of the
-tensor memory accelerator count nothing. A program that has its processor for itself does not multiply while
-it waits, in a step along K, for what that step began to load; and between two tiles it does what is outside
-of its loop over K: instructions, and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads,
-one multiplies, and the others store a tile while the next is computed if tensor memory has room for two: of
-that only what takes longer than a tile's products is between. A library's kernel is bound by its bytes and
-its operations alone. Not in it: launches, caches (bytes are those of whole tensors, once), a last turn that
-is not full, clocks that sink under power.
+Programs take turns where registers, shared or tensor memory hold fewer than there are. Copies into shared
+memory that are waited for n steps after they began count 1/n; those of the tensor memory accelerator count
+nothing. A program that has its processor for itself does not multiply while it waits, in a step along K, for
+what that step began to load; and between two tiles it does what is outside of its loop over K: instructions,
+and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one multiplies, and the others store
+a tile while the next is computed if tensor memory has room for two: of that only what takes longer than a
+tile's products is between.
 
-Peaks stand in `lowering.targets`; what of them kernels sustain is assumed here, from published figures:
-memory 7 of a B200's 8 TB/s, issue 2.4 of 4 slots, products 0.8 of the data sheet's rate.
+The matrix units of tensor memory read both operands of each tile from shared memory, which has as many bytes
+a cycle for them as for the loads that fill it. A tile of 128×128 reads all that there are.
 """
 
 from __future__ import annotations
@@ -31,16 +27,20 @@ from functools import cached_property
 
 from mxcompile.lowering.targets import Peak, Target
 from mxcompile.offline.binary import Binary
+from mxcompile.offline.estimate import Work
 from mxcompile.offline.machine_code import Loop, MachineCode, parse
 
-MEMORY, ISSUE, MMA = 0.875, 0.6, 0.8
-"""Parts of the peaks of memory, issue slots and matrix units that a good kernel sustains."""
-
-LATENCY_US = 0.7
-"""From a load to its first use, under load."""
+_SUSTAINED_ISSUE, _SUSTAINED_MMA = 0.6, 0.8
+"""Shares of issue slots and matrix units by which work that overlaps is weighed against each other."""
 
 BARRIER_CYCLES = 30
 """That a barrier of a block costs beside the instructions."""
+
+SHARED_BYTES = 128
+"""That shared memory of a processor moves in a cycle."""
+
+_SCALES = 33 / 32
+"""Bytes of elements with their scales by bytes of elements."""
 
 _NUMBER = re.compile(r"^ +(\w+)(?: ?: tl\.constexpr)? = (\d+)$", re.MULTILINE)
 _SPECIALIZED = "WARP_SPECIALIZE : tl.constexpr = True"
@@ -49,20 +49,17 @@ _BLOCKS_OF_A_PROCESSOR = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """What bounds a launch.
+class Facts:
+    """What is read of a launched kernel.
 
-    memory_us, issue_us, mma_us, latency_us: the four times. programs: blocks launched. resident: of them a
-    processor holds at once. instructions: a warp issues. per_element: instructions of a thread by elements it
-    casts, of a cast alone. between: time between two tiles over a tile's own. barriers, waits: of one step
-    along K, waits for what the same step began to load. understood: whether it is known how often every loop
-    goes round, and what is launched; if not, such a loop counts once.
+    work: for `estimate`. programs: blocks launched. resident: of them a processor holds at once. instructions:
+    a warp issues. per_element: instructions of a thread by elements it casts, of a cast alone. between: time
+    between two tiles over a tile's own. barriers, waits: of one step along K, waits for what the same step
+    began to load. understood: whether it is known how often every loop goes round, and what is launched; if
+    not, such a loop counts once.
     """
 
-    memory_us: float
-    issue_us: float = 0.0
-    mma_us: float = 0.0
-    latency_us: float = 0.0
+    work: Work
     programs: int = 0
     resident: int = 0
     instructions: float = 0.0
@@ -72,45 +69,39 @@ class Bound:
     waits: int | None = None
     understood: bool = True
 
-    @property
-    def us(self) -> float:
-        """The bound."""
-        return max(self.memory_us, self.issue_us, self.mma_us, self.latency_us)
 
-    @property
-    def by(self) -> str:
-        """What makes it: "memory", "issue", "mma" or "latency"."""
-        return next(
-            name for name in ("memory", "issue", "mma", "latency") if getattr(self, f"{name}_us") == self.us
-        )
-
-
-def of_library(*, num_bytes: float, flops: float, tflops: float, target: Target) -> Bound:
-    """Of a kernel that is a library's. tflops: the rate of its products on the data sheet."""
-    return Bound(memory_us=_memory_us(num_bytes, target), mma_us=flops / (tflops * MMA * 1e6))
-
-
-def of_generated(
+def read(
     *, num_bytes: float, flops: float, source: str, numbers: tuple[int, ...], binary: Binary, target: Target
-) -> Bound:
+) -> Facts:
     """Of a generated kernel. numbers: written out where it is launched, the grid last if it is given."""
     sizes = {name: int(value) for name, value in _NUMBER.findall(source)}
     sizes |= {name: value for name, value in binary.settings.items() if isinstance(value, int)}
     code = parse(binary.text.get("sass") or binary.text.get("amdgcn", ""))
     programs = _programs(source, sizes, numbers)
     if not programs or not code.instructions:
-        return Bound(memory_us=_memory_us(num_bytes, target), understood=False)
+        return Facts(work=Work(num_bytes=num_bytes), understood=False)
     launched = _Launched(code, sizes, flops, programs, binary, target, _SPECIALIZED in source)
-    return Bound(
-        memory_us=_memory_us(num_bytes, target),
-        issue_us=launched.issue_us,
-        mma_us=launched.mma_us,
-        latency_us=launched.latency_us,
+    tiles = launched.tiles_of_a_processor
+    cycles = _cycles_of_us(target)
+    issued, barriers = launched.between
+    return Facts(
+        work=Work(
+            num_bytes=num_bytes,
+            issue_us=launched.issue_us,
+            mma_us=launched.mma_us,
+            product=launched.product,
+            shared_us=launched.shared_us,
+            between_issue_us=tiles * issued / cycles,
+            between_us=tiles * barriers * BARRIER_CYCLES / cycles,
+            waits=tiles * launched.waits,
+            round_trips=launched.turns * code.round_trips(launched.trips),
+            serial=launched.serial,
+        ),
         programs=programs,
         resident=launched.resident,
         instructions=launched.instructions,
         per_element=launched.per_element,
-        between=launched.between_cycles / launched.tile_cycles if launched.steady else None,
+        between=launched.between_cycles / launched.busy_cycles if launched.steady else None,
         barriers=code.barriers(launched.steady) if launched.steady else None,
         waits=code.waits(launched.steady) if launched.steady else None,
         understood=launched.understood,
@@ -209,8 +200,8 @@ class _Launched:
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
 
     def _rounds(self) -> float | None:
-        """Of a loop without products: over a reduction, over the rows of a program, or over K."""
-        for extent, block in (("r0_numel", "R0_BLOCK"), ("RSPLIT_SIZE", "XBLOCK"), ("K", "BLOCK_K")):
+        """Of a loop without products: over the rows of a program, over a reduction, or over K."""
+        for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK"), ("K", "BLOCK_K")):
             if extent in self.sizes and block in self.sizes:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
         return None
@@ -220,54 +211,102 @@ class _Launched:
         return all(loop in self.trips for loop in self.code.loops)
 
     @cached_property
+    def serial(self) -> bool:
+        """Whether the whole block waits for itself in every round of a loop without products."""
+        loops = [loop for loop in self.code.loops if self.trips.get(loop, 1) > 1]
+        return not self.code.product_loops and any(map(self.code.barriers, loops))
+
+    @cached_property
     def instructions(self) -> float:
         """That a warp issues."""
         return self.code.issued(self.trips)
 
     @cached_property
     def issue_us(self) -> float:
-        slots = ISSUE * self.target.issue_rate * self.target.processors
+        """If every slot were used."""
+        slots = self.target.issue_rate * self.target.processors
         return self.programs * self.warps * self.instructions / (slots * _cycles_of_us(self.target))
 
     @cached_property
-    def latency_us(self) -> float:
-        turns = math.ceil(self.programs / (self.target.processors * self.resident))
-        return turns * self.code.round_trips(self.trips) * LATENCY_US
+    def turns(self) -> int:
+        """Of programs, one after the other."""
+        return math.ceil(self.programs / (self.target.processors * self.resident))
+
+    @cached_property
+    def tiles_of_a_processor(self) -> int:
+        return math.ceil(self.tiles / min(self.programs, self.target.processors)) if self.steady else 0
 
     @cached_property
     def mma_us(self) -> float:
+        """At the data sheet's rate."""
         if self.steady is None:
             return self.flops / (self._tflops * 1e6) if self.binary.mma else 0.0
-        tiles = math.ceil(self.tiles / min(self.programs, self.target.processors))
-        busy_us = (self.tile_cycles + self.between_cycles) / _cycles_of_us(self.target)
-        waited_us = self.steps * self.code.waits(self.steady) * LATENCY_US if self.resident == 1 else 0.0
-        return tiles * (busy_us + waited_us)
+        return self.tiles_of_a_processor * self.tile_cycles / _cycles_of_us(self.target)
+
+    @cached_property
+    def shared_us(self) -> float:
+        """Of the operands of tiles in shared memory, written by loads and read by the matrix units."""
+        if self.steady is None or not self.target.tmem_columns:
+            return 0.0
+        sides = self.sizes.get("BLOCK_M", 1) + self.sizes.get("BLOCK_N", 1)
+        read = sides * self.k * (_SCALES if self._scaled else 2)
+        cycles = 2 * read / SHARED_BYTES
+        return self.tiles_of_a_processor * cycles / _cycles_of_us(self.target)
+
+    @cached_property
+    def waits(self) -> int:
+        """Of a tile, for what its steps along K begin to load, where nothing else is on the processor."""
+        alone = self.steady is not None and self.resident == 1
+        return self.steps * self.code.waits(self.steady) if alone and self.steady else 0
+
+    @cached_property
+    def product(self) -> str:
+        if self.steady is None and not (self.flops and self.binary.mma):
+            return ""
+        return "own_mxfp8" if self._scaled else "own_bf16"
+
+    @property
+    def _scaled(self) -> bool:
+        return any("scale" in name for name in self.binary.mma)
 
     @property
     def _tflops(self) -> float:
         peak = _peak(self.target)
-        scaled = any("scale" in name for name in self.binary.mma)
-        return MMA * (peak.mxfp8_tflops if scaled else peak.bf16_tflops)
+        return peak.mxfp8_tflops if self._scaled else peak.bf16_tflops
 
     @cached_property
     def tile_cycles(self) -> float:
-        """That the products of a tile take."""
+        """That the products of a tile take at the data sheet's rate."""
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
         operations = 2 * self.steps * math.prod(self.sizes.get(name, 1) for name in names)
         return operations * self.target.processors * _cycles_of_us(self.target) / (self._tflops * 1e6)
 
     @cached_property
-    def between_cycles(self) -> float:
-        """From a tile's last product to the next one's first, where nothing else is on the processor."""
+    def between(self) -> tuple[float, float]:
+        """From a tile's last product to the next one's first, where nothing else is on the processor.
+
+        Returns cycles of instructions that use every slot they can, and barriers.
+        """
         if self.resident > 1 or self.steady is None:
-            return 0.0
+            return 0.0, 0.0
         steps = 1 + self.peeled
         issued = self.code.issued({}, self.around) - steps * self.code.issued({}, self.steady)
         barriers = self.code.barriers(self.around) - steps * self.code.barriers(self.steady)
-        if self.specialized:
-            return max(issued, 0) / ISSUE + self._uncovered_cycles()
         issued, barriers = max(issued, 0), max(barriers, 0)
-        return issued * self.warps / (ISSUE * self.target.issue_rate) + barriers * BARRIER_CYCLES
+        if not self.specialized:
+            return issued * self.warps / self.target.issue_rate, barriers
+        return issued + self._uncovered_cycles() * _SUSTAINED_ISSUE, 0.0
+
+    @property
+    def between_cycles(self) -> float:
+        """The same as cycles, at the sustained rate of issue."""
+        issued, barriers = self.between
+        return issued / _SUSTAINED_ISSUE + barriers * BARRIER_CYCLES
+
+    @property
+    def busy_cycles(self) -> float:
+        """That the products of a tile take at the sustained rate."""
+        return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
         """Of storing a tile, what the products of the next do not cover; all of it without room for two."""
@@ -276,9 +315,10 @@ class _Launched:
         ]
         issued = max((self.code.issued({}, loop) for loop in outside), default=0.0)
         barriers = max(map(self.code.barriers, outside), default=0)
-        stored = issued * self.warps / (ISSUE * self.target.issue_rate) + barriers * BARRIER_CYCLES
+        slots = _SUSTAINED_ISSUE * self.target.issue_rate
+        stored = issued * self.warps / slots + barriers * BARRIER_CYCLES
         two = 2 * self.sizes.get("BLOCK_N", 0) < self.target.tmem_columns
-        return max(stored - self.tile_cycles, 0.0) if two else stored
+        return max(stored - self.busy_cycles, 0.0) if two else stored
 
     @cached_property
     def per_element(self) -> float | None:
@@ -311,7 +351,3 @@ def _peak(target: Target) -> Peak:
 
 def _cycles_of_us(target: Target) -> float:
     return _peak(target).clock_ghz * 1e3
-
-
-def _memory_us(num_bytes: float, target: Target) -> float:
-    return num_bytes / (MEMORY * _peak(target).bandwidth_gbs * 1e3)

@@ -1,0 +1,86 @@
+"""Attention on a GPU that is not here: the backend that PyTorch would take, its operations, its own rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile.errors import OptionError
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline.device import attention_backend
+from mxcompile.offline.rates import Rates
+
+HEADS, LENGTH, HEAD = 4, 256, 64
+PRODUCT = 2 * HEADS * LENGTH**2 * HEAD
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), device="meta", dtype=torch.bfloat16))
+        self.causal = causal
+
+    def forward(self, q: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = q * self.scale
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=self.causal)
+
+
+def _launches(target, *, causal=True, mask=None, head=HEAD, **options):
+    q = torch.empty(1, HEADS, LENGTH, head, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    given = () if mask is None else (mask,)
+    result = mxcompile.codegen(Attention(causal), q, *given, target=target, policy="bf16", **options)
+    return [launch for launch in result.launches if launch.kind == "attention"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_operations(causal):
+    """Two products forward, five backward, which computes the scores again; half of each under the mask."""
+    forward, backward = _launches("sm_80", causal=causal)
+    half = 0.5 if causal else 1.0
+    assert (forward.flops, backward.flops) == (2 * half * PRODUCT, 5 * half * PRODUCT)
+
+
+def test_the_rate_is_attentions_in_bf16():
+    """A name with "scaled" in it is no FP8 product."""
+    forward, backward = _launches("sm_80")
+    assert (forward.work.product, backward.work.product) == ("flash", "flash_backward")
+    peak, rates = TARGETS["sm_80"].peak, Rates.of(TARGETS["sm_80"])
+    for launch in (forward, backward):
+        at_peak = launch.flops / (peak.bf16_tflops * 1e6)
+        assert launch.estimate.mma_us == pytest.approx(at_peak / rates[launch.work.product])
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "operator"),
+    [
+        ("sm_100", {}, "cudnn"),
+        ("sm_90", {}, "cudnn"),
+        ("sm_120", {}, "flash"),
+        ("gfx950", {}, "flash"),
+        ("sm_100", {"attention": "flash"}, "flash"),
+        ("sm_80", {"attention": "cudnn"}, "cudnn"),
+        ("sm_100", {"head": 72 + 128}, "flash"),
+    ],
+)
+def test_the_backend(target, options, operator):
+    forward, backward = _launches(target, **options)
+    name = f"torch.ops.aten._scaled_dot_product_{operator}_attention"
+    assert forward.kernel.startswith(name)
+    assert backward.kernel.startswith(f"{name}_backward")
+    assert (forward.work.product, backward.work.product) == (operator, f"{operator}_backward")
+
+
+def test_with_a_mask():
+    mask = torch.empty(LENGTH, LENGTH, device="meta", dtype=torch.bfloat16)
+    forward, _ = _launches("sm_100", causal=False, mask=mask)
+    assert forward.work.product == "efficient"
+
+
+def test_a_backend_that_is_none():
+    with pytest.raises(OptionError, match="unknown attention 'fa4'; allowed: auto, flash, cudnn"):
+        attention_backend(TARGETS["sm_100"], "fa4")
+    with pytest.raises(OptionError, match="allowed: auto, flash"):
+        attention_backend(TARGETS["gfx950"], "cudnn")

@@ -1,0 +1,91 @@
+"""Rates of chips, estimates with a range, and files of measured rates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mxcompile.errors import OptionError
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline.estimate import Work, library_work, ratio, total
+from mxcompile.offline.rates import KINDS, Range, Rate, Rates, as_data
+
+GPUS = [target for target in TARGETS.values() if target.peak is not None]
+B200 = TARGETS["sm_100"]
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+def test_every_chip_has_every_rate_with_its_source(target):
+    rates = Rates.of(target)
+    assert set(rates.table) == set(KINDS)
+    for kind, rate in rates.table.items():
+        assert rate.source, kind
+        slow, fast = (rate.high, rate.low) if kind.endswith("_us") else (rate.low, rate.high)
+        assert 0 < slow <= rate.centre <= fast <= 1.2 or kind.endswith("_us"), kind
+        assert slow <= rate.centre <= fast, kind
+        assert rates[kind] == rate.centre
+
+
+def test_a_range_by_hand():
+    """Two rates move one time each; moves are added as squares."""
+    work = Work(num_bytes=8e9 * 0.78)
+    rates = Rates.of(B200)
+    found = Range.of(lambda moved: work.estimate(moved).us, rates)
+    assert found.centre == pytest.approx(1000 + 3)
+    low, high = 1000 - 0.78 / 0.81 * 1000, 0.78 / 0.74 * 1000 - 1000
+    assert found.low == pytest.approx(1003 - (low**2 + 1.5**2) ** 0.5)
+    assert found.high == pytest.approx(1003 + (high**2 + 1.5**2) ** 0.5)
+    assert found.text(",.0f") == "1,003 (966–1,057)"
+
+
+def test_a_ratio_moves_by_what_its_sides_do_not_share():
+    memory = [Work(num_bytes=1e9)]
+    same = ratio(memory * 3, memory, Rates.of(B200))
+    assert (same.low, same.high) == (pytest.approx(3.0), pytest.approx(3.0))
+    bf16, mxfp8 = (
+        [library_work(num_bytes=0.0, flops=1e12, product=kind, target=B200)] for kind in ("bf16", "mxfp8")
+    )
+    found = ratio(mxfp8, bf16, Rates.of(B200))
+    assert found.low < 0.67 / 0.60 / 2 < found.high
+    assert total(mxfp8, Rates.of(B200)) == pytest.approx(1e12 / (4500e6 * 0.60) + 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "overlaps"),
+    [(Range(0.5, 0.6, 0.69), False), (Range(0.5, 0.6, 0.71), True), (Range(0.9, 1, 2), False)],
+)
+def test_ranges_overlap(other, overlaps):
+    one = Range(0.7, 0.75, 0.8)
+    assert one.overlaps(other) == other.overlaps(one) == overlaps
+
+
+def test_measured_rates_replace_those_of_the_table(tmp_path):
+    path = tmp_path / "rates.json"
+    measured = Rate(low=0.85, centre=0.9, high=0.92, source="measured")
+    path.write_text(json.dumps(as_data("sm_100", {"memory": measured}, gpu="NVIDIA B200")))
+    rates, table = Rates.of(B200, path), Rates.of(B200)
+    assert (rates["memory"], rates.table["memory"]) == (0.9, measured)
+    assert rates["bf16"] == table["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "FileNotFoundError"),
+        ("{", "JSONDecodeError"),
+        ('{"target": "sm_100"}', "KeyError: 'rates'"),
+        ('{"target": "sm_90", "rates": {}}', "it is of sm_90"),
+        (
+            '{"target": "sm_100", "rates": {"speed": {"low": 1, "centre": 1, "high": 1, "source": ""}}}',
+            "with speed",
+        ),
+        ('{"target": "sm_100", "rates": {"memory": {"low": 1}}}', "TypeError"),
+    ],
+)
+def test_a_file_that_holds_no_rates(tmp_path, text, words):
+    path = tmp_path / "rates.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OptionError, match=words):
+        Rates.of(B200, path)
