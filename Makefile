@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench real \
+.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-rates gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench real \
 	clean
 
 demo: $(VENV)/.demo
@@ -39,10 +39,13 @@ check: lint docs test test-slow wheel
 # All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
 GPU_PYTHON ?= $(PYTHON)
 
-gpu: gpu-tests gpu-layer gpu-kernels gpu-gemms gpu-training gpu-parity
+gpu: gpu-tests gpu-rates gpu-layer gpu-kernels gpu-gemms gpu-training gpu-parity
 
 gpu-tests:
 	$(GPU_PYTHON) -m pytest -m gpu -rs tests
+
+gpu-rates:
+	$(GPU_PYTHON) benchmarks/gpu_rates.py
 
 gpu-layer:
 	$(GPU_PYTHON) benchmarks/gpu_layer.py

@@ -183,7 +183,7 @@ def test_kernels_are_joined_by_their_names(module):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_gemms", "gpu_layer"])
+@pytest.mark.parametrize("name", ["gpu_kernels", "gpu_gemms", "gpu_layer", "gpu_rates"])
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, module, name):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.estimate import Work, library_work, ratio, total
 from mxcompile.offline.rates import KINDS, Range, Rate, Rates, as_data
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GPUS = [target for target in TARGETS.values() if target.peak is not None]
 B200 = TARGETS["sm_100"]
 
@@ -89,3 +93,34 @@ def test_a_file_that_holds_no_rates(tmp_path, text, words):
         path.write_text(text)
     with pytest.raises(OptionError, match=words):
         Rates.of(B200, path)
+
+
+def test_rates_are_measured_in_the_same_form(monkeypatch, capsys, tmp_path):
+    """Everything runs, small and on the CPU, its time made up; what this machine cannot run is left out."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_rates = importlib.import_module("gpu_rates")
+    monkeypatch.setattr(gpu_rates.gpu_common, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_rates, "_captured", lambda run: run)
+    monkeypatch.setattr(gpu_rates, "COPIED", (1 << 10, 1 << 11))
+    monkeypatch.setattr(gpu_rates, "SHAPES", [(32, 64, 128)])
+    monkeypatch.setattr(gpu_rates, "TOKENS", 64)
+    monkeypatch.setattr(gpu_rates, "HEADS", 1)
+
+    def time(run):
+        run()
+        return 2.0
+
+    monkeypatch.setattr(torch, "_scaled_mm", _refused)
+    rates = gpu_rates.measured(B200, time)
+    assert capsys.readouterr().out.count("left out, not on this chip") == 3, "FP8 and MXFP8"
+    assert rates["memory"].low == pytest.approx(2 * 1024 / 2e3 / 8000)
+    assert rates["memory"].high == pytest.approx(2 * 2048 / 2e3 / 8000)
+    assert rates["bf16"].centre == pytest.approx(2 * 32 * 64 * 128 / 2e6 / 2250)
+    assert rates["launch_us"].centre == pytest.approx(2.0 / 100)
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(as_data("sm_100", rates)))
+    assert Rates.of(B200, path)["memory"] == rates["memory"].centre
+
+
+def _refused(*_, **__):
+    raise RuntimeError("not on this chip\nand more")

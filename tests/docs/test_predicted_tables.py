@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import Rates, Work
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -18,11 +21,16 @@ def predicted(monkeypatch):
 
 
 def test_a_ratio_by_hand(predicted):
-    """Of the newest lines of a chip."""
+    """Of the newest lines of a chip, by the rates of today."""
     lines = [json.loads(line) for line in (BENCHMARKS / "results/predicted.jsonl").read_text().splitlines()]
-    newest = {line["policy"]: line["us"] for line in lines if line["target"] == "sm_100"}
+    newest = {line["policy"]: line for line in lines if line["target"] == "sm_100" and "works" in line}
+    rates = Rates.of(TARGETS["sm_100"])
+    us = {
+        policy: sum(Work(**work).estimate(rates).us for _, work in newest[policy]["works"])
+        for policy in ("bf16", "nvidia")
+    }
     (row,) = [row for row in predicted.ratios() if row["chip"] == "B200 (sm_100)"]
-    assert row["MXFP8 step ÷ BF16's, predicted"] == f"{newest['nvidia'] / newest['bf16']:.2f}"
+    assert row["MXFP8 step ÷ BF16's, predicted"].startswith(f"{us['nvidia'] / us['bf16']:.2f} (")
     assert row["MX GEMM"] == "native"
 
 
@@ -44,21 +52,34 @@ def test_emulation_moves_little_more_than_its_casts_must(predicted):
 
 
 def test_rows_by_hand(predicted, monkeypatch):
-    """The newest line counts; where MXFP8 is emulated and slower, what is fastest stands beside it."""
+    """The newest line counts; what is fastest stands beside MXFP8, with what the rates do not tell from it."""
     scaled, emulated = "aten._scaled_mm (channel scales)", "aten.mm (bfloat16, scaled after)"
-    row = {"target": "sm_90", "tokens": 7, "cast_ratio": None, "by_kind": {}, "mb": 1}
+    row = {"target": "sm_90", "tokens": 7, "mb": 1}
     row |= {"kernels": {emulated: 21}, "mb_by_kind": {"product": 4000}}
     fp8 = {"kernels": {scaled: 20, emulated: 1}, "mb_by_kind": {"product": 3000, "cast": 1234}}
     rows = [
-        {**row, "policy": "bf16", "us": 1000},
-        {**row, "policy": "nvidia", "us": 1500},
-        {**row, "policy": "fp8_rowwise", "us": 9},
-        {**row, "policy": "fp8_rowwise", "us": 800, **fp8},
+        {**row, "policy": "bf16", "works": _works(product=1000)},
+        {**row, "policy": "nvidia", "works": _works(product=1000, cast=500)},
+        {**row, "policy": "fp8_rowwise", "works": _works(product=9)},
+        {**row, "policy": "fp8_rowwise", "works": _works(product=500, cast=300), **fp8},
+        {**row, "policy": "fp8_tensor", "works": _works(product=505, cast=290), **fp8},
     ]
     monkeypatch.setattr(predicted.common, "read", lambda name: rows)
-    bf16, mxfp8, rowwise = (list(row.values()) for row in predicted.formats(7))
-    assert bf16 == ["H200 (sm_90)", "`bf16`", "BF16", "4,000", "0", "1,000", "1.00"]
+    bf16, mxfp8, tensor, rowwise = (list(row.values()) for row in predicted.formats(7))
+    assert bf16 == ["H200 (sm_90)", "`bf16`", "BF16", "4,000", "0", "1,003", "1.00"]
     assert mxfp8[2] == "emulated"
-    assert rowwise[1:] == ["`fp8_rowwise`", "20 × `_scaled_mm`, channel", "3,000", "1,234", "800", "0.80"]
+    assert rowwise[1:6] == ["`fp8_rowwise`", "20 × `_scaled_mm`, channel", "3,000", "1,234", "806"]
+    assert rowwise[6].startswith("0.80 (0.7")
     (chip,) = predicted.ratios(7)
-    assert list(chip.values()) == ["H200 (sm_90)", "emulated", "1.50", "`fp8_rowwise`, 0.80"]
+    assert list(chip.values())[:2] == ["H200 (sm_90)", "emulated"]
+    assert chip["MXFP8 step ÷ BF16's, predicted"].startswith("1.50 (")
+    assert tensor[6] in chip["fastest by prediction"]
+    assert chip["fastest by prediction"].endswith("; not distinguishable: `fp8_rowwise`")
+
+
+def _works(**us):
+    """Launches of as many µs each: BF16 products of a library, and casts bound by bytes."""
+    rates = Rates.of(TARGETS["sm_90"])
+    products = {"mma_us": us["product"] * rates["bf16"], "product": "bf16"}
+    casts = {"num_bytes": us.get("cast", 0) * rates["memory"] * 4800e3}
+    return [["product", products], *([["cast", casts]] if "cast" in us else [])]

@@ -1,0 +1,189 @@
+"""The rates that the GPU of this machine sustains, as a file that `mxcompile codegen --rates` reads.
+
+Copies of device memory, products of a library by format, attention by backend, and empty kernels, each over
+several sizes: the least, the median and the most of the data sheet's. What this PyTorch or this chip does not
+run is left out with the reason, and the table's rate stays. Without a GPU it says so and measures nothing.
+Usage: python benchmarks/gpu_rates.py [--output rates.json] [--repeats 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gpu_common
+import torch
+from common import environment
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from mxcompile import ops
+from mxcompile.formats import ScaleLayout
+from mxcompile.lowering import targets
+from mxcompile.lowering.targets import Peak, Target
+from mxcompile.offline.rates import Rate, as_data
+
+TOKENS, HEADS, HEAD = 8192, 32, 128
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
+COPIED = (1 << 26, 1 << 28, 1 << 30)
+EMPTY = 100
+SHAPES = [(TOKENS, n, k) for n, k in LAYERS]
+
+Time = Callable[[Callable[[], Any]], float]
+"""Median time of a call in µs."""
+
+
+def memory(peak: Peak, time: Time) -> Iterator[float]:
+    """Copies, of the data sheet's rate."""
+    for num_bytes in COPIED:
+        source = torch.empty(num_bytes, dtype=torch.uint8, device=gpu_common.DEVICE)
+        into = torch.empty_like(source)
+        us = time(functools.partial(into.copy_, source))
+        yield 2 * num_bytes / us / 1e3 / peak.bandwidth_gbs
+
+
+def bf16(peak: Peak, time: Time) -> Iterator[float]:
+    """cuBLAS or hipBLASLt."""
+    for m, n, k in SHAPES:
+        a, b = _matrix(m, k), _matrix(n, k).t()
+        yield _share(time(functools.partial(torch.mm, a, b)), (m, n, k), peak.bf16_tflops)
+
+
+def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
+    """`torch._scaled_mm` with scales a tensor or a channel."""
+    for m, n, k in SHAPES:
+        a, b = (_matrix(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+        sizes = ((), ()) if extent == "tensor" else ((m, 1), (1, n))
+        scales = [torch.ones(size, device=gpu_common.DEVICE) for size in sizes]
+        call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
+        yield _share(time(call), (m, n, k), peak.fp8_tflops)
+
+
+def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
+    """`torch._scaled_mm` with scales of 1×32."""
+    for m, n, k in SHAPES:
+        cast = (-1, torch.float8_e4m3fn, "rceil", False, str(ScaleLayout.TILED_128X4))
+        (a, scale_a), (b, scale_b) = (ops.quantize(_matrix(rows, k), *cast) for rows in (m, n))
+        scales = (scale.view(torch.float8_e8m0fnu) for scale in (scale_a, scale_b))
+        call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
+        yield _share(time(call), (m, n, k), peak.mxfp8_tflops)
+
+
+def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> Iterator[float]:
+    """Causal attention of heads of 128: two products forward, five backward, half of each."""
+    for length in (4096, TOKENS):
+        shape = (1, HEADS, length, HEAD)
+        q, k, v = (_matrix(*shape).requires_grad_(backward) for _ in range(3))
+        gradient = _matrix(*shape)
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        call: Callable[[], Any] = forward
+        if backward:
+            out = forward()
+            call = functools.partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
+        products = HEADS * (5 if backward else 2) / 2
+        yield _share(time(call), (length, length, HEAD), peak.bf16_tflops / products)
+
+
+def launch(_: Peak, time: Time) -> Iterator[float]:
+    """Kernels of next to no work, one after the other in a CUDA graph: µs each."""
+    x = torch.zeros(1, device=gpu_common.DEVICE)
+
+    def run() -> None:
+        for _ in range(EMPTY):
+            x.add_(1)
+
+    yield time(_captured(run)) / EMPTY
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _matrix(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=gpu_common.DEVICE, dtype=torch.bfloat16)
+
+
+def _share(us: float, shape: tuple[int, int, int], tflops: float) -> float:
+    m, n, k = shape
+    return 2 * m * n * k / us / 1e6 / tflops
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
+    "memory": memory,
+    "bf16": bf16,
+    "fp8_tensor": functools.partial(fp8, "tensor"),
+    "fp8_channel": functools.partial(fp8, "channel"),
+    "mxfp8": mxfp8,
+    **{name: functools.partial(attention, backend, False) for name, backend in BACKENDS.items()},
+    **{f"{name}_backward": functools.partial(attention, backend, True) for name, backend in BACKENDS.items()},
+    "launch_us": launch,
+}
+"""What is measured, by the kind of rate."""
+
+
+def runs_on(kind: str, target: Target) -> bool:
+    """Whether the chip has what `kind` measures."""
+    return target.native if kind == "mxfp8" else bool(target.fp8_tiles) if kind.startswith("fp8") else True
+
+
+def measured(target: Target, time: Time) -> dict[str, Rate]:
+    """The rates of `target`, the chip of this machine."""
+    assert target.peak is not None, f"{target.name} has no peaks"
+    rates = {}
+    for kind in tqdm([kind for kind in KINDS if runs_on(kind, target)], desc="rates"):
+        try:
+            values = sorted(KINDS[kind](target.peak, time))
+        except RuntimeError as error:
+            print(f"{kind}: left out, {str(error).strip().splitlines()[0]}")
+            continue
+        ends = values[::-1] if kind.endswith("_us") else values
+        rates[kind] = Rate(
+            low=ends[0], centre=statistics.median(values), high=ends[-1], source="measured by gpu_rates.py"
+        )
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, help="the file (rates_TARGET.json)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_rates: skipped, no CUDA or ROCm device here; nothing was measured")
+        return
+    target = targets.of_device(torch.device("cuda"))
+    if target.peak is None:
+        print(f"gpu_rates: skipped, the data sheet of {target.name} is not in lowering/targets.py")
+        return
+    rates = measured(target, lambda run: gpu_common.alternate({"run": run}, options.repeats)["run"])
+    path = options.output or Path(f"rates_{target.name}.json")
+    data = as_data(target.name, rates, **gpu_common.device(), **environment())
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}; mxcompile codegen --rates {path} reads it")
+
+
+if __name__ == "__main__":
+    main()
