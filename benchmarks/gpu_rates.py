@@ -49,7 +49,7 @@ def memory(peak: Peak, time: Time) -> Iterator[float]:
 
 
 def bf16(peak: Peak, time: Time) -> Iterator[float]:
-    """cuBLAS or hipBLASLt."""
+    """CuBLAS or hipBLASLt."""
     for m, n, k in SHAPES:
         a, b = _matrix(m, k), _matrix(n, k).t()
         yield _share(time(functools.partial(torch.mm, a, b)), (m, n, k), peak.bf16_tflops)

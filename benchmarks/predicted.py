@@ -78,7 +78,10 @@ def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:
 
 
 def row(result: CodegenResult) -> dict[str, Any]:
-    """A step's figures. kernels: of the report's products, by number. works: of each launch, with its kind."""
+    """A step's figures.
+
+    kernels: of the report's products, by number. works: of each launch in order, with its kind.
+    """
     step = result.step
     moved: Counter[str] = Counter()
     for launch in result.launches:
@@ -124,7 +127,9 @@ def main() -> None:
 def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
     """The last figures of each target and policy, in the order of `CHIPS` and `policies`."""
     lines = common.read("predicted")
-    rows = {(row["target"], row["policy"]): row for row in lines if row["tokens"] == tokens and "works" in row}
+    rows = {
+        (row["target"], row["policy"]): row for row in lines if row["tokens"] == tokens and "works" in row
+    }
     order = [(target, policy) for target in CHIPS for policy in policies(target)]
     return {key: rows[key] for key in order if key in rows}
 

@@ -177,3 +177,20 @@ def test_the_page_has_the_presets_that_were_measured(monkeypatch):
     _, begin, rest = presets.PAGE.read_text(encoding="utf-8").partition(presets.BEGIN)
     assert begin
     assert rest.partition(presets.END)[0].strip() == presets.table(presets.results())
+
+
+def test_the_page_has_the_points_that_are_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    calibration = importlib.import_module("calibration")
+    text = calibration.PAGE.read_text(encoding="utf-8")
+    assert text == calibration.replaced(text, lambda: calibration.page(calibration.points())), (
+        "calibration.py --write"
+    )
+
+
+def test_the_page_has_the_whole_steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    whole_steps = importlib.import_module("whole_steps")
+    text = (ROOT / "docs/calibration.md").read_text(encoding="utf-8")
+    shown = text.partition(whole_steps.BEGIN)[2].partition(whole_steps.END)[0]
+    assert shown.strip() == whole_steps.table(), "whole_steps.py --write"

@@ -105,18 +105,18 @@ TABLE = (
         when="large, with an epilogue, K of 4,096 or more",
         holds=_large_and_long,
         form=VENDOR,
-        reason="a tile of 128×128 needs twice the time of its products from shared memory, so that ours reaches"
-        " 0.48 of the data sheet's rate (machine code) and cuBLAS 0.60 (published): from here on that saves"
-        " more than writing and reading the result costs, 4 bytes an element",
+        reason="a tile of 128×128 needs twice the time of its products from shared memory, so that ours"
+        " reaches 0.48 of the data sheet's rate (machine code) and cuBLAS 0.60 (published): from here on that"
+        " saves more than writing and reading the result costs, 4 bytes an element",
     ),
     Row(
         kind=DENSE,
         when="large, with an epilogue and a smaller K, or not for the library",
         holds=_large,
         form=SPECIALIZED,
-        reason="an epilogue in the kernel saves writing and reading the result; warps of its own and a second"
-        " accumulator hide it behind the next tile, where it would leave the matrix units idle a quarter of"
-        " the time (machine code)",
+        reason="an epilogue in the kernel saves writing and reading the result; warps of its own and a"
+        " second accumulator hide it behind the next tile, where it would leave the matrix units idle a"
+        " quarter of the time (machine code)",
     ),
     Row(
         kind=DENSE,

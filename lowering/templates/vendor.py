@@ -5,8 +5,9 @@
                       them, are made 0 behind it
 
 Offered where its static conditions hold (`fits`): a chip with tensor memory, both scales tiled, strides and N
-that are multiples of 16, K of a block, results in BF16, not both operands E5M2. Such chips take all four layouts,
-so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS 13.6.
+that are multiples of 16, K of a block, results in BF16, not both operands E5M2. Such chips take all four
+layouts, so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS
+13.6.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
 found by K ÷ 32), the scales those of `group_scales`, PyTorch built with the library that has it. Not groups

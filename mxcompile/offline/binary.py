@@ -107,10 +107,13 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
         problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return Binary(settings=described, num_configs=len(tuner.configs), problems=(problem,))
     (kernel,) = made
-    return _read(kernel.asm, kernel.metadata, target, settings=described, num_configs=len(tuner.configs))
+    return read_binary(
+        kernel.asm, kernel.metadata, target, settings=described, num_configs=len(tuner.configs)
+    )
 
 
-def _read(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
+def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
+    """What Triton compiled, with the fields of `Binary` that are `known`."""
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
     if "cubin" in image:

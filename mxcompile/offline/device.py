@@ -10,7 +10,7 @@ the same on both.
                                                  _scaled_dot_product_flash_attention
 
 PyTorch prefers cuDNN's on compute capability 9.0, 10.0 and 10.3 where cuDNN is newer than 9.15, as in its
-builds for CUDA 13 (`check_prefer_cudnn_attention` in ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
+builds for CUDA 13 (`check_prefer_cudnn_attention` in ATen's ``native/transformers/cuda/sdp_utils.cpp``).
 
 A scalar constant stays where it is, as it would in a graph of a GPU model.
 """
@@ -129,6 +129,7 @@ class _Attention:
 
     def _replace_forward(self, node: fx.Node) -> None:
         q, k, v, dropout, causal, mask, scale = _forward_arguments(node)
+        arguments: tuple[Any, ...]
         with self._graph.inserting_before(node):
             if mask is not None:
                 target = aten._scaled_dot_product_efficient_attention.default

@@ -63,6 +63,22 @@ class Work:
             serial=self.serial,
         )
 
+    def times(self, factor: float, *, products: float | None = None) -> Work:
+        """`factor` times as much of everything; of products as often as that says."""
+        names = (
+            "num_bytes",
+            "issue_us",
+            "shared_us",
+            "between_issue_us",
+            "between_us",
+            "waits",
+            "round_trips",
+        )
+        more = {name: factor * getattr(self, name) for name in names}
+        return dataclasses.replace(
+            self, **more, mma_us=self.mma_us * (factor if products is None else products)
+        )
+
     def as_data(self) -> dict[str, Any]:
         """Its fields that are not those of no work, times with five digits."""
         found = dataclasses.asdict(self).items()

@@ -174,7 +174,9 @@ class _Worker:
         if "mx_vendor" in name:
             return "mxfp8"
         if "scaled" in name:
-            return next((kind for begin, kind in _SCALES.items() if begin in self.launch.library), "fp8_tensor")
+            return next(
+                (kind for begin, kind in _SCALES.items() if begin in self.launch.library), "fp8_tensor"
+            )
         return "fp32" if any(gemm in self.wide for gemm in self.launch.gemms) else "bf16"
 
 

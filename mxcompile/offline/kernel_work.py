@@ -52,11 +52,11 @@ _BLOCKS_OF_A_PROCESSOR = 32
 class Facts:
     """What is read of a launched kernel.
 
-    work: for `estimate`. programs: blocks launched. resident: of them a processor holds at once. instructions:
-    a warp issues. per_element: instructions of a thread by elements it casts, of a cast alone. between: time
-    between two tiles over a tile's own. barriers, waits: of one step along K, waits for what the same step
-    began to load. understood: whether it is known how often every loop goes round, and what is launched; if
-    not, such a loop counts once.
+    work: for `estimate`. programs: blocks launched. resident: of them a processor holds at once.
+    instructions: a warp issues. per_element: instructions of a thread by elements it casts, of a cast alone.
+    between: time between two tiles over a tile's own. barriers, waits: of one step along K, waits for what
+    the same step began to load. understood: whether it is known how often every loop goes round, and what is
+    launched; if not, such a loop counts once.
     """
 
     work: Work

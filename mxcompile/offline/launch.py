@@ -21,10 +21,10 @@ class Launch:
     products it computes, as ``layer gemm``. operators: of the graph it computes, views left out. cast:
     what it casts, if it does nothing but cast: "input" (a weight, or a tensor saved for backward),
     "library" (the result of a kernel that was not generated) or "generated" (the result of one that was,
-    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. library: how its record
-    names the kernel of a library. work: what it
-    has to do, estimate: how long that takes (see `estimate`), both None for a chip without known peaks.
-    facts: of a generated kernel, what its machine code says.
+    which should have cast it). num_bytes: it moves at least. flops: of its matrix products. library: how
+    its record names the kernel of a library. work: what it has to do, estimate: how long that takes (see
+    `estimate`), both None for a chip without known peaks. facts: of a generated kernel, what its machine code
+    says.
     """
 
     phase: str

@@ -67,7 +67,7 @@ class Step:
         return Range.of(lambda rates: total(self.works, rates), self.rates)
 
     def over(self, other: Step) -> Range:
-        """This step ÷ `other` of the same chip, by the rates of this one."""
+        """Returns this step ÷ `other` of the same chip, by the rates of this one."""
         assert self.rates is not None, "a step of launches"
         return ratio(self.works, other.works, self.rates)
 

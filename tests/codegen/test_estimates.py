@@ -220,7 +220,7 @@ def test_the_four_times_by_hand():
 
 
 def test_shared_memory_feeds_tensor_memorys_units_alone():
-    """A tile of 128×128 needs four cycles a step of K for two of products; other chips keep operands nearer."""
+    """A tile of 128×128 needs four cycles for two of products; other chips keep operands nearer."""
     square = SOURCE.replace("BLOCK_N : tl.constexpr = 256", "BLOCK_N : tl.constexpr = 128") + "    K = 512\n"
     work = _facts(source=square).work
     assert work.shared_us / work.mma_us == pytest.approx(2.07, rel=0.01)
@@ -432,7 +432,9 @@ def test_the_committed_prediction_is_todays(monkeypatch):
     lines = [
         json.loads(line) for line in (ROOT / "benchmarks/results/predicted.jsonl").read_text().splitlines()
     ]
-    committed = [line for line in lines if (line["target"], line["policy"]) == ("sm_100", "nvidia") and "works" in line][-1]
+    committed = [
+        line for line in lines if (line["target"], line["policy"]) == ("sm_100", "nvidia") and "works" in line
+    ][-1]
     result = predicted.generated("sm_100", "nvidia", committed["tokens"])
     today = predicted.row(result)
     assert today["unclear"] == 0

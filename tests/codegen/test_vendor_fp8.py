@@ -251,3 +251,11 @@ def test_other_formats_have_none():
         lambda x, w: product(x, w, "e2m1 1x32 rceil"), torch.randn(40, 64), torch.randn(64, 48)
     )
     assert reasons == []
+
+
+def test_scales_a_row_are_refused_on_rtx_50():
+    """Found by others on sm_120, with CUDA 13: per-tensor scales run there, scales a row do not."""
+    chip = TARGETS["sm_120"]
+    assert chip.multiplies_fp8("tensor", "tensor")
+    assert not chip.multiplies_fp8("channel", "channel")
+    assert TARGETS["sm_100"].multiplies_fp8("channel", "channel")

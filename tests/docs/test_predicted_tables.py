@@ -52,7 +52,7 @@ def test_emulation_moves_little_more_than_its_casts_must(predicted):
 
 
 def test_rows_by_hand(predicted, monkeypatch):
-    """The newest line counts; what is fastest stands beside MXFP8, with what the rates do not tell from it."""
+    """The newest line counts; the fastest preset stands with what the rates do not tell from it."""
     scaled, emulated = "aten._scaled_mm (channel scales)", "aten.mm (bfloat16, scaled after)"
     row = {"target": "sm_90", "tokens": 7, "mb": 1}
     row |= {"kernels": {emulated: 21}, "mb_by_kind": {"product": 4000}}

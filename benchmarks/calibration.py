@@ -1,0 +1,364 @@
+"""Estimates held against what others have measured: docs/calibration.md and its picture.
+
+Each point is a published time of a kernel beside the estimate of today's rates. What a kernel has to do is
+read from its machine code once (``--compile``, minutes, no GPU) and kept in results/calibration.json; pages
+and tests reckon from that. Where nothing but the bytes of a kernel is known, they are what it has to do.
+Usage: python benchmarks/calibration.py [--compile] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.offline import Rates, Work, codegen
+from mxcompile.offline.estimate import total
+
+FILE = common.RESULTS / "calibration.json"
+PAGE = common.ROOT / "docs" / "calibration.md"
+PICTURE = common.ROOT / "docs" / "images" / "calibration.png"
+BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
+LOW, HIGH = 0.75, 1.33
+"""Measured ÷ estimate of a point that is met."""
+
+STREAM, LOOP, SPLIT, SMALL, PRODUCT = "stream", "loop over rows", "split reduction", "few rows", "product"
+"""Classes of kernels."""
+
+KNOWN_BAD = {
+    LOOP: "a block reduces each of its rows before it takes the next; on an A100 that costs more than the sum"
+    " of its parts",
+    SPLIT: "a reduction in two kernels, whose loads start ahead of their use, which the model does not see",
+    SMALL: "so few rows that a last turn of programs is not full, or that a launch is most of the time",
+}
+"""Classes whose points may be missed, and why."""
+
+_LIGER = "Liger-Kernel, benchmark/data/all_benchmark_data.csv"
+_CUDNN = "cudnn-frontend, benchmark/norms/results (torch_compile)"
+_AO = "torchao, docs/source/workflows/training.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A published time.
+
+    kind: class of the kernel. kernel, chip, shape: of it. measured_us: published by `source`. plus: what it
+    has to do, launch by launch. minus: the same of a measurement that was subtracted.
+    """
+
+    kind: str
+    kernel: str
+    source: str
+    chip: str
+    shape: str
+    measured_us: float
+    plus: tuple[Work, ...]
+    minus: tuple[Work, ...] = ()
+
+    @property
+    def estimate_us(self) -> float:
+        """By the rates of the chip."""
+        rates = rates_of(self.chip)
+        return total(self.plus, rates) - total(self.minus, rates)
+
+    @property
+    def ratio(self) -> float:
+        """Measured ÷ estimate."""
+        return self.measured_us / self.estimate_us
+
+    @property
+    def met(self) -> bool:
+        """Whether the estimate is near enough."""
+        return LOW <= self.ratio <= HIGH
+
+
+_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "A100": ("sm_80", {}, {}),
+    "H100": ("sm_90", {"bandwidth_gbs": 3350}, {}),
+    "H200": ("sm_90", {}, {}),
+    "B200": ("sm_100", {}, {}),
+    "GB200": ("sm_100", {}, {"processors": 152}),
+}
+"""Chips: their target, and what of its peak and of itself is another's."""
+
+_H100_MEMORY = 0.89
+"""Published for H100 are 0.88 to 0.91 of the data sheet, more than an H200 reaches."""
+
+
+def chip(name: str) -> Target:
+    """The target of a chip."""
+    target, peak, own = _VARIANTS[name]
+    row = TARGETS[target]
+    assert row.peak is not None
+    return dataclasses.replace(row, peak=dataclasses.replace(row.peak, **peak), **own)
+
+
+@functools.cache
+def rates_of(name: str) -> Rates:
+    """The rates of a chip."""
+    rates = Rates.of(chip(name))
+    if name != "H100":
+        return rates
+    return dataclasses.replace(rates, values={**rates.values, "memory": _H100_MEMORY})
+
+
+def compiled() -> Iterator[Point]:
+    """Every point, its kernels compiled for its chip."""
+    yield from tqdm(_liger(), desc="Liger")
+    yield from tqdm(_norms(), desc="norms of Inductor")
+    yield from tqdm(_products(), desc="products")
+    yield from _casts()
+
+
+def _liger() -> Iterator[Point]:
+    import calibration_kernels as kernels
+
+    forwards: tuple[tuple[str, str, int, dict[int, float], Any], ...] = (
+        (
+            *("rms_norm", "A100", 2048, {1024: 13.6, 4096: 31.1, 8192: 51.7, 16384: 95.3, 32768: 182}),
+            {"element": "bf16", "operands": 2},
+        ),
+        (
+            *("rms_norm", "H100", 4096, {1024: 12.2, 4096: 29.2, 8192: 50.9, 16384: 95.0}),
+            {"element": "bf16", "operands": 2},
+        ),
+        (
+            "layer_norm",
+            "A100",
+            4096,
+            {1024: 30.3, 4096: 88.2, 16384: 322},
+            {"element": "fp32", "operands": 2},
+        ),
+        (
+            "layer_norm",
+            "H100",
+            4096,
+            {1024: 18.8, 4096: 51.0, 16384: 185},
+            {"element": "fp32", "operands": 2},
+        ),
+        (
+            *(
+                "swiglu",
+                "H100",
+                8192,
+                {1024: 23.3, 2048: 39.6, 4096: 72.5, 8192: 137, 16384: 267, 32768: 528},
+            ),
+            {"element": "bf16", "operands": 3},
+        ),
+    )
+    for name, on, rows, times, how in forwards:
+        for width, us in times.items():
+            work = kernels.by_rows(getattr(kernels, name), rows, width, **how).work(chip(on))
+            yield Point(
+                kind=SMALL if us < 20 else STREAM, kernel=f"{name} forward", source=_LIGER, chip=on,
+                shape=f"{rows}×{width}", measured_us=us, plus=(work,),
+            )  # fmt: skip
+    backwards: tuple[tuple[str, str, int, dict[int, float], Any], ...] = (
+        ("rms_norm", "A100", 2048, {8192: 178, 16384: 321}, {"element": "bf16", "sums": 1}),
+        ("layer_norm", "H100", 4096, {4096: 166, 8192: 313, 16384: 578}, {"element": "fp32", "sums": 2}),
+    )
+    for name, on, rows, times, how in backwards:
+        kernel, target = getattr(kernels, f"{name}_backward"), chip(on)
+        works = {
+            width: kernels.looping(kernel, rows, width, target.processors, **how).work(target)
+            for width in times
+        }
+        for (less, before), (width, us) in zip(times.items(), list(times.items())[1:], strict=False):
+            yield Point(
+                kind=LOOP, kernel=f"{name} backward, difference", source=_LIGER, chip=on,
+                shape=f"{rows}×({width} − {less})", measured_us=us - before,
+                plus=(works[width],), minus=(works[less],),
+            )  # fmt: skip
+
+
+_NORMS: tuple[tuple[str, type[nn.Module], int, int, str, dict[str, float], dict[str, float]], ...] = (
+    ("RMSNorm", nn.RMSNorm, 16384, 4096, LOOP, {"GB200": 58, "H200": 76}, {"GB200": 155, "H200": 236}),
+    ("RMSNorm", nn.RMSNorm, 8192, 4096, LOOP, {"GB200": 31, "H200": 39}, {"GB200": 83, "H200": 118}),
+    ("RMSNorm", nn.RMSNorm, 8192, 8192, SPLIT, {"GB200": 44, "H200": 64}, {"GB200": 163, "H200": 236}),
+    ("RMSNorm", nn.RMSNorm, 4096, 16384, SPLIT, {"GB200": 43, "H200": 67}, {"GB200": 127, "H200": 177}),
+    ("LayerNorm", nn.LayerNorm, 1024, 12288, SMALL, {"GB200": 17, "H200": 20}, {"GB200": 38, "H200": 43}),
+)
+
+
+def _norms() -> Iterator[Point]:
+    for name, module, rows, width, kind, *times in _NORMS:
+        for on in times[0]:
+            with torch.device("meta"):
+                layer = module(width).bfloat16()
+                x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
+            target = chip(on)
+            result = codegen(layer, x, target=target.name, policy="bf16")
+            for phase, each in zip(("forward", "backward"), times, strict=True):
+                works = tuple(launch.work for launch in result.phase(phase) if launch.work)
+                scale = TARGETS[target.name].processors / target.processors
+                yield Point(
+                    kind=STREAM if phase == "forward" and kind != SMALL else kind,
+                    kernel=f"{name} {phase} of Inductor", source=_CUDNN, chip=on, shape=f"{rows}×{width}",
+                    measured_us=each[on], plus=tuple(_on_more_processors(work, scale) for work in works),
+                )  # fmt: skip
+
+
+def _on_more_processors(work: Work, scale: float) -> Work:
+    return dataclasses.replace(work, issue_us=work.issue_us * scale, round_trips=work.round_trips * scale)
+
+
+def _products() -> Iterator[Point]:
+    import calibration_kernels as kernels
+
+    for on, size, us, source, how in (
+        ("A100", 3072, 252, "triton #3551", {"element": "fp16", "block_k": 64}),
+        ("A100", 2048, 160, "triton #3551", {"element": "fp16", "block_k": 64}),
+        ("H100", 3584, 71.9, "triton #3546", {"element": "fp8e4nv", "block_k": 128}),
+    ):
+        work = kernels.multiplied(size, **how).work(chip(on))  # type: ignore[arg-type]
+        if how["element"] == "fp8e4nv":
+            work = dataclasses.replace(work, mma_us=work.mma_us * 989 / 1979)
+        yield Point(
+            kind=PRODUCT, kernel="tutorial 3, 128×256", source=source, chip=on, shape=f"{size}³",
+            measured_us=us, plus=(work,),
+        )  # fmt: skip
+
+
+def _casts() -> Iterator[Point]:
+    """What streams, by its bytes."""
+    cast = 2 + 1 + 1 / 32
+    for kernel, us in (("MXFP8 cast along rows, rceil", 138.2), ("MXFP8 cast along rows, floor", 139.2)):
+        yield _by_bytes(kernel, _AO, "B200", 16384**2, cast, us)
+    sizes = {512: 2.9, 1024: 3.4, 2048: 5.4, 4096: 12.5, 8192: 38.4, 16384: 136.7}
+    for size, us in sizes.items():
+        yield _by_bytes("MXFP8 cast of 32×32", "torchao #4777", "B200", size**2, 2 + 1 + 1 / 1024, us)
+    yield _by_bytes("MXFP8 to FP16", "triton #11644", "H100", 32768**2, cast, 1281)
+
+
+def _by_bytes(kernel: str, source: str, on: str, elements: int, each: float, us: float) -> Point:
+    side = round(elements**0.5)
+    return Point(
+        kind=STREAM, kernel=kernel, source=source, chip=on, shape=f"{side}²", measured_us=us,
+        plus=(Work(num_bytes=elements * each),),
+    )  # fmt: skip
+
+
+def write(points: list[Point]) -> None:
+    """Keep `points`."""
+    rows = [
+        {
+            **{field: getattr(point, field) for field in _WORDS},
+            "plus": [work.as_data() for work in point.plus],
+            "minus": [work.as_data() for work in point.minus],
+        }
+        for point in points
+    ]
+    text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    FILE.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+
+
+_WORDS = ("kind", "kernel", "source", "chip", "shape", "measured_us")
+
+
+def points() -> list[Point]:
+    """Those that are kept."""
+    rows = json.loads(FILE.read_text(encoding="utf-8"))
+    sides = ("plus", "minus")
+    return [
+        Point(**row | {side: tuple(Work(**work) for work in row[side]) for side in sides}) for row in rows
+    ]
+
+
+def page(found: list[Point]) -> str:
+    """The tables of the page: classes, then every point."""
+    classes = [
+        {
+            "class": kind,
+            "points": len(same),
+            "within 0.75–1.33": sum(point.met for point in same),
+            "measured ÷ estimate": f"{_spread(same)}",
+            "median": f"{statistics.median(point.ratio for point in same):.2f}",
+        }
+        for kind in dict.fromkeys(point.kind for point in found)
+        if (same := [point for point in found if point.kind == kind])
+    ]
+    rows = [
+        {
+            "kernel": point.kernel,
+            "chip": point.chip,
+            "shape": point.shape,
+            "class": point.kind,
+            "measured µs": f"{point.measured_us:,.1f}",
+            "estimate µs": f"{point.estimate_us:,.1f}",
+            "÷": f"{point.ratio:.2f}",
+            "source": point.source,
+        }
+        for point in found
+    ]
+    met = sum(point.met for point in found)
+    tables = [
+        tabulate(each, headers="keys", tablefmt="github", disable_numparse=True) for each in (classes, rows)
+    ]
+    return f"{met} of {len(found)} points lie within {LOW}–{HIGH}.\n\n{tables[0]}\n\n{tables[1]}"
+
+
+def _spread(same: list[Point]) -> str:
+    ratios = sorted(point.ratio for point in same)
+    return f"{ratios[0]:.2f}–{ratios[-1]:.2f}"
+
+
+def draw(found: list[Point], output: Path) -> None:
+    """Measured over estimate of every point, by its measured time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    axes.axhspan(LOW, HIGH, color="#e8eef7")
+    axes.axhline(1, color="#8a8f98", linewidth=0.8)
+    for index, kind in enumerate(dict.fromkeys(point.kind for point in found)):
+        same = [point for point in found if point.kind == kind]
+        axes.scatter(
+            [point.measured_us for point in same], [point.ratio for point in same],
+            label=kind, color=f"C{index}", s=22,
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="measured, µs", ylabel="measured ÷ estimate")
+    axes.set_yticks([0.5, 0.75, 1, 1.33, 2], ["0.5", "0.75", "1", "1.33", "2"])
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(output)
+
+
+def replaced(text: str, made: Callable[[], str]) -> str:
+    """`text` with what is between the marks made anew."""
+    before, begin, rest = text.partition(BEGIN)
+    assert begin, "the page has the marks"
+    return f"{before}{BEGIN}\n{made()}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the kernels anew")
+    parser.add_argument("--write", action="store_true", help="write the tables and the picture")
+    options = parser.parse_args()
+    if options.compile:
+        write([*compiled()])
+    found = points()
+    print(page(found))
+    if options.write:
+        text = replaced(PAGE.read_text(encoding="utf-8"), lambda: page(found))
+        PAGE.write_text(text, encoding="utf-8")
+        draw(found, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

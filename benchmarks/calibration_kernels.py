@@ -1,0 +1,241 @@
+"""Kernels that others have timed, written anew from their algebra: norms, a gated activation, a product.
+
+Rows are one program each as in Liger-Kernel, whose backward lets each program loop over its share of the
+rows; products are those of Triton's tutorial 3. Sizes are constants, as Inductor writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from mxcompile.lowering.targets import Target
+from mxcompile.offline import kernel_work
+from mxcompile.offline.binary import read_binary
+from mxcompile.offline.estimate import Work
+from mxcompile.offline.standin import triton_target
+
+
+@triton.jit
+def rms_norm(x_ptr, w_ptr, y_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Y = x · rstd · w of one row."""
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = at < N
+    x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / N + 1e-6)
+    tl.store(rstd_ptr + row, rstd)
+    w = tl.load(w_ptr + at, mask=mask, other=0)
+    y = (x * rstd).to(y_ptr.dtype.element_ty) * w
+    tl.store(y_ptr + row * N + at, y, mask=mask)
+
+
+@triton.jit
+def layer_norm(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Y = (x − mean) · rstd · w + b of one row."""
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = at < N
+    x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / N
+    centred = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / N + 1e-6)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    w, b = tl.load(w_ptr + at, mask=mask, other=0), tl.load(b_ptr + at, mask=mask, other=0)
+    tl.store(y_ptr + row * N + at, centred * rstd * w + b, mask=mask)
+
+
+@triton.jit
+def swiglu(a_ptr, b_ptr, c_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """C = silu(a) · b of one row."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = at < N
+    a = tl.load(a_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+    b = tl.load(b_ptr + row * N + at, mask=mask, other=0)
+    c = (a * tl.sigmoid(a)).to(b.dtype) * b
+    tl.store(c_ptr + row * N + at, c, mask=mask)
+
+
+@triton.jit
+def rms_norm_backward(
+    dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Dx of a share of the rows, and their part of dw."""
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = at < N
+    dw = tl.zeros((BLOCK,), tl.float32)
+    w = tl.load(w_ptr + at, mask=mask, other=0).to(tl.float32)
+    for row in range(program * rows, (program + 1) * rows):
+        dy = tl.load(dy_ptr + row * N + at, mask=mask, other=0)
+        x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        m = dy.to(tl.float32) * w
+        dx = rstd * (m - rstd * rstd / N * tl.sum(m * x, axis=0) * x)
+        dw += dy * (x * rstd).to(dy.dtype)
+        tl.store(dx_ptr + row * N + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dw_ptr + program * N + at, dw, mask=mask)
+
+
+@triton.jit
+def layer_norm_backward(
+    x_ptr,
+    w_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    dy_ptr,
+    rows,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Dx of a share of the rows, and their part of dw and db."""
+    program, at = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = at < N
+    dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    w = tl.load(w_ptr + at, mask=mask, other=0).to(tl.float32)
+    for row in range(program * rows, (program + 1) * rows):
+        x = tl.load(x_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * N + at, mask=mask, other=0).to(tl.float32)
+        mean, rstd = tl.load(mean_ptr + row), tl.load(rstd_ptr + row)
+        x_hat = (x - mean) * rstd
+        m = w * dy
+        dx = (m - (x_hat * tl.sum(x_hat * m, axis=0) + tl.sum(m, axis=0)) / N) * rstd
+        tl.store(dx_ptr + row * N + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dw += dy * x_hat
+        db += dy
+    tl.store(dw_ptr + program * N + at, dw, mask=mask)
+    tl.store(db_ptr + program * N + at, db, mask=mask)
+
+
+@triton.jit
+def product(
+    a_ptr, b_ptr, c_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """C = a · b, a tile a program. TRANSPOSED: b lies in memory as [N, K]."""
+    wide = tl.cdiv(N, BLOCK_N)
+    m, n = tl.program_id(0) // wide, tl.program_id(0) % wide
+    rows, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    k_stride, n_stride = (1, K) if TRANSPOSED else (N, 1)
+    a_at = a_ptr + (rows % M)[:, None] * K + k[None, :]
+    b_at = b_ptr + k[:, None] * k_stride + (columns % N)[None, :] * n_stride
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        left = K - step * BLOCK_K
+        a = tl.load(a_at, mask=k[None, :] < left, other=0.0)
+        b = tl.load(b_at, mask=k[:, None] < left, other=0.0)
+        sums = tl.dot(a, b, sums)
+        a_at += BLOCK_K
+        b_at += BLOCK_K * k_stride
+    mask = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(c_ptr + rows[:, None] * N + columns[None, :], sums.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A kernel and how it is launched. pointers: types of its first arguments; the others are integers.
+
+    constants: its constexprs. rounds: of its loop over rows, 1 if there is none.
+    """
+
+    kernel: Any
+    pointers: tuple[str, ...]
+    constants: dict[str, int]
+    programs: int
+    num_warps: int
+    num_bytes: float
+    num_stages: int = 3
+    rounds: int = 1
+    flops: float = 0.0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def work(self, target: Target) -> Work:
+        """What it has to do on `target`, by the machine code that Triton makes of it."""
+        names = self.kernel.arg_names
+        types = dict(zip(names, self.pointers, strict=False))
+        signature = {
+            name: types.get(name, "constexpr" if name in self.constants else "i32") for name in names
+        }
+        aligned = {
+            (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in self.constants
+        }
+        if "rows" in names:
+            aligned.pop((names.index("rows"),))
+        source = ASTSource(self.kernel, signature, dict(self.constants), aligned)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        compiled = triton.compile(source, target=triton_target(target), options=options)
+        settings = {**options, **self.constants, **self.sizes}
+        if self.rounds > 1:
+            settings |= {"RSPLIT_SIZE": self.rounds, "XBLOCK": 1}
+        binary = read_binary(compiled.asm, compiled.metadata, target, settings=settings, num_configs=1)
+        return kernel_work.read(
+            num_bytes=self.num_bytes,
+            flops=self.flops,
+            source="'grid_type': 'FixedGrid'",
+            numbers=(self.programs, 1, 1),
+            binary=binary,
+            target=target,
+        ).work
+
+
+def _warps(block: int) -> int:
+    """As Liger-Kernel chooses them."""
+    return 32 if block >= 32768 else 16 if block >= 8192 else 8 if block >= 2048 else 4
+
+
+def by_rows(kernel: Any, rows: int, width: int, *, element: str, operands: int) -> Launched:
+    """A program a row. operands: rows that are read and written."""
+    block = triton.next_power_of_2(width)
+    tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    statistics = ("rstd_ptr", "mean_ptr")
+    return Launched(
+        kernel=kernel,
+        pointers=tuple("*fp32" if name in statistics else f"*{element}" for name in tensors),
+        constants={"N": width, "BLOCK": block},
+        programs=rows,
+        num_warps=_warps(block),
+        num_bytes=operands * rows * width * _size(element),
+    )
+
+
+def looping(kernel: Any, rows: int, width: int, processors: int, *, element: str, sums: int) -> Launched:
+    """A program a processor, which loops over its rows. sums: of the weights' gradients, FP32, a row each."""
+    block = triton.next_power_of_2(width)
+    rounds = math.ceil(rows / processors)
+    tensors = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    wide = ("rstd_ptr", "mean_ptr", "dw_ptr", "db_ptr")
+    return Launched(
+        kernel=kernel,
+        pointers=tuple("*fp32" if name in wide else f"*{element}" for name in tensors),
+        constants={"N": width, "BLOCK": block},
+        programs=processors,
+        num_warps=_warps(block),
+        num_bytes=3 * rows * width * _size(element) + 4 * sums * processors * width,
+        rounds=rounds,
+    )
+
+
+def multiplied(size: int, *, element: str, block_k: int, out: str = "fp16") -> Launched:
+    """A square product by tiles of 128×256."""
+    tiles = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": block_k, "TRANSPOSED": int(element == "fp8e4nv")}
+    return Launched(
+        kernel=product,
+        pointers=(f"*{element}", f"*{element}", f"*{out}"),
+        constants=tiles,
+        programs=math.ceil(size / 128) * math.ceil(size / 256),
+        num_warps=8,
+        num_bytes=size * size * (2 * _size(element) + _size(out)),
+        flops=2.0 * size**3,
+        sizes=dict.fromkeys("MNK", size),
+    )
+
+
+def _size(element: str) -> int:
+    return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}[element]

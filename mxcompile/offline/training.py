@@ -1,0 +1,142 @@
+"""How long a whole training step takes on each of some GPUs: layers, and what stands beside them.
+
+    layers       forward and backward of each micro-batch, from the code of one layer
+    recompute    "full": forward again; "selective": half of its products and their casts
+    head         three products of tokens · width · vocabulary, in BF16
+    loss         logits read twice and their gradient written, in BF16
+    embedding    rows read, written, and their gradients added
+    accumulate   gradients of each further micro-batch added in FP32
+    clip         the norm of all gradients, and their product with a factor
+    optimizer    AdamW in one kernel on FP32 parameters: 28 bytes each, and their BF16 copies
+    exposed      FSDP's gathers of BF16 weights, twice a micro-batch, and its reduction of gradients, as far
+                 as they take longer than the layers beside them
+
+Arithmetic on the sizes of the model; kernels are those of `estimate`. Not in it: the time of the host, the
+first layer's missing gradient of its input, and waits between ranks that are not equally fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.offline.estimate import Work, library_work, total
+from mxcompile.offline.rates import Range, Rates
+
+RECOMPUTE = ("none", "selective", "full")
+
+_SELECTED = 0.5
+"""Of a layer's products that selective recomputation computes again: every second one, as torchtitan does."""
+
+_OPTIMIZER_BYTES = 4 * 7 + 2
+_CLIP_BYTES = 4 + 8
+_ACCUMULATE_BYTES = 2 + 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWork:
+    """What a layer has to do for the tokens of a micro-batch. Pairs of the kind of a launch and its work."""
+
+    forward: tuple[tuple[str, Work], ...]
+    backward: tuple[tuple[str, Work], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStep:
+    """A step of training.
+
+    layers, width, vocabulary, parameters: of the model. tokens: of a micro-batch on a GPU. micro_batches: of
+    a step. gpus: that FSDP shards over. link_gbs: 10⁹ bytes a second that a GPU sends and receives in a
+    collective; needed with several. recompute: one of `RECOMPUTE`. reduce_bytes: of an element of a gradient
+    that is sent. clip: whether the norm of the gradients is clipped.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    parameters: int
+    tokens: int
+    micro_batches: int = 1
+    gpus: int = 1
+    link_gbs: float | None = None
+    recompute: str = "none"
+    reduce_bytes: int = 4
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise OptionError(not_allowed("recompute", self.recompute, RECOMPUTE))
+        if self.gpus > 1 and self.link_gbs is None:
+            raise OptionError("several GPUs need link_gbs, the 10⁹ bytes a second of their collectives")
+
+    def parts(self, layer: LayerWork, rates: Rates) -> Mapping[str, float]:
+        """µs by part, in the order of the module's head."""
+        forward, backward = ([work for _, work in side] for side in (layer.forward, layer.backward))
+        batches, shard = self.micro_batches, self.parameters / self.gpus
+        layers_us = self.layers * total([*forward, *backward], rates)
+        recomputed_us = self.layers * self._recomputed_us(layer, rates)
+        logits = self.tokens * self.vocabulary
+        head = library_work(
+            num_bytes=2 * (logits + (self.tokens + self.vocabulary) * self.width),
+            flops=2.0 * logits * self.width,
+            product="bf16",
+            target=rates.target,
+        )
+        moved = {
+            "loss": batches * 2 * 3 * logits,
+            "embedding": batches * 2 * 4 * self.tokens * self.width,
+            "accumulate": (batches - 1) * _ACCUMULATE_BYTES * shard,
+            "clip": _CLIP_BYTES * shard if self.clip else 0.0,
+            "optimizer": _OPTIMIZER_BYTES * shard,
+        }
+        beside = {part: total([Work(num_bytes=size)], rates) if size else 0.0 for part, size in moved.items()}
+        return {
+            "layers": batches * layers_us,
+            "recompute": batches * recomputed_us,
+            "head": batches * total([head] * 3, rates),
+            **beside,
+            "exposed": batches * max(self._collectives_us - layers_us - recomputed_us, 0.0),
+        }
+
+    def us(self, layer: LayerWork, rates: Rates) -> float:
+        """µs of the step."""
+        return sum(self.parts(layer, rates).values())
+
+    def range(self, layer: LayerWork, rates: Rates) -> Range:
+        """The same as the rates are at their low, centre and high."""
+        return Range.of(lambda moved: self.us(layer, moved), rates)
+
+    def over(self, layer: LayerWork, other: LayerWork, rates: Rates) -> Range:
+        """The step with `layer` ÷ the one with `other`."""
+        return Range.of(lambda moved: self.us(layer, moved) / self.us(other, moved), rates)
+
+    @property
+    def _collectives_us(self) -> float:
+        """Of a micro-batch: weights gathered in forward and in backward, gradients reduced."""
+        if self.gpus == 1 or self.link_gbs is None:
+            return 0.0
+        each = 2 * 2 + self.reduce_bytes
+        return each * self.parameters * (self.gpus - 1) / self.gpus / (self.link_gbs * 1e3)
+
+    def _recomputed_us(self, layer: LayerWork, rates: Rates) -> float:
+        if self.recompute == "none":
+            return 0.0
+        if self.recompute == "full":
+            return total([work for _, work in layer.forward], rates)
+        chosen = [work for kind, work in layer.forward if kind in ("product", "cast")]
+        return _SELECTED * total(chosen, rates)
+
+
+def scaled(
+    works: Sequence[tuple[str, Work]], *, tokens: float, length: float
+) -> tuple[tuple[str, Work], ...]:
+    """`works` for `tokens` times as many tokens, in sequences `length` times as long.
+
+    Launches stay as many; attention grows with both. Casts of weights, which do not grow, count as if they
+    did.
+    """
+    return tuple(
+        (kind, work.times(tokens, products=tokens * (length if kind == "attention" else 1.0)))
+        for kind, work in works
+    )

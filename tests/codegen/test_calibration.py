@@ -1,0 +1,59 @@
+"""Estimates beside published times: how many are met, which classes are known to be worse, and the page."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def calibration(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("calibration")
+
+
+def test_four_of_five_points_are_met(calibration):
+    found = calibration.points()
+    assert len(found) >= 55
+    met = sum(point.met for point in found)
+    assert met >= 0.8 * len(found), f"{met} of {len(found)}"
+
+
+def test_what_is_missed_is_of_a_class_that_is_known_to_be_worse(calibration):
+    missed = [point for point in calibration.points() if not point.met]
+    unknown = [point for point in missed if point.kind not in calibration.KNOWN_BAD]
+    assert not unknown, [(point.kernel, point.chip, point.shape, round(point.ratio, 2)) for point in unknown]
+
+
+def test_the_page_names_every_known_class(calibration):
+    page = calibration.PAGE.read_text(encoding="utf-8")
+    for kind in calibration.KNOWN_BAD:
+        assert f"- **{kind}**" in page
+
+
+def test_ratios_by_hand(calibration):
+    """By bytes alone, on a chip that is a variant of its target's."""
+    (point,) = [point for point in calibration.points() if point.source == "triton #11644"]
+    us = 32768**2 * (3 + 1 / 32) / (0.89 * 3350e3) + 3
+    assert point.estimate_us == pytest.approx(us, rel=1e-4)
+    assert point.ratio == pytest.approx(1281 / us, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_kernel_compiles_to_the_work_that_is_kept(calibration):
+    """One of each way: a row a program, and rows one after the other."""
+    kernels = importlib.import_module("calibration_kernels")
+    kept = {(point.kernel, point.chip, point.shape): point for point in calibration.points()}
+    forward = kernels.by_rows(kernels.rms_norm, 2048, 16384, element="bf16", operands=2)
+    (work,) = kept["rms_norm forward", "A100", "2048×16384"].plus
+    assert forward.work(calibration.chip("A100")).as_data() == pytest.approx(work.as_data(), rel=0.02)
+    target = calibration.chip("A100")
+    backward = kernels.looping(
+        kernels.rms_norm_backward, 2048, 16384, target.processors, element="bf16", sums=1
+    )
+    (work,) = kept["rms_norm backward, difference", "A100", "2048×(16384 − 8192)"].plus
+    assert backward.work(target).as_data() == pytest.approx(work.as_data(), rel=0.02)
