@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint wheel check gpu gpu-tests gpu-rates gpu-kernels gpu-layer gpu-gemms gpu-training gpu-parity bench real \
+.PHONY: demo docs test test-slow lint predictions wheel check gpu gpu-tests gpu-rates gpu-kernels gpu-layer gpu-gemms gpu-training \
+	gpu-parity bench real \
 	clean
 
 demo: $(VENV)/.demo
@@ -26,6 +27,12 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python tests/lint_words.py
 	$(BIN)/python -m pytest tests/lint_figures.py
+
+# Tables and the picture of predicted times, reckoned anew by the rates in mxcompile/offline/rates.py.
+predictions: $(VENV)/.test
+	$(BIN)/python benchmarks/predicted.py --table --write
+	$(BIN)/python benchmarks/calibration.py --write
+	$(BIN)/python benchmarks/whole_steps.py --write
 
 # A wheel in dist/; installed into a folder of its own, it runs a command from there.
 wheel: $(VENV)/.test

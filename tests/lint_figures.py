@@ -186,6 +186,11 @@ def test_the_page_has_the_points_that_are_kept(monkeypatch):
     assert text == calibration.replaced(text, lambda: calibration.page(calibration.points())), (
         "calibration.py --write"
     )
+    points = calibration.points()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    said = re.search(r"Of (\d+) kernels that others timed, (\d+) took", readme)
+    assert said is not None
+    same(said.groups(), [len(points), sum(point.met for point in points)])
 
 
 def test_the_page_has_the_whole_steps(monkeypatch):

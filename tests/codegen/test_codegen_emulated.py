@@ -13,7 +13,7 @@ import mxcompile
 from mxcompile.lowering.targets import TARGETS
 
 CASTS = "mx.quantize_operands.default"
-FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
+ATTENTION = "torch.ops.aten._scaled_dot_product_cudnn_attention"
 
 
 def test_every_gemm_of_the_report_is_launched_once(generated):
@@ -37,7 +37,7 @@ def test_gemms_are_the_vendors(generated):
 def test_attention_is_the_one_a_gpu_runs(generated):
     result = generated("sm_90", True)
     kernels = [launch.kernel for launch in result.launches if "attention" in launch.kernel]
-    assert kernels == [f"{FLASH}.default", f"{FLASH}_backward.default"]
+    assert kernels == [f"{ATTENTION}.default", f"{ATTENTION}_backward.default"]
 
 
 @pytest.mark.slow

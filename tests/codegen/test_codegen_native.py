@@ -69,7 +69,7 @@ def test_launches_of_the_forward(generated):
     forward = generated("sm_100", True).phase("forward")
     kinds = {
         "gemm": [launch for launch in forward if launch.gemms and launch.generated],
-        "attention": [launch for launch in forward if "flash_attention" in launch.kernel],
+        "attention": [launch for launch in forward if "cudnn_attention" in launch.kernel],
         "cast alone": [launch for launch in forward if launch.cast],
         "cast": [launch for launch in forward if BOTH in launch.operators and not launch.cast],
         "statistic": [launch for launch in forward if "aten.mean.dim" in launch.operators],
