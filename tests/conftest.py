@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -33,10 +35,18 @@ def pytest_addoption(parser):
         default=0,
         help="run so many cases of each slow test, spread evenly (0: all)",
     )
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Thin out the cases of slow tests, as ``--slow-cases`` asks."""
+    """Shuffle the tests, and thin out the cases of slow ones, as the options ask."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        draw = random.Random(seed)
+        files = [[*group] for _, group in itertools.groupby(items, lambda item: item.path)]
+        draw.shuffle(files)
+        items[:] = [item for group in files for item in draw.sample(group, len(group))]
     most = config.getoption("--slow-cases")
     if not most:
         return
