@@ -1,12 +1,11 @@
 """The tables of docs/real-models.md, from the rows that `pretrained.py` wrote last.
 
-Usage: python benchmarks/pretrained_table.py [--check]
+Usage: python benchmarks/pretrained_table.py
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 import common
@@ -34,39 +33,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="fail if the page is not up to date")
-    options = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    after = before
+    parser.parse_args()
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def updated(page: str) -> str:
+    """Returns the text of a page with the tables of all models."""
     for model in COLUMNS:
-        after = re.sub(
-            rf"(<!-- {model}: begin -->\n).*?(<!-- {model}: end -->)",
-            lambda found, model=model: found[1] + table(model) + found[2],
-            after,
-            flags=re.DOTALL,
-        )
-    if options.check and after != before:
-        raise SystemExit(f"{PAGE} is not what the rows say: run python benchmarks/pretrained_table.py")
-    PAGE.write_text(after, encoding="utf-8")
+        begin, end = f"<!-- {model}: begin -->\n", f"<!-- {model}: end -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + table(model) + end + rest.partition(end)[2]
+    return page
 
 
 def table(model: str) -> str:
-    """Returns the Markdown of the newest row of each way, for each class of CPU and text."""
+    """Returns the Markdown of the rows of `model`: for each class of CPU those of the newest text."""
     rows = [row for row in common.read("pretrained") if row["model"] == model]
-    groups: dict[tuple[str, str], dict[tuple[str, str, str], dict[str, Any]]] = {}
-    for row in rows:
-        way = row["library"], row["way"], row["quantized"]
-        groups.setdefault((row["cpu"], row["text"]), {})[way] = row
-    return "".join(_group(model, *key, [*group.values()]) for key, group in groups.items())
+    texts = {row["cpu"]: row["text"] for row in rows}
+    return "".join(_group(model, cpu, text, rows) for cpu, text in texts.items())
 
 
 def _group(model: str, cpu: str, text: str, rows: list[dict[str, Any]]) -> str:
     columns = COLUMNS[model]
+    ways = {
+        (row["library"], row["way"], row["quantized"]): row
+        for row in rows
+        if (row["cpu"], row["text"]) == (cpu, text)
+    }
     lines = [
         f"{cpu}, {text}:\n\n| library | way | quantized | {' | '.join(columns)} |",
         f"|---|---|---|{'---|' * len(columns)}",
     ]
-    for row in rows:
+    for row in ways.values():
         about = f"| {row['library']} | {row['way']} | {row['quantized']} |"
         cells = [row["left_out"]] if "left_out" in row else [_figure(row[key]) for key in columns.values()]
         lines.append(f"{about} {' | '.join(cells + [''] * (len(columns) - len(cells)))} |")

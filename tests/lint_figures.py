@@ -199,3 +199,10 @@ def test_the_page_has_the_whole_steps(monkeypatch):
     text = (ROOT / "docs/calibration.md").read_text(encoding="utf-8")
     shown = text.partition(whole_steps.BEGIN)[2].partition(whole_steps.END)[0]
     assert shown.strip() == whole_steps.table(), "whole_steps.py --write"
+
+
+def test_the_page_has_the_pretrained_models_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pretrained = importlib.import_module("pretrained_table")
+    page = pretrained.PAGE.read_text(encoding="utf-8")
+    assert pretrained.updated(page) == page, "python benchmarks/pretrained_table.py"

@@ -25,7 +25,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import Chosen
+from mxcompile.serving.choose import TABLE, Chosen
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.serving.weights import chosen_weights
 
@@ -174,6 +174,8 @@ def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: FileLayout) -> Ch
     if chosen.elem_dtype is None:
         return chosen
     reason = lost
+    if chosen.apart:  # a checkpoint has one tensor for both
+        reason = f"{chosen.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
     reason = reason or layout.obstacle(entry.name, entry.shape, chosen.block_dim, chosen.elem_dtype)

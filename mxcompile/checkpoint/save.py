@@ -130,6 +130,8 @@ def _write_configs(
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     raw["architectures"] = [type(model).__name__]
     raw.pop("quantization_config", None)
+    if raw.get("tie_word_embeddings", True) and _are_apart(model):
+        raw["tie_word_embeddings"] = False
     if layout.config is not None:
         whole = linears(model, lambda weight: not isinstance(weight, MXTensor))
         raw["quantization_config"] = layout.config([*left_as_they_are(state), *whole])
@@ -137,6 +139,14 @@ def _write_configs(
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         write_json(directory / "generation_config.json", json.loads(generation.to_json_string()))
+
+
+def _are_apart(model: Any) -> bool:
+    """Whether a model that shared one weight between embedding and head now stores the head's in MXFP8."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return isinstance(head, MXTensor) and head is not model.get_input_embeddings().weight
 
 
 def linears(model: nn.Module, among: Callable[[Tensor], bool]) -> list[str]:

@@ -21,6 +21,9 @@ from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
 from mxcompile.policy import Layer, Policy, Role
 from mxcompile.rules import check_mistakes
 
+TABLE = "it is the table of an embedding"
+"""Why a weight is not stored."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
@@ -28,7 +31,7 @@ class Chosen:
 
     role: of its layers, the first of several. reason: why it is stored in MXFP8, or why not. block_dim: the
     dimension its blocks run along, negative. elem_dtype: None where it is not stored in MXFP8. rounding: of
-    its scales.
+    its scales. apart: whether its layers get a copy in MXFP8, because an embedding reads it too, as it is.
     """
 
     role: str
@@ -36,6 +39,7 @@ class Chosen:
     block_dim: int = -1
     elem_dtype: torch.dtype | None = None
     rounding: str = ""
+    apart: bool = False
 
 
 def choose(
@@ -89,11 +93,14 @@ def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
     asking: the rule that asks for it as an embedding to be quantized, "" if none does.
     """
     found = [_along_rows(use) for use in found]
+    layers = [use for use in found if not use.is_lookup]
+    apart = 0 < len(layers) < len(found) and not asking and all(use.elem_dtype for use in layers)
+    found = layers if apart else found
     first = found[0]
     keeping = next((use for use in found if use.elem_dtype is None), None)
     if keeping is not None:
         wanted = asking or next((use.reason for use in found if use.elem_dtype is not None), "")
-        obstacle = "it is the table of an embedding" if keeping.is_lookup else f"{keeping.layer} keeps it"
+        obstacle = TABLE if keeping.is_lookup else f"{keeping.layer} keeps it"
         reason = f"{wanted}, but {obstacle}" if wanted else keeping.reason
         return Chosen(role=keeping.role, reason=reason)
     formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in found}
@@ -101,8 +108,9 @@ def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
         return Chosen(role=first.role, reason="its layers cast it in different ways")
     return Chosen(
         role=first.role,
-        reason=first.reason,
+        reason=f"{first.reason}; the embedding keeps its table" if apart else first.reason,
         block_dim=first.block_dim - first.rank,
         elem_dtype=first.elem_dtype,
         rounding=first.rounding,
+        apart=apart,
     )

@@ -3,8 +3,9 @@
     parameter w of a layer that the policy sends to MXFP8 in forward  →  MXTensor, quantize(w along K)
 
 What every other parameter is, it stays: embeddings, heads, norms, routers, biases, and weights that something
-else than such layers reads too. A parameter that several modules share stays shared. One weight is cast at a
-time, some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
+else than such layers reads too. A parameter that several modules share stays shared. Where a rule stores a
+head that shares its weight with an embedding, the embedding keeps the weight as it was. One weight is cast at
+a time, some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import users_own
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import Chosen, choose
+from mxcompile.serving.choose import TABLE, Chosen, choose
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.storage import MXTensor
 
@@ -103,11 +104,14 @@ def _store(path: str, places: Sequence[Owner], chosen: Chosen) -> StoredWeight:
     before = parameter.numel() * parameter.element_size()
     reason = chosen.reason
     stored = None
+    tables = [place for place in places if isinstance(place[0], nn.Embedding)] if chosen.apart else []
+    places = [place for place in places if place not in tables]
     if isinstance(parameter, MXTensor):
         reason, stored = "stored in mxfp8 already", parameter
     elif chosen.elem_dtype is not None:
-        reason = _obstacle(parameter) or reason
-        if not _obstacle(parameter):
+        obstacle = TABLE if chosen.apart and not (tables and places) else _obstacle(parameter)
+        reason = obstacle or reason
+        if not obstacle:
             stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
             made = nn.Parameter(stored, requires_grad=False)
             for module, name in places:
@@ -118,7 +122,7 @@ def _store(path: str, places: Sequence[Owner], chosen: Chosen) -> StoredWeight:
         shape=tuple(parameter.shape),
         stored=stored is not None,
         reason=reason,
-        num_bytes=before if stored is None else stored.stored_bytes,
+        num_bytes=before if stored is None else stored.stored_bytes + (before if tables else 0),
         bytes_bf16=2 * parameter.numel(),
     )
 

@@ -157,6 +157,25 @@ def llama(tied: bool = False):
     return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
 
 
+def test_a_tied_head_that_a_rule_stores_is_a_weight_of_its_own(tmp_path):
+    """The embedding keeps its table; what is saved and loaded again has both."""
+    model, tokens = llama(tied=True), torch.arange(8)[None]
+    table = model.model.embed_tokens.weight
+    rules = [{"match": {"role": "head"}, "use": "mxfp8"}]
+    stored = mxcompile.quantize_weights_(model, {"version": 1, "preset": "inference", "rules": rules})
+    (row,) = (row for row in stored.weights if row.shape == (64, 64) and "embed" in row.reason)
+    assert row.stored
+    assert row.reason == "policy: rule 1; the embedding keeps its table"
+    assert row.num_bytes == 64 * 64 * 2 + 64 * 66
+    assert model.model.embed_tokens.weight is table
+    assert torch.equal(model.lm_head.weight.dequantize(), mxcompile.quantize(table).dequantize())
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    assert isinstance(loaded.lm_head.weight, MXTensor)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -46,7 +46,7 @@ def trained_and_served(compiled: Callable[..., Any], policy: Any, dtype: torch.d
     """Train three steps; before each, export to a server and compare its logits with the forward's."""
     model: Any = llama().to(dtype)
     training = compiled(model, policy)
-    training(input_ids=TOKENS)
+    training(input_ids=TOKENS, labels=TOKENS)
     exported = mxcompile.export_weights(model)
     assert sum(row.stored for row in exported.weights.weights) == 14
     server = llama().to(dtype).requires_grad_(False)

@@ -191,7 +191,7 @@ def test_a_weight_that_an_embedding_reads_stays():
 
 
 RULES = {
-    "head": ({"name": "head"}, "policy: rule 1, but it is the table of an embedding", []),
+    "head": ({"name": "head"}, "policy: rule 1; the embedding keeps its table", []),
     "both": ({"role": ["head", "embedding"]}, "policy: rule 1, but it is the table of an embedding", []),
     "table": (
         {"name": "embed"},
@@ -207,7 +207,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("case", RULES)
-def test_a_rule_that_stores_nothing_is_named(case, caplog):
+def test_a_rule_for_tied_weights_says_what_became_of_them(case, caplog):
     match, reason, warnings = RULES[case]
     policy = {"version": 1, "preset": "inference", "rules": [{"match": match, "use": "mxfp8"}]}
     with caplog.at_level("WARNING", logger="mxcompile"):
