@@ -95,9 +95,9 @@ def _asked(way: Way, words: Sequence[str] | None) -> bool:
 class Language:
     """Figures of a causal language model."""
 
-    def __init__(self, count: int, length: int) -> None:
+    def __init__(self, count: int, length: int, sources: tuple[str, ...] = models.TEXTS) -> None:
         self._model, tokenizer = models.gemma()
-        self._tokens = models.windows(tokenizer, count, length)
+        self._tokens = models.windows(tokenizer, count, length, sources)
         self._logits: list[Tensor] = []  # FP32's
         self._losses: Tensor | None = None
         self.text = f"{count}×{length} tokens, {models.fingerprint(self._tokens)}"

@@ -10,7 +10,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what reads the file
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of what reads the file
 def test_gemma_keeps_its_perplexity_in_mxfp8(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import pretrained
@@ -19,10 +19,10 @@ def test_gemma_keeps_its_perplexity_in_mxfp8(monkeypatch):
 
     if lack := models.missing("gemma"):
         pytest.skip(lack)
-    score = pretrained.Language(6, 256)
+    score = pretrained.Language(6, 256, sources=("reference",))  # the documentation changes
     score(pretrained.BASELINE)
-    over = {}
+    over, error = {}, {}
     for label, policy in {"mxfp8": "nvidia", "mxfp4": use(precision="mxfp4")}.items():
         way = Way(label=label, library="mxcompile", what=BOTH, prepare=under(policy))
-        over[label], _ = score(way)["over_fp32_percent"]
-    assert over["mxfp8"] < 2.5 < over["mxfp4"]
+        over[label], error[label] = score(way)["over_fp32_percent"]
+    assert over["mxfp8"] - error["mxfp8"] < 2.5 < over["mxfp4"] - error["mxfp4"]
