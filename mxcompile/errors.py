@@ -46,6 +46,10 @@ class NonFiniteError(MXCompileError, ArithmeticError):
     """A watched run has NaN or Inf in an operand, and its watch is to stop it."""
 
 
+class WatchError(MXCompileError, ArithmeticError):
+    """A rule of a watch stops a run."""
+
+
 class VerificationError(MXCompileError, AssertionError):
     """A pass left an invalid graph: a defect of mxcompile, never of the user's model."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxcompile.errors import WatchError
 from mxcompile.ops.watch import FIELDS, listen
 from mxcompile.watch import calls
 from mxcompile.watch.calls import Call
@@ -119,6 +120,8 @@ class Recorder:
                 counts = _counts(pending)
             if pending[0][0].is_sampled:
                 self._finished(step, self._joined(pending))
+        except WatchError:
+            raise
         except Exception as error:
             self.warn("a sample was lost", error)
         if self._tripped is not None and any(count for _, count in counts):

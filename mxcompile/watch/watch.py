@@ -5,40 +5,42 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
 
-from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
+from mxcompile.errors import NonFiniteError, OptionError, WatchError, not_allowed, shown
 from mxcompile.policy import Match
 from mxcompile.report.files import rank
 from mxcompile.watch.ranks import Ranks
 from mxcompile.watch.recorder import Count, Recorder, Sample
+from mxcompile.watch.rules import Rule, rules_of
 from mxcompile.watch.tally import STATS, row
 from mxcompile.watch.tripwire import finding, sentence
-from mxcompile.watch.writers import SCHEMA, JsonLines, Record, Writer
+from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writer
 
 log = logging.getLogger(__name__)
 
 ACTIONS = ("warn", "stop")
 """What `Watch(nonfinite=…)` may be."""
 
-Target = str | Path | Callable[[Record], object]
+Target = str | Path | Callable[[Record], object] | Any
+"""Any: a ``SummaryWriter``, which is known by its `add_scalar`."""
 
 
 class Watch:
     """Statistics of the operands of quantized products, of every so many steps of training.
 
-    to: a path for JSON lines, a callable that takes each record, or several of both. every: steps from a
-    sample to the next; None for no samples. start, stop: the first step that is sampled, and the first after
-    them that is not.
+    to: a path for JSON lines, a callable that takes each record, a ``SummaryWriter`` of TensorBoard, or
+    several of these. every: steps from a sample to the next; None for no samples. start, stop: the first step
+    that is sampled, and the first after them that is not.
     layers: globs or ``re:`` expressions of names of layers, all by default. stats: those of `STATS` that
     records have. first: the number of the first step; a run that goes on from a checkpoint has a later one.
     nonfinite: what a NaN or Inf in any step does, before an optimizer has stepped: "warn" or "stop", which
-    raises `NonFiniteError`; None does not look.
+    raises `NonFiniteError`; None does not look. rules: see `mxcompile.watch.rules`.
 
     A step ends when an optimizer of the model begins to step. Without one, call `step`. Of many ranks the
     first writes, for all. Raises `OptionError`.
@@ -55,11 +57,13 @@ class Watch:
         stats: Sequence[str] = STATS,
         first: int = 0,
         nonfinite: str | None = None,
+        rules: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.every = None if every is None else _number("every", every, least=1)
         if nonfinite is not None and nonfinite not in ACTIONS:
             raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
         self.nonfinite = nonfinite
+        self._rules = rules_of(rules)
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)
         self.layers = (layers,) if isinstance(layers, str) else tuple(layers)
@@ -125,7 +129,20 @@ class Watch:
         log.warning("%s", message)
 
     def _finish(self, step: int, sample: Sample) -> None:
+        fired = list(self._fired(sample)) if self._rules else []
         self._ranks.gather(step, sample)
+        for rule, numbers in fired:
+            message = rule.sentence(step, numbers)
+            self._send(_record("rule", step=step, rank=rank() or 0, do=rule.do, message=message))
+            if rule.do == "stop":
+                raise WatchError(message)
+            log.warning("%s", message)
+
+    def _fired(self, sample: Sample) -> Iterator[tuple[Rule, dict[str, Any]]]:
+        """The rules that fire in the sample of this rank, with the operand that they fire for."""
+        for key, tally in sample.items():
+            numbers = row(key, tally, frozenset(STATS))
+            yield from ((rule, numbers) for rule in self._rules if rule.fires(numbers))
 
     def _write(self, step: int, sample: Sample, ranks: int) -> None:
         """Write the sample of `step`, that of all ranks. ranks: how many of them it has."""
@@ -153,16 +170,19 @@ def _left_out(recorder: Recorder) -> list[dict[str, str]]:
     return [{**dict(zip(names, key, strict=True)), "why": why} for key, why in recorder.left_out.items()]
 
 
-def _listed(to: Target | Sequence[Target]) -> Iterable[Target]:
-    return [to] if isinstance(to, str | Path) or callable(to) else to
+def _listed(to: Any) -> Iterable[Any]:
+    single = isinstance(to, str | Path) or callable(to) or hasattr(to, "add_scalar")
+    return [to] if single else to
 
 
-def _writer(target: Target) -> Writer:
+def _writer(target: Any) -> Writer:
     if isinstance(target, str | Path) and str(target):
         return JsonLines(Path(target).absolute())
+    if hasattr(target, "add_scalar"):
+        return TensorBoard(target)
     if callable(target):
-        return target
-    raise OptionError(f"watch: expected a path or a callable, found {shown(target)}")
+        return cast(Writer, target)
+    raise OptionError(f"watch: expected a path, a callable or a SummaryWriter, found {shown(target)}")
 
 
 def _number(name: str, value: Any, least: int = 0) -> int:

@@ -49,6 +49,28 @@ class JsonLines:
         return str(self.path)
 
 
+class TensorBoard:
+    """Adds the statistics of each sample to `writer`, a ``SummaryWriter``: layer/gemm/operand/statistic."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __call__(self, record: Record) -> None:
+        """Add `record`, if it is a sample."""
+        for row in record.get("rows", ()):
+            place = f"{row['layer']}/{row['gemm']}/{row['operand']}"
+            numbers = ((name, row[name]) for name in row if name not in _NAMED and row[name] is not None)
+            for name, value in numbers:
+                self._writer.add_scalar(f"{place}/{name}", value, record["step"])
+
+    def __repr__(self) -> str:
+        return repr(self._writer)
+
+
+_NAMED = frozenset({"layer", "gemm", "operand", "role", "format", "calls", "elements"})
+"""What a row has beside statistics."""
+
+
 def _is_cut(file: int) -> bool:
     """Whether the last line of `file` has no end."""
     size = os.fstat(file).st_size

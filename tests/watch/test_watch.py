@@ -246,7 +246,7 @@ def test_compiled_code_is_the_same(front: str, tmp_path: Path):
         ({"every": 0}, "every is an integer from 1 on"),
         ({"start": -1}, "start is an integer from 0 on"),
         ({"stats": ["amaxx"]}, "did you mean 'amax'"),
-        ({"to": ""}, "expected a path or a callable"),
+        ({"to": ""}, "expected a path, a callable or a SummaryWriter"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str):

@@ -16,7 +16,7 @@ from eager_backend import EagerBackend
 from watched_models import Model, batch
 
 from mxcompile.watch import Watch, read
-from mxcompile.watch.writers import SCHEMA, JsonLines
+from mxcompile.watch.writers import SCHEMA, JsonLines, TensorBoard
 
 WRITER = """
 import sys
@@ -79,3 +79,20 @@ def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
     assert sum("no space" in line and "sample" in line for line in told) == 1
     assert sum("/proc/nowhere" in line and "sample" in line for line in told) == 1
     assert all(line.endswith("training goes on") for line in told)
+
+
+def test_tensorboard_gets_numbers():
+    class Board:
+        def __init__(self) -> None:
+            self.scalars: dict[tuple[str, int], float] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag, step] = value
+
+    board = Board()
+    write = TensorBoard(board)
+    row = {"layer": "a.up", "gemm": "fprop", "operand": "x", "role": "qkv", "format": "e4m3", "calls": 1}
+    write({"kind": "run"})
+    write({"kind": "sample", "step": 3, "rows": [row | {"elements": 4, "amax": 2.0, "changed": None}]})
+    assert board.scalars == {("a.up/fprop/x/amax", 3): 2.0}
+    assert "add_scalar" not in repr(Watch(board))

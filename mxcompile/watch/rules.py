@@ -1,0 +1,126 @@
+"""Rules of a watch: what is to happen when a statistic passes a limit.
+
+    {"when": {"underflow": "> 0.3", "over": 5}, "operand": "dy", "do": "warn"}
+
+A rule fires for an operand when all its conditions have held in `over` samples in a row, once. It can fire
+again after a sample in which they do not hold. Rules look at the sample of their own rank, before it is joined.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.policy import Match
+from mxcompile.watch.tally import Key
+
+ACTIONS = ("warn", "stop")
+"""What a rule may do: "stop" raises `WatchError` before the optimizer steps."""
+
+NUMBERS = (
+    "amax", "smallest", "underflow", "saturated", "error", "sqnr", "scale_min", "scale_median", "scale_max",
+    "nan", "inf", "poisoned", "changed",
+)  # fmt: skip
+"""The statistics that a condition may name."""
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_CONDITION = re.compile(r"\s*(>=|<=|>|<)\s*([-+\d.eE]+)\s*")
+_KEYS = ("when", "layer", "role", "gemm", "operand", "do")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """A statistic, a comparison and its limit."""
+
+    name: str
+    word: str
+    limit: float
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether it holds; not of a statistic that is not defined."""
+        value = row.get(self.name)
+        return value is not None and _COMPARISONS[self.word](value, self.limit)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.word} {self.limit:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """conditions: all must hold. over: in so many samples in a row. match, role, gemm, operand: where."""
+
+    conditions: tuple[Condition, ...]
+    over: int
+    match: Match
+    role: str
+    gemm: str
+    operand: str
+    do: str
+    _held: dict[Key, int] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Rule:
+        """The rule that `given` writes. Raises `OptionError`."""
+        for key in given:
+            if key not in _KEYS:
+                raise OptionError(not_allowed("key of a watch rule", key, _KEYS))
+        when = dict(given.get("when") or {})
+        over = when.pop("over", 1)
+        if isinstance(over, bool) or not isinstance(over, int) or over < 1:
+            raise OptionError(f"watch rule: over is a number of samples, found {shown(over)}")
+        if not when:
+            raise OptionError("watch rule: 'when' names a statistic and its limit, as {'underflow': '> 0.3'}")
+        do = given.get("do", "warn")
+        if do not in ACTIONS:
+            raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
+        layer = given.get("layer", ())
+        return cls(
+            conditions=tuple(_condition(name, text) for name, text in when.items()),
+            over=over,
+            match=Match(name=(layer,) if isinstance(layer, str) else tuple(layer)),
+            role=given.get("role", ""),
+            gemm=given.get("gemm", ""),
+            operand=given.get("operand", ""),
+            do=do,
+        )
+
+    def fires(self, row: Mapping[str, Any]) -> bool:
+        """Whether the rule fires for an operand, of which `row` is the next sample."""
+        key = row["layer"], row["gemm"], row["operand"]
+        asked = {"role": self.role, "gemm": self.gemm, "operand": self.operand}
+        if not self.match.names(row["layer"]) or any(
+            word and row[name] != word for name, word in asked.items()
+        ):
+            return False
+        held = self._held.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0
+        self._held[key] = held
+        return held == self.over
+
+    def sentence(self, step: int, row: Mapping[str, Any]) -> str:
+        """That the rule fired for `row`, in words."""
+        said = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
+        times = f" in {self.over} samples" if self.over > 1 else ""
+        return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {said}{times}"
+
+
+def rules_of(given: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
+    """The rules that `given` writes. Raises `OptionError`."""
+    return tuple(Rule.of(each) for each in given)
+
+
+def _condition(name: str, text: Any) -> Condition:
+    if name not in NUMBERS:
+        raise OptionError(not_allowed("statistic", name, (*NUMBERS, "over")))
+    found = _CONDITION.fullmatch(str(text))
+    if found is None:
+        raise OptionError(f"watch rule: the limit of {name} is like '> 0.3', found {shown(text)}")
+    return Condition(name=name, word=found[1], limit=float(found[2]))
