@@ -3,7 +3,8 @@
     {"when": {"underflow": "> 0.3", "over": 5}, "operand": "dy", "do": "warn"}
 
 A rule fires for an operand when all its conditions have held in `over` samples in a row, once. It can fire
-again after a sample in which they do not hold. Rules look at the sample of their own rank, before it is joined.
+again after a sample in which they do not hold. Rules look at the sample of their own rank, before ranks are
+joined.
 """
 
 from __future__ import annotations
