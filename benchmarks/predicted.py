@@ -126,9 +126,8 @@ def main() -> None:
 
 def newest(tokens: int) -> dict[tuple[str, str], dict[str, Any]]:
     """The last figures of each target and policy, in the order of `CHIPS` and `policies`."""
-    lines = common.read("predicted")
     rows = {
-        (row["target"], row["policy"]): row for row in lines if row["tokens"] == tokens and "works" in row
+        (row["target"], row["policy"]): row for row in common.read("predicted") if row["tokens"] == tokens
     }
     order = [(target, policy) for target in CHIPS for policy in policies(target)]
     return {key: rows[key] for key in order if key in rows}
