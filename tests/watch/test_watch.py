@@ -218,6 +218,7 @@ FRONTS = {
 def test_compiled_code_is_the_same(front: str, tmp_path: Path):
     """Unsampled steps run the code without a watch, and results are equal bits in sampled steps too."""
     results, codes = [], []
+    torch._dynamo.utils.counters.clear()
     for watch in (None, Watch(tmp_path / "run.jsonl", every=2)):
         torch._dynamo.reset()
         torch.manual_seed(0)
