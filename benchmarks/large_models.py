@@ -68,8 +68,8 @@ def apart(what: str, which: str) -> dict[str, Any]:
 
 def planned(layers: int) -> dict[str, Any]:
     """The plan of a model of 405B's width: seconds, memory."""
-    sys.path.insert(0, str(common.ROOT / "tests" / "explain"))
-    import giants
+    sys.path.insert(0, str(common.ROOT / "tests"))
+    from helpers import giants
 
     from mxcompile.compiler.decompositions import table
     from mxcompile.plan.plan import make_plan

@@ -13,7 +13,7 @@ in turns, in the same processes, one for each rank, one thread each. Counted on 
 torchao's MXFP8 training is emulated on CPUs; where it fails, its row says why. Most of the first run is
 compiling, which a second one finds in Inductor's caches.
 Usage: python benchmarks/training_less.py [--repeats 7] [--ranks 2] [--micro-batches 4] [--models …]
-           [--ways …]
+           [--ways …] [--batch 2] [--length 128]
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from mxcompile.lowering.cpu.copies import COPIES
 
 SIZES = MODELS | {"llama 2×128": {"layers": 2, "width": 128, "feed_forward": 352, "vocabulary": 512}}
 """The smallest one is to try the script."""
-BATCH, LENGTH = 2, 128
 BASELINE = "bf16 inductor"
 TORCHAO = "torchao mxfp8 (emulated)"
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
@@ -89,6 +88,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--models", nargs="*", choices=SIZES, default=["llama 2×512"])
     parser.add_argument("--ways", nargs="*", choices=[*WAYS, TORCHAO], default=[*WAYS, TORCHAO])
     options = parser.parse_args()
@@ -117,7 +118,7 @@ def _rank(rank: int, options: argparse.Namespace, name: str, folder: str) -> Non
 def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str, Any]]:
     """One row for each way of training the model `name`."""
     generator = torch.Generator().manual_seed(rank)
-    vocabulary, shape = SIZES[name]["vocabulary"], (BATCH, LENGTH)
+    vocabulary, shape = SIZES[name]["vocabulary"], (options.batch, options.length)
     batches = [torch.randint(vocabulary, shape, generator=generator) for _ in range(options.micro_batches)]
     model = common.llama(**SIZES[name])
     counts: dict[str, dict[str, Any]] = {}
@@ -141,7 +142,7 @@ def measure(name: str, options: argparse.Namespace, rank: int) -> list[dict[str,
     about = {
         "model": name,
         "ranks": options.ranks,
-        "batch": f"{options.micro_batches}×{BATCH}×{LENGTH}",
+        "batch": f"{options.micro_batches}×{options.batch}×{options.length}",
     }
     return [{**about, "run": way, **_timed(way, times), **count} for way, count in counts.items()]
 

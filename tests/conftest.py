@@ -1,18 +1,14 @@
-"""Shared by all tests: the import path, and Inductor's caches, new for every run."""
+"""Shared by all tests: Inductor's caches, new for every run, options, and a fresh state for each test."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
-import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
-for folder in (".", "distributed", "end_to_end", "passes", "storage"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
 _caches = tempfile.TemporaryDirectory(prefix="mxcompile-tests-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _caches.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
+from helpers import models
 from matplotlib.figure import Figure
 from recorded_bars import recorded_bars
 from torch import nn

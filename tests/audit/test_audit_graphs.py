@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import models
 import pytest
 import torch
-from blocks import WIDTH, SwiGLU, features
+from helpers import models
+from helpers.blocks import WIDTH, SwiGLU, features
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

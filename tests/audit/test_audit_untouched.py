@@ -7,13 +7,13 @@ import random
 import weakref
 from typing import Any
 
-import models
 import pytest
 import torch
-from blocks import WIDTH, SwiGLU, features
-from eager_backend import EagerBackend
-from paces import mostly_slow
-from reference import sqnr_db
+from helpers import models
+from helpers.blocks import WIDTH, SwiGLU, features
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 
 import mxcompile

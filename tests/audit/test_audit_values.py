@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
+from helpers import reference
 from torch import Tensor, nn
 
 from mxcompile.analysis.audit import Audit, audit

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
+from helpers import models
 from recorded_bars import recorded_bars
 from torch import Tensor, nn
 

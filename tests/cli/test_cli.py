@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 
 import mxcompile
 from mxcompile import demo

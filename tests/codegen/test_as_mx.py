@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from reference import sqnr_db
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from paces import mostly_slow
+from helpers.paces import mostly_slow
 from torch import nn
 
 import mxcompile

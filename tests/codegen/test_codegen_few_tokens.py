@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
+from helpers.paces import mostly_slow
 from llama_block import WIDTH, block
-from paces import mostly_slow
 from test_codegen_native import MMA
 
 from mxcompile.offline import CodegenResult, codegen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paces import mostly_slow
+from helpers.paces import mostly_slow
 
 import mxcompile
 from mxcompile.lowering import optional

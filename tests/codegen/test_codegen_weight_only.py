@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 from fake_timing import fastest
+from helpers.paces import mostly_slow
+from helpers.stored_weights import with_stored_weights
 from llama_block import FFN, KV_HEADS, WIDTH, Block
 from llama_block import HEADS as QUERY_HEADS
-from paces import mostly_slow
-from stored_weights import with_stored_weights
 
 from mxcompile.lowering import optional
 from mxcompile.offline import CodegenResult, codegen

@@ -108,8 +108,8 @@ def test_a_gated_layers_gradients_are_one_kernel(target):
 @pytest.mark.slow
 def test_what_it_computes(tmp_path):
     """Tokens and widths that are no multiples of a tile: the gradients are those of the reference's casts."""
-    from eager import NVIDIA, product
-    from reference import sqnr_db
+    from helpers.eager import NVIDIA, product
+    from helpers.reference import sqnr_db
 
     tokens, width, hidden = 70, 64, 200
     model = Gated(width, hidden).bfloat16()

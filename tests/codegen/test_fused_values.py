@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from eager import NVIDIA, product
 from fake_timing import fastest
+from helpers.eager import NVIDIA, product
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from paces import mostly_slow
-from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.paces import mostly_slow
 from interpreted import interpret
-from paces import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eager import NVIDIA, grouped_product, product
+from helpers.eager import NVIDIA, grouped_product, product
+from helpers.models import mixtral
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from models import mixtral
-from paces import mostly_slow
-from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

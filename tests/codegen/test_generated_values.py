@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eager import NVIDIA, product
+from helpers.eager import NVIDIA, product
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

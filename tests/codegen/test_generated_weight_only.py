@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.operands import assert_within, product, values
+from helpers.paces import mostly_slow
+from helpers.reference import round_trip, sqnr_db
+from helpers.stored_weights import LEAST_DB, FeedForward, StoredLinear, binades, expected, with_stored_weights
 from interpreted import interpret
-from paces import mostly_slow
-from reference import round_trip, sqnr_db
-from stored_weights import LEAST_DB, FeedForward, StoredLinear, binades, expected, with_stored_weights
 from torch import Tensor, nn
 
 from mxcompile.offline import CodegenResult, codegen
-
-sys.path.append(str(Path(__file__).parents[1] / "triton_interpreter"))
-from operands import assert_within, product, values
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

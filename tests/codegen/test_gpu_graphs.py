@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from paces import mostly_slow
-from rendered import rendered
+from helpers.paces import mostly_slow
+from helpers.rendered import rendered
 
 from mxcompile import ops
 from mxcompile.lowering.targets import TARGETS

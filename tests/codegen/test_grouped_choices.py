@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eager import NVIDIA, grouped_product
+from helpers.eager import NVIDIA, grouped_product
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from paces import mostly_slow
-from reference import sqnr_db
 from torch import Tensor, nn
 from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +21,7 @@ from mxcompile.lowering.templates import configs, vendor
 from mxcompile.offline.standin import DEVICE, stand_in
 
 PREPARED = """
-import documented_grouped_mm
+from helpers import documented_grouped_mm
 import mxcompile.lowering.templates.vendor
 documented_grouped_mm.install()
 """

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from eager import NVIDIA, product
+from helpers.eager import NVIDIA, product
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from interpreted import interpret
-from paces import mostly_slow
-from reference import sqnr_db
 from torch._inductor.select_algorithm import ExternKernelCaller
 from torch._subclasses.fake_tensor import FakeTensorMode
 

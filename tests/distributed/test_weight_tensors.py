@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import weight_ranks as model_of
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
 import mxcompile

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from eager import reference_linears
-from eager_backend import EagerBackend
-from models import CASES, Case
-from paces import mostly_slow
-from reference import sqnr_db
+from helpers.eager import reference_linears
+from helpers.eager_backend import EagerBackend
+from helpers.models import CASES, Case
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 
 import mxcompile
 

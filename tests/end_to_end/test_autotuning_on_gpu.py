@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from eager import NVIDIA, product
-from reference import sqnr_db
+from helpers.eager import NVIDIA, product
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
-from paces import mostly_slow
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
 from test_saved_mxfp8 import Block, frozen, model, tokens
 from torch import Tensor, nn
 

@@ -16,20 +16,19 @@ import pytest
 import mxcompile
 from mxcompile.compiler.inductor import sources
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = f"""
+PATHS = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+PROGRAM = """
 import copy, json, sys
-sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / "end_to_end")!r}]
 import torch
 import mxcompile
-from eager import reference_linears
-from reference import sqnr_db
+from helpers.eager import reference_linears
+from helpers.reference import sqnr_db
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
 x = torch.randn(21, 48)
-compiled = torch.compile(model, backend="mxfp8", options={{"policy": sys.argv[1]}})
+compiled = torch.compile(model, backend="mxfp8", options={"policy": sys.argv[1]})
 y = compiled(x)
 y.square().sum().backward()
 (report,) = mxcompile.reports()
@@ -39,11 +38,11 @@ with reference_linears(model, report):
     y = model(x)
     y.square().sum().backward()
 expected = [y.detach(), *(p.grad for p in model.parameters())]
-print(json.dumps({{
+print(json.dumps({
     "report": report.to_json(),
     "sum": found[1].double().abs().sum().item(),
     "db": min(map(sqnr_db, expected, found)),
-}}))
+}))
 """
 ALL = "version: 1\n"
 FIRST_KEPT = "version: 1\nrules:\n  - match: {name: '0'}\n    use: bf16\n"
@@ -60,7 +59,7 @@ class Shared:
         self.policy.write_text(policy, encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(self.policy)],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches)},
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches), "PYTHONPATH": PATHS},
             capture_output=True,
             text=True,
             check=False,

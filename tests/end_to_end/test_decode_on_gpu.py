@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from reference import sqnr_db
-from stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
+from helpers.reference import sqnr_db
+from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 
 import mxcompile
 from mxcompile.lowering.targets import of_device

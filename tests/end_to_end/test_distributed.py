@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from eager import NVIDIA, product, reference_linears
-from eager_backend import EagerBackend
-from paces import mostly_slow
-from reference import sqnr_db
+from helpers.eager import NVIDIA, product, reference_linears
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

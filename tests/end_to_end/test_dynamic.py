@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from eager import reference_linears
-from eager_backend import EagerBackend
-from paces import mostly_slow
-from reference import sqnr_db
+from helpers.eager import reference_linears
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck

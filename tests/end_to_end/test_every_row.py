@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
-from reference import sqnr_db
+from helpers.eager_backend import EagerBackend
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from eager import NVIDIA, grouped_product, product
-from reference import sqnr_db
+from helpers.eager import NVIDIA, grouped_product, product
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from eager import NVIDIA, Recipe, grouped_product, product
-from eager_backend import EagerBackend
-from reference import sqnr_db
+from helpers.eager import NVIDIA, Recipe, grouped_product, product
+from helpers.eager_backend import EagerBackend
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
 

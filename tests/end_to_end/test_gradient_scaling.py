@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
 GRADIENTS = ["e5m2", "e4m3"]

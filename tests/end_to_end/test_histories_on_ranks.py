@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from eager_backend import EagerBackend
-from reference import sqnr_db
+from helpers.eager_backend import EagerBackend
+from helpers.reference import sqnr_db
 from test_distributed import RANKS, two_ranks
 from test_histories import ByHand, policy
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
 EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}

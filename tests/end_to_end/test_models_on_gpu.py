@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from eager import reference_linears
-from models import CASES, Case
-from reference import sqnr_db
+from helpers.eager import reference_linears
+from helpers.models import CASES, Case
+from helpers.reference import sqnr_db
 from torch.utils._pytree import tree_map_only
 
 import mxcompile

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import WIDTH, block, features
-from eager import reference_linears
-from eager_backend import EagerBackend
-from reference import sqnr_db
+from helpers.blocks import WIDTH, block, features
+from helpers.eager import reference_linears
+from helpers.eager_backend import EagerBackend
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint

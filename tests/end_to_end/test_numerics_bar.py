@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from paces import mostly_slow
-from reference import sqnr_db
+from helpers.paces import mostly_slow
+from helpers.reference import sqnr_db
 from torch import Tensor, nn
 
 import mxcompile

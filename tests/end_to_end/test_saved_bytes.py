@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import WIDTH, block, features
-from eager_backend import EagerBackend
+from helpers.blocks import WIDTH, block, features
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 
 import mxcompile

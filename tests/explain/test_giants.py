@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 
 import pytest
-from giants import GIANTS, build
-from paces import mostly_slow
+from helpers.giants import GIANTS, build
+from helpers.paces import mostly_slow
 
 import mxcompile
 from mxcompile.policy import ATTENTION_PRODUCTS

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from drawn import Drawn, Model, build
-from eager import reference_linears
-from eager_backend import EagerBackend
 from functorch.compile import make_boxed_func
+from helpers.eager import reference_linears
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer

@@ -1,16 +1,15 @@
-"""Draw and check cases: ``python tests/fuzz/run.py --cases 1000 --seed 1``; ``--case N`` runs one."""
+"""Draw and check cases; ``--case N`` runs one.
+
+PYTHONPATH=tests python tests/fuzz/run.py --cases 1000 --seed 1
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-for folder in (".", "../end_to_end", ".."):
-    sys.path.insert(0, str((Path(__file__).parent / folder).resolve()))
-
-from checked import check  # noqa: E402
-from drawn import draw  # noqa: E402
+from checked import check
+from drawn import draw
 
 
 def main() -> int:

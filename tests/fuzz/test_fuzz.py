@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from checked import check
 from drawn import draw
 

@@ -11,7 +11,7 @@ import torch
 from cpp_forms import PARAMS, integer, library, pointer
 from emulated import Library
 from every_product import SOURCE, differing
-from stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
+from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.testing import FileCheck

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from reference import FP8, TORCH
+from helpers.reference import FP8, TORCH
 
 import mxcompile
 from mxcompile import MXTensor

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from reference import scale_byte_of
+from helpers.reference import scale_byte_of
 
 from mxcompile.formats import PRECISIONS, Choices, Format, Rounding, ScaleType, Tile
 from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors, to_elements

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import round_trip
+from helpers.reference import round_trip
 from torch.library import opcheck
 
 from mxcompile import ops

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from reference import FP8, TORCH, scale_byte
+from helpers.reference import FP8, TORCH, scale_byte
 
 import mxcompile
 

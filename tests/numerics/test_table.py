@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import sqnr_db
+from helpers.reference import sqnr_db
 from torch import nn
 
 import mxcompile

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from helpers.reference import FP8, TORCH, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import FP8, TORCH, quantize
 
 import mxcompile
 from mxcompile.errors import FormatError, MXCompileError

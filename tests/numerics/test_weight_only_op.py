@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import round_trip
+from helpers.reference import round_trip
 from torch.library import opcheck
 
 from mxcompile import ops

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import nn
 from torch._logging._internal import trace_log
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import nn
 from torch.nn import functional as F
 

@@ -10,8 +10,8 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
-from eager_backend import EagerBackend
+from helpers.blocks import WIDTH, Experts, Explicit, Language, SwiGLU, block, features
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, fx, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 

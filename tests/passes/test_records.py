@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
-from eager_backend import EagerBackend
+from helpers.blocks import WIDTH, Attention, Explicit, SwiGLU, block, features
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import WIDTH, Attention, SwiGLU, block, features
-from eager_backend import EagerBackend
+from helpers.blocks import WIDTH, Attention, SwiGLU, block, features
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch.testing import FileCheck
 

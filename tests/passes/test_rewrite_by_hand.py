@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from by_hand import Hand, calls, run
-from reference import round_trip
+from helpers.reference import round_trip
 from torch import Tensor, fx
 
 from mxcompile import ops

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from blocks import (
+from helpers.blocks import (
     WIDTH,
     Adapted,
     Experts,
@@ -26,9 +26,9 @@ from blocks import (
     block,
     features,
 )
-from eager_backend import EagerBackend
-from models import CASES
-from paces import mostly_slow
+from helpers.eager_backend import EagerBackend
+from helpers.models import CASES
+from helpers.paces import mostly_slow
 from torch import Tensor, fx, nn
 
 import mxcompile

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import families
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from eager_backend import EagerBackend
 from families import FAMILIES, POINTS, Family, build
+from helpers import models
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from test_nothing_compiled import POLICY, WIDTH, Block, Model, step
 from torch import nn
 from ways import front_door, report_of_all, whole

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import Family
-from paces import mostly_slow
+from helpers.paces import mostly_slow
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from ways import Row, front_door, pending, report_of_all, rows, values

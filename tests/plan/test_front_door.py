@@ -8,8 +8,8 @@ from typing import Any
 import families
 import pytest
 import torch
-from eager_backend import EagerBackend
 from families import FFN, LAYERS, WIDTH, WORDS, Family, build
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from ways import (

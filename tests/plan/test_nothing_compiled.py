@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from eager_backend import EagerBackend
-from paces import mostly_slow
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
 from torch import Tensor, nn
 from ways import front_door, pending, report_of_all, rows
 

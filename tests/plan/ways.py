@@ -13,8 +13,8 @@ from unittest import mock
 
 import families
 import torch
-from eager_backend import EagerBackend
 from families import Family
+from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.func import functional_call

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from made_reports import kept, record, report, training
 from torch import nn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import round_trip
+from helpers.reference import round_trip
 from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer

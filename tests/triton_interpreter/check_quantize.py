@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference as integer_reference
 import torch
+from helpers import reference as integer_reference
 from modules import each, run
 
 from mxcompile import ops

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.operands import assert_within, embedded, operand, product, values
 from modules import each
-from operands import assert_within, embedded, operand, product, values
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Rounding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.operands import Operand, assert_within, operand, product
 from modules import each
-from operands import Operand, assert_within, operand, product
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.operands import Operand, assert_within, operand, product
 from modules import each, run
-from operands import Operand, assert_within, operand, product
 
 from mxcompile import ops
 from mxcompile.formats import E5M2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-import reference as integer_reference
 import torch
 import triton
 import triton.language as tl
+from helpers import reference as integer_reference
 
 from mxcompile.formats import ELEM_TYPES, Rounding
 from mxcompile.lowering.kernels import tiles

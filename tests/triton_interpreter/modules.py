@@ -130,7 +130,7 @@ def load(source: str) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
 
 def run(function: Callable[..., Any], *inputs: Tensor, target: str | Target) -> tuple[Tensor, ...]:
     """What the code generated for `function` on `target` gives for `inputs`, on the CPU, any strides."""
-    from rendered import rendered  # imports all that generates code, which `load` does without
+    from helpers.rendered import rendered  # imports all that generates code, which `load` does without
 
     chip = TARGETS[target] if isinstance(target, str) else target
     return load(rendered(function, inputs, chip))(list(inputs))

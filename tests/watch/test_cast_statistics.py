@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.reference import quantize, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import quantize, round_trip
 from torch import Tensor
 
 from mxcompile import ops

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
-from paces import mostly_slow
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
 from torch import Tensor
 from watched_models import Model, batch, samples, train
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from watched_models import Model, batch
 
 from mxcompile.errors import OptionError, WatchError

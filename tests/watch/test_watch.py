@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from eager_backend import EagerBackend
-from paces import mostly_slow
-from reference import round_trip, sqnr_db
+from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
+from helpers.reference import round_trip, sqnr_db
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from watched_models import FFN, LAYERS, WIDTH, Model, batch, direction, keys, samples, train

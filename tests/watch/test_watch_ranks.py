@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched_models import FFN, WIDTH, Model, batch, keys, samples

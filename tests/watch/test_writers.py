@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eager_backend import EagerBackend
+from helpers.eager_backend import EagerBackend
 from watched_models import Model, batch
 
 from mxcompile.watch import Watch, read

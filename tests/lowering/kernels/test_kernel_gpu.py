@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from helpers.operands import assert_within, operand, product, values
 
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout
@@ -16,9 +14,6 @@ from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs as choices
 from mxcompile.lowering.templates import scaled_mm_tiled, vendor
-
-sys.path.append(str(Path(__file__).parents[2] / "triton_interpreter"))
-from operands import assert_within, operand, product, values
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from rendered import Binary, compiled
+from helpers.rendered import Binary, compiled
 from torch import Tensor
 
 from mxcompile import ops

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from rendered import compiled
+from helpers.rendered import compiled
 from torch._inductor import config
 
 from mxcompile import ops

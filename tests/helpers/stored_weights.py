@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from reference import round_trip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.reference import round_trip
 from mxcompile import ops
 
 

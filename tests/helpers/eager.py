@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from reference import round_trip
 from torch import nn
 
+from helpers.reference import round_trip
 from mxcompile.report import GemmRecord, Report
 
 Formats = dict[str, tuple[str, str, bool]]

@@ -1,0 +1,1 @@
+"""Helpers of more than one folder of tests: models, references, backends. pytest makes them importable."""

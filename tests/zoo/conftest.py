@@ -1,8 +1,0 @@
-"""`--zoo-disguises` chooses what the zoo's models wear."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
