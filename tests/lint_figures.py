@@ -69,14 +69,44 @@ def test_training_steps():
 
 def test_training_steps_without_bf16():
     rows = newest("training_step", "model", "run", cpu="AVX2")
-    mxfp8 = rows["llama 2×256", "mxcompile mxfp8"]
-    of_fp32 = rows["llama 2×256", "mxcompile mxfp8, fp32 model"]
-    shown = measured("training step of a BF16 model, Llama 2 layers × 256, time", "AVX2")[0]
-    same([shown], [mxfp8["ratio_to_bf16"]])
-    shown = measured("the same ÷ the FP32 model under Inductor", "AVX2")[0]
-    same([shown], [mxfp8["ratio_to_fp32"]])
-    shown = measured("training step of an FP32 model ÷ Inductor's in FP32", "AVX2")[0]
-    same([shown], [of_fp32["ratio_to_fp32"]])
+    own, of_fp32 = "mxcompile mxfp8", "mxcompile mxfp8, fp32 model"
+    shown = {
+        "training step of a BF16 model, Llama 2 layers × 512, time": (own, "ratio_to_bf16"),
+        "the same ÷ the FP32 model under Inductor": (own, "ratio_to_fp32"),
+        "training step of an FP32 model ÷ Inductor's in FP32": (of_fp32, "ratio_to_fp32"),
+    }
+    for workload, (run, ratio) in shown.items():
+        same(measured(workload, "AVX2")[:1], [rows["llama 2×512", run][ratio]])
+
+
+def test_speeds_without_bf16():
+    shown = {name.partition(", 4×")[0]: numbers for name, numbers in table("docs/cpu.md", "workload").items()}
+    steps = newest("training_step", "model", "run", cpu="AVX2")
+    for width in (256, 512):
+        own, in_fp32, bf16, fp32 = (
+            steps[f"llama 2×{width}", run]["median_ms"]
+            for run in ("mxcompile mxfp8", "mxcompile mxfp8, fp32 model", "bf16 inductor", "fp32 inductor")
+        )
+        same(shown[f"training step of a BF16 Llama, 2 layers × {width}"], [own, bf16, fp32])
+        same(shown[f"training step of an FP32 Llama, 2 layers × {width}"], [in_fp32, fp32])
+    products = newest("decode_cpu", "weight", "rows", "run", cpu="AVX2")
+    runs = ("mxcompile mxfp8", "bf16 inductor", "fp32 inductor", "torchao int8", "llama.cpp q8_0")
+    for workload, weight, rows, others in (
+        ("1 row × a stored weight of 8192×8192", "8192x8192", 1, runs),
+        ("512 rows × a stored weight of 4096×4096", "4096x4096", 512, runs[:4]),
+    ):
+        figures = [number for number in shown[workload] if number not in ("8", "8,", "0")]  # int8, Q8_0
+        same(figures, [products[weight, rows, run]["median_ms"] for run in others])
+    shown_ratios = measured("decoding, one weight of 8192×8192, tokens a second", "AVX2")
+    same(shown_ratios, [products["8192x8192", 1, run]["bf16_over_this"] for run in (runs[0], runs[3])])
+    attentions = newest("decode_attention", "context", "run", cpu="AVX2")
+    runs = (
+        "mxfp8",
+        *(f"sdpa {dtype}, {heads}" for heads in ("repeated", "packed") for dtype in ("bf16", "fp32")),
+    )
+    numbers = shown["attention of one token over 4,096 tokens in a stored cache"]
+    figures = [number for number in numbers if number not in ("16", "16,", "32")]  # BF16, FP32
+    same(figures, [attentions[4096, run]["median_us"] / 1000 for run in runs])
 
 
 def test_losses():
