@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_timing import fastest
+from helpers.paces import mostly_slow
 from test_codegen_native import MMA
 from torch import Tensor, nn
 from torch._inductor import config
@@ -43,7 +44,7 @@ def _all() -> list:
 
 
 @pytest.mark.parametrize(("target", "rows", "swap", "tile"), _all())
-@pytest.mark.parametrize(("k", "n"), [(1000, 500), (250, 130)])
+@pytest.mark.parametrize(("k", "n"), mostly_slow([(1000, 500), (250, 130)], (250, 130), rows=True))
 def test_a_tile(target, rows, swap, tile, k, n):
     """Sizes of which neither a tile nor 32 is a divisor, so that everything is masked."""
     block_m, block_n = (tile.block_n, tile.block_m) if swap else (tile.block_m, tile.block_n)

@@ -108,7 +108,7 @@ NUM_TILED = len(tiled_configs(TARGETS["sm_100"]))  # they come first
 NUM_POINTERS = 3
 
 
-@pytest.mark.parametrize("number", range(NUM_TILED + NUM_POINTERS))
+@pytest.mark.parametrize("number", mostly_slow(range(NUM_TILED + NUM_POINTERS), 0, NUM_TILED))
 def test_every_choice_compiles_clean(choose, number):
     """With an epilogue that adds a bias, goes through an activation, gates and adds."""
 

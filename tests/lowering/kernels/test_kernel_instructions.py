@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from helpers.paces import mostly_slow
 from helpers.rendered import Binary, compiled
 from torch import Tensor
 
@@ -96,7 +97,7 @@ def casts(scales: ScaleLayout) -> dict:
     }
 
 
-@pytest.mark.parametrize("target", NATIVE)
+@pytest.mark.parametrize("target", mostly_slow(NATIVE, "sm_100", "gfx950"))
 @pytest.mark.parametrize("layout", ["rowwise", "columnwise", "both"])
 def test_casts(layout, target):
     for scales in {ScaleLayout.ROW_MAJOR, TARGETS[target].scale_layout}:
@@ -126,7 +127,7 @@ def on_the_mx_instruction(operands: list[Tensor], target: str, *, wide: bool = T
     return binary, text
 
 
-@pytest.mark.parametrize("target", NATIVE)
+@pytest.mark.parametrize("target", mostly_slow(NATIVE, "sm_100", "sm_120", "gfx950"))
 @pytest.mark.parametrize(
     ("tokens", "form"), [(FEW, "fprop"), (MANY, "fprop"), (MANY, "dgrad"), (MANY, "wgrad")]
 )
@@ -143,14 +144,14 @@ def test_scaled_mm(tokens, form, target):
         assert code.waits(code.product_loops[-1]) == 0
 
 
-@pytest.mark.parametrize("target", NATIVE)
+@pytest.mark.parametrize("target", mostly_slow(NATIVE, "sm_100", "sm_120", "gfx950"))
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_scaled_mm_tail_of_k(tokens, target):
     scales = TARGETS[target].scale_layout
     on_the_mx_instruction(product(side(tokens, 4144, scales), side(4096, 4144, scales)), target)
 
 
-@pytest.mark.parametrize("target", NATIVE)
+@pytest.mark.parametrize("target", mostly_slow(NATIVE, "sm_100", "sm_120", "gfx950"))
 def test_scaled_mm_of_two_formats(target):
     """dgrad with E5M2 gradients."""
     scales = TARGETS[target].scale_layout
