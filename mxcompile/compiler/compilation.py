@@ -16,6 +16,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.gathers import Gathers
 from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.owners import Adopted, mark, marks
 from mxcompile.compiler.structured import trace_graph
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.tags import tags_of
@@ -74,6 +75,9 @@ class Compilation:
         self._watch: Watch | None = None
         self._only_nonfinite = False
         self._sites: list[Site] = []
+        self._marked: object = None
+        self._products = marks(gm.graph) if found.backward else ()
+        self._adopted = Adopted()
 
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
@@ -126,6 +130,7 @@ class Compilation:
         """The passes over a joint or inference graph, or over a subgraph of one."""
         if self.found.backward:  # the passes have seen it, as a part of a joint graph
             self.traced = True
+            self._adopted.adopt(graph, self._products)
             return
         plan = self.found.planned.plan
         context = passes.Context(
@@ -205,6 +210,7 @@ class Compilation:
         if changed:
             for module in graphs:
                 module.recompile()
+        self._marked = mark(backward, self)
 
     def _watching(self) -> Watching:
         return Watching(sites=self._sites, only_nonfinite=self._only_nonfinite)
@@ -228,6 +234,9 @@ class Compilation:
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """What runs GEMMs, by their index in the graph: when it is lowered, and when Inductor has chosen."""
+        if self.found.backward:
+            self._adopted.name_kernels(kernels)
+            return
         gemms = enumerate(self.part.gemms)
         named = (dataclasses.replace(gemm, kernel=kernels.get(index, gemm.kernel)) for index, gemm in gemms)
         self._update(gemms=tuple(named))

@@ -32,7 +32,8 @@ class EagerBackend:
     """Options as for the real backend.
 
     before: called with every joint or inference graph before the passes. ir: those graphs as text, after
-    them. root: the model, for a part of it. graphs: the forward, backward and inference graphs that ran.
+    them. root: the model, for a part of it. lowers: whether copies of the graphs that run are lowered, which
+    names kernels. graphs: the forward, backward and inference graphs that ran.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class EagerBackend:
         root: Any = None,
         parts: Any = None,
         mode: Any = None,
+        lowers: bool = False,
         **options: Any,
     ) -> None:
+        self.lowers = lowers
         self.parts = parts
         self.root = root
         self.options = Options.parse(None, options)
@@ -88,6 +91,8 @@ class EagerBackend:
 
         def run(graph: fx.GraphModule, _: Any) -> Any:
             graph.recompile()
+            if self.lowers:
+                compilation.lower(copied(graph).graph)
             self.graphs.append(graph)
             return make_boxed_func(graph.forward)
 

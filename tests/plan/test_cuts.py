@@ -8,6 +8,7 @@ ways of three families.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import families
 import pytest
@@ -27,7 +29,20 @@ from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from ways import HEADLESS, WAYS, Row, around, broken, pending, policy, report_of_all, rows, values, whole
+from ways import (
+    HEADLESS,
+    WAYS,
+    Row,
+    around,
+    broken,
+    front_door,
+    pending,
+    policy,
+    report_of_all,
+    rows,
+    values,
+    whole,
+)  # fmt: skip
 
 import mxcompile
 from mxcompile.errors import OptionError
@@ -182,6 +197,21 @@ def test_a_training_step_that_breaks_around_the_model(uncut: Any):
     with torch._dynamo.config.patch(compiled_autograd=True):
         step()
     assert rows(report_of_all()) == known.rows
+
+
+@pytest.mark.parametrize("compiled", [front_door, whole], ids=["mxcompile.compile", "torch.compile"])
+def test_kernels_of_a_backward_under_compiled_autograd_are_named(compiled: Any):
+    """Compiled autograd compiles the backward of all graphs in one of its own, which has no report."""
+    family = build("llama")
+    backend = EagerBackend(lowers=True)
+    with mock.patch("ways.EagerBackend", functools.partial(EagerBackend, lowers=True)):
+        call = compiled(family.model)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+            call(*family.inputs).square().mean().backward()
+    gemms = report_of_all().gemms
+    assert {gemm.gemm for gemm in gemms if gemm.precision == "mxfp8"} == {"fprop", "dgrad", "wgrad"}
+    assert [gemm for gemm in gemms if not gemm.kernel] == []
+    assert all("dequantized" in gemm.kernel for gemm in gemms if gemm.precision == "mxfp8")
 
 
 class Small(nn.Module):

@@ -1,0 +1,122 @@
+"""Compiled autograd: the products of its graph belong to the graphs whose backward it compiles.
+
+    joint graph ─ mark ─▶ backward ─ compiled autograd ─ Dynamo ─ marks ─▶ AOTAutograd ─ adopt ─▶ lowering
+
+Compiled autograd copies the backward of every compiled graph into one graph, beside the rest that autograd
+runs. Dynamo keeps the ``custom`` metadata of its nodes. AOTAutograd keeps no metadata, but it keeps the
+products and their order. What compiles such a graph gives the tags back, and tells the owners of the GEMMs
+which kernels run them.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, is_matmul, packet
+from mxcompile.graph.tags import GemmTag, set_tag, tags_of
+
+log = logging.getLogger(__name__)
+
+_MARK = "mxcompile"
+"""Key in a node's ``custom`` metadata: the owner and the indices of the node's GEMMs there."""
+
+
+class Owner(Protocol):
+    """A compile that takes the names of kernels, by the index of their GEMM."""
+
+    def name_kernels(self, kernels: Mapping[int, str]) -> None:
+        """What runs these GEMMs."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Marked:
+    """A backward: its owner, and the tags of its GEMMs by index."""
+
+    owner: Owner
+    tags: dict[int, GemmTag]
+
+
+_MARKED: WeakValueDictionary[str, _Marked] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A product in Dynamo's graph. marked: the backward it is from, and its indices; None if unknown."""
+
+    target: Any
+    marked: _Marked | None
+    indices: tuple[int, ...]
+
+
+def mark(backward: fx.Graph, owner: Owner) -> object:
+    """Mark the GEMMs of `backward` as those of `owner`. The marks hold as long as the result lives."""
+    nodes = [node for node in backward.nodes if tags_of(node)]
+    marked = _Marked(owner, {tag.index: tag for node in nodes for tag in tags_of(node)})
+    key = uuid.uuid4().hex  # a cache may bring the marks of another process
+    _MARKED[key] = marked
+    for node in nodes:
+        indices = tuple(tag.index for tag in tags_of(node))
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: (key, indices)}
+    return marked
+
+
+def marks(graph: fx.Graph) -> tuple[Mark, ...]:
+    """The products of `graph`, which Dynamo has captured of compiled autograd's, in their order."""
+    return tuple(_mark(node) for node in _products(graph))
+
+
+def _mark(node: fx.Node) -> Mark:
+    key, indices = node.meta.get("custom", {}).get(_MARK, ("", ()))
+    return Mark(target=node.target, marked=_MARKED.get(key), indices=tuple(indices))
+
+
+class Adopted:
+    """The GEMMs of a graph of compiled autograd, and whose they are."""
+
+    def __init__(self) -> None:
+        self._owners: list[tuple[Owner, int]] = []
+
+    def adopt(self, graph: fx.Graph, products: Iterable[Mark]) -> None:
+        """Give the products of `graph` the tags of `products`, if both are alike."""
+        nodes, known = list(_products(graph)), list(products)
+        if [node.target for node in nodes] != [product.target for product in known]:
+            log.info(
+                "the products of compiled autograd's graph changed on the way: they stay without records"
+            )
+            return
+        for node, product in zip(nodes, known, strict=True):
+            if product.marked is not None:
+                set_tag(node, *self._tags(product.marked, product.indices))
+
+    def _tags(self, marked: _Marked, indices: Iterable[int]) -> Iterator[GemmTag]:
+        """The tags of one node, under indices that are unique in this graph."""
+        for index in indices:
+            yield replace(marked.tags[index], index=len(self._owners))
+            self._owners.append((marked.owner, index))
+
+    def name_kernels(self, kernels: Mapping[int, str]) -> None:
+        """Tell the owners what runs their GEMMs."""
+        named: defaultdict[Owner, dict[int, str]] = defaultdict(dict)
+        for index, kernel in kernels.items():
+            owner, own = self._owners[index]
+            named[owner][own] = kernel
+        for owner, theirs in named.items():
+            owner.name_kernels(theirs)
+
+
+def _products(graph: fx.Graph) -> Iterator[fx.Node]:
+    attentions = ATTENTION_FORWARD | ATTENTION_BACKWARD
+    for node in graph.nodes:
+        if node.op == "call_function" and (
+            is_matmul(node) or packet(node) in ops.PRODUCTS or packet(node) in attentions
+        ):
+            yield node
