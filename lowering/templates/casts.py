@@ -38,7 +38,7 @@ from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
-from mxcompile.lowering.templates.producers import Producing
+from mxcompile.lowering.templates.producers import Producing, leaves_room
 
 _IMPORTS = r"""
 from mxcompile.lowering.kernels import packed, scale_bytes, tiles
@@ -264,7 +264,7 @@ def _cast(
         other.realize()
     inputs = [*sources, *(other.data for other in others)]
     fast = x.get_dtype() == torch.bfloat16 and packing.converts(target)
-    roomy = fast and all(configs.light(_operators(source)) for source in sources)
+    roomy = fast and all(map(leaves_room, sources))
     tile = configs.cast(target, layout if second is None else "two", packed=roomy)
     gathered = not V.graph.sizevars.statically_known_multiple_of(n, configs.WORD)
     qdata = call.only(
@@ -290,13 +290,6 @@ def _cast(
         INDEX="tl.int64",
     )
     return (qdata, *others)
-
-
-def _operators(source: Any) -> frozenset[str]:
-    """Inductor's operators in what computes `source` element by element; none if that is stored anyway."""
-    while source is not None and not isinstance(source, ir.Pointwise):
-        source = getattr(source, "data", None)
-    return frozenset() if source is None else frozenset(source.inner_fn_opcount().used_ops)
 
 
 def _extra(

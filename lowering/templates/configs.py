@@ -205,8 +205,8 @@ def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
 def operand_cast(target: Target, sources: int, *, packed: bool, gathered: bool) -> TileConfig:
     """The tile of what emulated products read, of so many matrices: a warp has whole blocks both ways.
 
-    packed: whether two elements share a register. gathered: whether rows start anywhere, so that elements
-    have addresses of their own.
+    packed: whether two elements share a register, and the producers are light. gathered: whether rows start
+    anywhere, so that elements have addresses of their own.
     """
     halvings = (sources > 1 and not packed and target.max_registers < 512) + gathered
     return TileConfig(block_m=32, block_n=max(32, 2 * target.warp_size >> halvings), num_warps=1)

@@ -36,7 +36,7 @@ from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
-from mxcompile.lowering.templates.producers import Producing
+from mxcompile.lowering.templates.producers import Producing, leaves_room
 
 _SIDES = ("ROWS", "COLUMNS")
 _SOURCES = ("X", "Y")
@@ -218,8 +218,8 @@ def _call(
         other.realize()
     inputs = [*sources, *(other.data for other in others)]
     gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
-    is_packed = settings["PACKED"]
-    tile = configs.operand_cast(target, len(sources), packed=is_packed, gathered=gathered)
+    roomy = settings["PACKED"] and all(map(leaves_room, sources))
+    tile = configs.operand_cast(target, len(sources), packed=roomy, gathered=gathered)
     made = call.only(
         TEMPLATE,
         inputs,

@@ -11,8 +11,12 @@ of the generated text: one that finds nothing to rewrite leaves the code as righ
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplateKernel
+
+from mxcompile.lowering.templates import configs
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
 _SILU = re.compile(
@@ -71,3 +75,21 @@ def approximated(source: str) -> str:
         r"\1 = \2.to(tl.bfloat16)\n\3\4 = \2.to(tl.bfloat16).broadcast_to(xindex.shape)\n", before
     )
     return _ROUNDED.sub(r"\1 = packed.rounded((\2).broadcast_to(xindex.shape))", before) + behind
+
+
+_FEW_READS = 4
+
+
+def leaves_room(source: Any) -> bool:
+    """Whether the producer of `source` leaves the registers that packed casts take, if it has one.
+
+    A producer that calls a library takes registers for it. So does one that is computed by heads and reads
+    many tensors, for their addresses.
+    """
+    while source is not None and not isinstance(source, ir.Pointwise):
+        source = getattr(source, "data", None)
+    if source is None:
+        return True
+    by_heads = len(source.get_size()) > 2
+    light = configs.light(source.inner_fn_opcount().used_ops)
+    return light and not (by_heads and len(source.get_reads()) > _FEW_READS)

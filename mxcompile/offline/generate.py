@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,19 @@ def codegen(
         launches=tuple(launches),
         kernels=tuple(kernels.values()),
         wrappers=wrappers,
-        report=estimate(report),
+        report=_with_spills(estimate(report), kernels.values()),
         rates=known,
     )
     if out_dir is not None:
         result.save(out_dir)
     return result
+
+
+def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:
+    """`report` with a warning for each kernel of mxcompile that spills registers."""
+    spills = tuple(kernel.spill for kernel in kernels if kernel.own and kernel.binary.spill_bytes)
+    summary = dataclasses.replace(report.summary, warnings=report.summary.warnings + spills)
+    return dataclasses.replace(report, summary=summary)
 
 
 _SCALES = {"(tensor": "fp8_tensor", "(channel": "fp8_channel", "(1x128": "fp8_block"}

@@ -11,6 +11,9 @@ from mxcompile.offline.kernel_work import Facts
 _CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
 """How the names of casts begin, and of what they follow from."""
 
+_KERNELS = "from mxcompile.lowering.kernels import"
+"""What the source of a template imports."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -58,3 +61,14 @@ class Kernel:
     name: str
     source: str
     binary: Binary
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a template of mxcompile; Inductor writes the others itself."""
+        return _KERNELS in self.source
+
+    @property
+    def spill(self) -> str:
+        """Which registers it spills, in words."""
+        whose = "mxcompile's" if self.own else "Inductor's own"
+        return f"{self.phase} {self.name} ({whose}) spills {self.binary.spill_bytes} bytes a thread"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,11 @@ class CodegenResult:
     def problems(self) -> tuple[str, ...]:
         """Why kernels could not run on the target; none, one hopes."""
         return tuple(f"{k.phase} {k.name}: {problem}" for k in self.kernels for problem in k.binary.problems)
+
+    @property
+    def spilling(self) -> tuple[Kernel, ...]:
+        """The kernels whose threads spill registers to memory."""
+        return tuple(kernel for kernel in self.kernels if kernel.binary.spill_bytes)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -224,9 +230,24 @@ def _summary(result: CodegenResult) -> list[str]:
         )
     if result.step.launches:
         lines.append(str(result.step))
-    spilling = [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
-    lines.append(f"generated kernels: {len(result.kernels)}, of them {len(spilling)} spill registers")
+    lines += _rest(result)
+    lines.append(f"generated kernels: {len(result.kernels)}, of them {len(result.spilling)} spill registers")
+    lines += [f"  {kernel.spill}" for kernel in result.spilling]
     return lines
+
+
+_MOST_OF_REST = 3
+
+
+def _rest(result: CodegenResult) -> list[str]:
+    """A line with the kernels that take most of the time that no product, cast or attention takes."""
+    times: Counter[str] = Counter()
+    for launch in result.launches:
+        if launch.kind == "rest" and launch.estimate is not None:
+            fused = re.sub(r"^triton_\w+?_fused_|_\d+$", "", launch.kernel)
+            times[_short(fused, 40)] += round(launch.estimate.us)
+    most = ", ".join(f"{name} {us:,}" for name, us in times.most_common(_MOST_OF_REST))
+    return [f"  most of the rest: {most}"] if most else []
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:

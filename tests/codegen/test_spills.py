@@ -1,0 +1,142 @@
+"""Registers that kernels spill to memory, at the widths that real models have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxcompile.offline import CodegenResult, codegen
+from mxcompile.offline.binary import Binary
+from mxcompile.offline.launch import Kernel
+
+TOKENS = 512
+
+
+class Heads(nn.Module):
+    """Queries with a norm for each head: its backward reads five tensors, by heads of a row."""
+
+    def __init__(self, heads: int, head: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(640, heads * head, bias=False)
+        self.norm = nn.RMSNorm(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(self.q(x).view(1, TOKENS, self.heads, -1)).transpose(1, 2)
+        return q @ q.transpose(-1, -2)
+
+
+class Gelu(nn.Module):
+    """A gated feed-forward part, whose backward calls the hyperbolic tangent of a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(640, 2048, bias=False) for _ in range(2))
+        self.down = nn.Linear(2048, 640, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+def generated(build: Callable[[], nn.Module], target: str) -> CodegenResult:
+    policy = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": "mxfp8"}]}
+    with torch.device("meta"):
+        model = build().to(torch.bfloat16)
+        x = torch.empty(1, TOKENS, 640, dtype=torch.bfloat16, requires_grad=True)
+    return codegen(model, x, target=target, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("build", "target"),
+    [(lambda: Heads(4, 256), "sm_100"), (Gelu, "sm_90")],
+    ids=["norm of heads", "gelu"],
+)
+def test_gemmas_widths(build: Any, target: str):
+    result = generated(build, target)
+    assert any(kernel.own for kernel in result.kernels)
+    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+
+
+def test_kernels_that_spill_are_named():
+    kernels = [
+        Kernel(phase="backward", name=name, source=source, binary=Binary(spill_bytes=bytes_))
+        for name, source, bytes_ in (
+            ("cast", "from mxcompile.lowering.kernels import tiles", 12),
+            ("loss", "", 8),
+            ("norm", "", 0),
+        )
+    ]
+    result = generated(lambda: nn.Linear(640, 64), "sm_90")
+    spilling = dataclasses.replace(result, launches=(), kernels=tuple(kernels), wrappers={})
+    assert str(spilling).splitlines()[-3:] == [
+        "generated kernels: 3, of them 2 spill registers",
+        "  backward cast (mxcompile's) spills 12 bytes a thread",
+        "  backward loss (Inductor's own) spills 8 bytes a thread",
+    ]
+
+
+def _real(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """One block of a model that people run, with its embedding and head."""
+    import transformers as hf
+
+    decoder = {"num_hidden_layers": 1, "use_cache": False}
+    known: dict[str, tuple[Any, Any]] = {
+        "Gemma 3 270M": (
+            hf.Gemma3ForCausalLM,
+            hf.Gemma3TextConfig(
+                vocab_size=262144, hidden_size=640, intermediate_size=2048, num_attention_heads=4,
+                num_key_value_heads=1, head_dim=256, layer_types=["full_attention"], **decoder,
+            ),
+        ),
+        "Qwen3 0.6B": (
+            hf.Qwen3ForCausalLM,
+            hf.Qwen3Config(
+                vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+                num_key_value_heads=8, head_dim=128, **decoder,
+            ),
+        ),
+        "Llama 3.2 1B": (
+            hf.LlamaForCausalLM,
+            hf.LlamaConfig(
+                vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+                num_key_value_heads=8, **decoder,
+            ),
+        ),
+        "Mistral 7B": (
+            hf.MistralForCausalLM,
+            hf.MistralConfig(
+                vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+                num_key_value_heads=8, **decoder,
+            ),
+        ),
+        "GPT-2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_layer=1, use_cache=False)),
+        "ViT-B": (hf.ViTForImageClassification, hf.ViTConfig(num_hidden_layers=1, num_labels=1000)),
+    }  # fmt: skip
+    build, config = known[name]
+    with torch.device("meta"):
+        model = build(config).to(torch.bfloat16)
+        if name == "ViT-B":
+            images = torch.empty(8, 3, 224, 224, dtype=torch.bfloat16)
+            return model, {"pixel_values": images, "labels": torch.empty(8, dtype=torch.long)}
+        ids = torch.empty(1, TOKENS, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+REAL = ["Gemma 3 270M", "Qwen3 0.6B", "Llama 3.2 1B", "Mistral 7B", "GPT-2", "ViT-B"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name", REAL)
+def test_no_kernel_of_ours_spills_in_a_real_model(name: str, target: str):
+    model, inputs = _real(name)
+    result = codegen(model, target=target, kwargs=inputs)
+    assert result.problems == ()
+    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+    named = [line.strip() for line in str(result).splitlines() if " spills " in line]
+    assert named == [kernel.spill for kernel in result.spilling]
