@@ -88,7 +88,7 @@ def _settled(tag: GemmTag, verdicts: Verdicts, is_product: bool) -> GemmTag:
 
 _UNKNOWN = {
     Kind.PRODUCT: "a product of activations, in no softmax attention",
-    Kind.CONVOLUTION: "a convolution of more than one pixel, no linear layer",
+    Kind.CONVOLUTION: "a convolution of more than one pixel, not a linear layer",
     Kind.OPAQUE: "inside an operator no pass can look into",
     Kind.QUANTIZED: "quantized by the model",
 }

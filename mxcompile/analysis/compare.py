@@ -47,7 +47,7 @@ class Comparison:
             about = (
                 "estimated"
                 if summary.estimate_us
-                else f"no estimates: no data sheet of target {summary.target}"
+                else f"no estimates, because target {summary.target} has no data sheet"
             )
             return f"target {summary.target}, {about}\n\n{table}"
         layers, lines = self._layers(), [table]

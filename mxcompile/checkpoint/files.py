@@ -115,7 +115,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
     """The files of the checkpoint at `path`."""
     if path.is_file():
         if path.suffix != ".safetensors":
-            kind = "a pickle, which is never loaded" if path.suffix in PICKLES else "no safetensors file"
+            kind = "a pickle, which is never loaded" if path.suffix in PICKLES else "not a safetensors file"
             raise CheckpointError(f"{path}: {kind}")
         return (path,)
     if not path.is_dir():
@@ -127,7 +127,9 @@ def _shards(path: Path) -> tuple[Path, ...]:
         return files
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
     if pickles:
-        raise CheckpointError(f"{path}: holds pickles ({pickles[0]}), which are never loaded, no safetensors")
+        raise CheckpointError(
+            f"{path}: holds pickles ({pickles[0]}), which are never loaded, and no safetensors"
+        )
     raise CheckpointError(f"{path}: holds no safetensors")
 
 
@@ -135,7 +137,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX}: no index of safetensors: {line_of(error)}") from None
+        raise CheckpointError(f"{path / INDEX} is not an index of safetensors: {line_of(error)}") from None
     if not isinstance(weights, dict) or not all(isinstance(v, str) for v in weights.values()):
         raise CheckpointError(f"{path / INDEX}: its weight_map does not map names to files")
     return weights
@@ -147,7 +149,7 @@ def _of_index(path: Path) -> tuple[Path, ...]:
         if PurePosixPath(name).name != name or "\\" in name or name in ("", ".", ".."):
             raise CheckpointError(f"{path / INDEX}: {name!r} is not a file of this directory")
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path / INDEX}: {name!r} is no safetensors file")
+            raise CheckpointError(f"{path / INDEX}: {name!r} is not a safetensors file")
         if not (path / name).is_file():
             raise CheckpointError(f"{path / INDEX}: {name!r} is missing")
     return tuple(path / name for name in names)
@@ -170,5 +172,5 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {line_of(error)}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: is no JSON object")
+        raise CheckpointError(f"{file} is not a JSON object")
     return found

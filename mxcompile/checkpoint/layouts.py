@@ -133,9 +133,9 @@ def _block_dim(entry: Entry, scale: Entry | None) -> int:
     """The dimension that blocks run along, from the shapes. Raises `CheckpointError`."""
     what = f"{entry.file}: {entry.name!r}"
     if scale is None:
-        raise CheckpointError(f"{what} is FP8 without {entry.name + _SUFFIX!r}: no MXFP8 weight")
+        raise CheckpointError(f"{what} is FP8 but {entry.name + _SUFFIX!r} is missing: not an MXFP8 weight")
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: no MXFP8 weight")
+        raise CheckpointError(f"{what} has scales of {scale.dtype}, not E8M0 bytes: not an MXFP8 weight")
     for dim in range(-1, -len(entry.shape) - 1, -1):
         blocks = list(entry.shape)
         blocks[dim] = num_blocks(blocks[dim])

@@ -90,7 +90,9 @@ def make_plan(
         raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")
     if given is None:
         if not config:
-            raise CheckpointError(f"{source}: no config.json says what model it is of: name one, --model")
+            raise CheckpointError(
+                f"{source}: it has no config.json: say which model the weights are of, --model NAME"
+            )
         given = _of_config(source, config)
     decided = chosen_weights(given.model, policy, given.args, given.kwargs)
     places = _places(given.model, checkpoint)

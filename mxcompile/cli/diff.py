@@ -29,7 +29,7 @@ def decibels(text: str) -> float:
     try:
         return float(text.lower().removesuffix("db"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of dB") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of dB, such as 25 or 25dB") from None
 
 
 DEFAULT = [Condition(word="fallback"), Condition(word="share-drop", limit=0.01)]
@@ -83,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
     of_model, of_numerics = _compared(options.old, options.new)
     conditions = options.fail_on or DEFAULT
     if of_numerics is None and any(one.word == "sqnr-drop" for one in conditions):
-        raise OptionError("--fail-on sqnr-drop is of audits, and these are reports: see mxcompile audit")
+        raise OptionError(
+            "--fail-on sqnr-drop compares audits, and these files are reports: mxcompile audit writes audits"
+        )
     found = of_numerics or of_model
     print(found.to_markdown() if options.format == "markdown" else found)
     failed = of_model.is_unrelated or any(_happened(one, of_model, of_numerics) for one in conditions)

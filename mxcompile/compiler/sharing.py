@@ -58,13 +58,13 @@ def guard(found: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     elif len(kinds) > limit:
         name = type(named(found.root, found.prefix)).__name__
         raise PolicyError(
-            f"{policy.label} tells {len(kinds)} kinds of {name} apart, and Dynamo keeps no more than {limit}"
-            " codes of one function; compile the model with mxcompile.compile(model, policy=…)"
+            f"{policy.label} needs {len(kinds)} different codes for modules of class {name}, and Dynamo keeps"
+            f" {limit} of one function; compile the model with mxcompile.compile(model, policy=…)"
         )
     if found.owner is None:
         raise PolicyError(
-            f"{policy.label} tells {found.prefix} from modules of its class, but the code compiled for it"
-            " cannot be kept to it; compile the model with mxcompile.compile(model, policy=…)"
+            f"{policy.label} treats {found.prefix} differently from other modules of its class, but Dynamo"
+            " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
     paths = {id(module): path for path, module in _modules(found.root)}
     expected = known[found.prefix]

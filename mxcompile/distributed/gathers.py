@@ -115,7 +115,7 @@ def _cast(path: str, owner: Owner, found: Sequence[TileUse], ranks: int) -> Tile
     if values.dtype not in _SOURCES:
         return f"its dtype is {str(values.dtype).removeprefix('torch.')}"
     if values.ndim < 2 or not values.is_contiguous():
-        return "it is no matrix in rows"
+        return "it is not a matrix stored by rows"
     if reason := uneven(values.shape, ranks):
         return reason
     ((elem_dtype, rounding),) = formats

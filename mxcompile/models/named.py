@@ -169,7 +169,7 @@ def _from_config(
     except OSError as error:
         raise ModelError(f"model {spec!r}: cannot read {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model {spec!r}: {file} is no Hugging Face configuration: {error!r}") from None
+        raise ModelError(f"model {spec!r}: {file} is not a Hugging Face configuration: {error!r}") from None
     try:
         import transformers
     except ImportError:

@@ -188,7 +188,7 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Sourc
     for key in given:
         if key in every and key not in means:
             has = f"it has {_words(sorted(means))}" if means else "it has no choices"
-            raise source.error((*path, key), f"{key!r} is no choice of {_words(rows)}: {has}")
+            raise source.error((*path, key), f"{key!r} does not belong to {_words(rows)}: {has}")
     tiles = use.formats.over(preset.formats).tiles
     delayed = tiles[:1] == ("delayed",)
     for key in ("history", "margin"):

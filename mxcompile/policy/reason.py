@@ -53,7 +53,7 @@ _WORDS = {
     Code.FACTORS: "unsupported alpha or beta",
     Code.CUT: "of the model in sight: {}",
     Code.CAST_EACH_CALL: "the weight is cast in every call: {}",
-    Code.NO_HISTORY: "scales of the tensors at hand: the weight is no parameter of the graph",
+    Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
 }
 
 

@@ -178,7 +178,10 @@ def _check_alike(summaries: Sequence[Summary]) -> None:
     for what in ("target", "policy"):
         found = list(dict.fromkeys(getattr(summary, what) for summary in summaries))
         if len(found) > 1:
-            raise OptionError(f"reports of one model have one {what}, found {', '.join(map(repr, found))}")
+            raise OptionError(
+                f"these reports cannot be merged: reports of one model have one {what}, found"
+                f" {', '.join(map(repr, found))}"
+            )
 
 
 def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:

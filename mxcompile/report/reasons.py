@@ -51,7 +51,7 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
     try:
         rows = fold(gemm for gemm in gemms if match.names(gemm.name))
     except (re.error, OverflowError, RecursionError) as error:
-        raise OptionError(f"{pattern!r} is no regular expression: {error}") from None
+        raise OptionError(f"{pattern!r} is not a regular expression: {error}") from None
     if not rows:
         raise OptionError(_fits_none(pattern, tuple(dict.fromkeys(gemm.name for gemm in gemms))))
     return tuple(

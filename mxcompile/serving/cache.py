@@ -162,8 +162,9 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
                 f" {'; '.join(sorted(set(self.kept.values())))}. Use transformers.StaticCache"
             )
         for reason in sorted(set(self.kept.values())):
-            numbers = ", ".join(str(index) for index, why in self.kept.items() if why == reason)
-            log.warning("layers %s keep their keys and values as they are: %s", numbers, reason)
+            kept = sum(why == reason for why in self.kept.values())
+            total = len(self.layers)
+            log.warning("%d of %d layers keep their keys and values as they are: %s", kept, total, reason)
         for index in range(len(self.layers)):
             if index not in self.kept:
                 self.layers[index] = MXStaticLayer(max_cache_len=max_cache_len)

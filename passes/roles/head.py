@@ -16,7 +16,9 @@ from mxcompile.policy import Role
 
 def _is_table(site: Site) -> Found | Missing:
     return (
-        Found("its weight is the table of the embeddings") if site.tied else Missing("its weight is no table")
+        Found("its weight is the table of the embeddings")
+        if site.tied
+        else Missing("its weight is not the table of the embeddings")
     )
 
 
@@ -27,7 +29,7 @@ def _makes_result(site: Site) -> Found | Missing:
         )
     if site.all_followers(Role.HEAD):
         return Found(f"its result goes to nothing but {named(f.layer for f in site.followers)}, a head")
-    return Missing("its result is no output of the model")
+    return Missing("its result is not an output of the model")
 
 
 def _is_no_part_of_the_body(site: Site) -> Found | Missing:

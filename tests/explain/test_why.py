@@ -92,8 +92,8 @@ def test_records_say_the_same(report):
         ("attn", "'*.attn' fits 'blocks.0.attn' and 1 more"),
         ("zzz", "there are: 'blocks.0.attn.qkv'"),
         ("re:qkv", "there are"),
-        ("re:(", "is no regular expression"),
-        ("re:a{99999999999}", "is no regular expression"),
+        ("re:(", "is not a regular expression"),
+        ("re:a{99999999999}", "is not a regular expression"),
     ],
 )
 def test_a_name_that_fits_no_layer_is_an_error_with_those_that_come_near(report, pattern, said):

@@ -105,7 +105,7 @@ def test_a_file_as_people_have_them(tmp_path: Path):
     assert list(made.notes) == [
         f"line 11: wgrad_of_the_mlp.{inner}.LogFp8TensorStats: only collects statistics:"
         " see 'mxcompile audit'",
-        f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: quantizes output, which is no operand of"
+        f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: quantizes output, which is not an operand of"
         " a GEMM",
         f"line 41: emulated.{inner}.FakeQuant.gemms_struct[2]: wgrad of activation in BF16, gradient in"
         " FP8E5M2 is no MXFP8 GEMM: it stays in BF16",

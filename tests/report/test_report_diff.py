@@ -237,7 +237,7 @@ def test_a_share_that_drops_fails_unless_told_otherwise(tmp_path: Path):
 
 def test_a_condition_of_audits_on_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["diff", *files(tmp_path, OLD, OLD), "--fail-on", "sqnr-drop=1dB"]) == 2
-    assert "is of audits, and these are reports" in capsys.readouterr().err
+    assert "compares audits, and these files are reports" in capsys.readouterr().err
 
 
 def test_precisions_are_called_by_their_names():

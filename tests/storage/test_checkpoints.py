@@ -302,9 +302,10 @@ def damage(folder, how: str) -> None:
 DAMAGE = {
     "truncated": "not a whole safetensors file", "longer": "not a whole safetensors file",
     "empty": "not a whole safetensors file", "header": "not a whole safetensors file",
-    "pickle": "not a whole safetensors file", "pickles": "holds pickles", "index": "no index of safetensors",
+    "pickle": "not a whole safetensors file", "pickles": "holds pickles",
+    "index": "not an index of safetensors",
     "missing": "is missing", "outside": "is not a file of this directory", "scale shape": "do not fit",
-    "scale dtype": "not E8M0 bytes", "no scale": "FP8 without",
+    "scale dtype": "not E8M0 bytes", "no scale": "is missing: not an MXFP8 weight",
 }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_layers_with_a_window_stay_as_they_are(caplog: pytest.LogCaptureFixture)
     kinds = [type(layer) for layer in cache.layers]
     assert kinds == [StaticSlidingWindowLayer, MXStaticLayer] * 2
     assert cache.kept == dict.fromkeys((0, 2), "attention over a sliding window holds but that window")
-    assert "layers 0, 2 keep their keys and values" in caplog.text
+    assert "2 of 4 layers keep their keys and values as they are: attention over a sliding" in caplog.text
 
 
 def test_refuses_what_has_nothing_to_store():

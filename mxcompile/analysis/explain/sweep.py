@@ -53,7 +53,7 @@ class Sweep:
             for p in self.points
         ]
         table = drawn([["tokens", self.words, "BF16", f"BF16 ÷ {self.words}"], *rows])
-        return f"{self._title()}\nroofline estimates, no measurement\n\n{table}\n\n{self._verdict()}"
+        return f"{self._title()}\nroofline estimates, not measured\n\n{table}\n\n{self._verdict()}"
 
     def _title(self) -> str:
         return f"target {self.target}, policy {self.policy}: matmuls and casts by tokens"
@@ -85,7 +85,7 @@ class Sweep:
         right.set(xscale="log", xlabel="tokens", title=f"BF16's time ÷ {self.words}'s: above 1 is faster")
         for axes in (left, right):
             axes.grid(alpha=0.3)
-        figure.suptitle(f"{self._title()} (roofline, no measurement)", fontsize=10)
+        figure.suptitle(f"{self._title()} (roofline, not measured)", fontsize=10)
         figure.savefig(path)
 
 

@@ -80,7 +80,7 @@ def tune(
     if isinstance(among, str):
         raise OptionError(f"among is a list of precisions and presets, found {among!r}: write [{among!r}]")
     if target != AUTO and not among:
-        raise OptionError("target is for the costs of a mix: name what to mix with among")
+        raise OptionError("target estimates the costs of a mix: name the precisions to mix, among=[…]")
     start = Policy.resolve(policy)
     candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
     chip = check(target) if among else ""

@@ -76,11 +76,11 @@ def _modifiers(data: Any, draft: Draft) -> Iterable[tuple[str, dict[str, Any], P
         return
     for stage, groups in data.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
-            draft.note((stage,), "is no stage")
+            draft.note((stage,), "is not a stage")
             continue
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
-                draft.note((stage, group), "is no group of modifiers")
+                draft.note((stage, group), "is not a group of modifiers")
                 continue
             for name, settings in modifiers.items():
                 path = (stage, group, name)

@@ -59,7 +59,10 @@ def convert(data: Any, draft: Draft) -> None:
 def _delayed(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     algorithm = data.get("amax_compute_algo", "max")
     if algorithm not in ("max", "most_recent"):
-        draft.note(("amax_compute_algo",), f"{shown(algorithm)} is no rule of a policy: the largest counts")
+        draft.note(
+            ("amax_compute_algo",),
+            f"{shown(algorithm)} is not in the policy language: the largest of the history is used",
+        )
     history = 1 if algorithm == "most_recent" else data.get("amax_history_len", 1024)
     use = {"scaling": "delayed", "history": history, "margin": data.get("margin", 0)}
     if data.get("reduce_amax", True) is not False:

@@ -188,7 +188,7 @@ def _fake_quant(config: dict[str, Any], path: Path, draft: Draft, use: _Uses) ->
         formats = _tensors(own, at, draft)
         for tensor in formats:
             if not any(tensor in pair for pair in _OPERANDS.values()):
-                draft.note(at, f"quantizes {tensor}, which is no operand of a GEMM")
+                draft.note(at, f"quantizes {tensor}, which is not an operand of a GEMM")
         operands = {tensor: formats.get(tensor, "BF16") for tensor in _OPERANDS[gemm]}
         elems = _common_elems(operands)
         if elems is not None and all(use.get(key, elem) == elem for key, elem in elems.items()):

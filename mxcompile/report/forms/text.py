@@ -123,7 +123,7 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
         said.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
     if summary.estimate_us and summary.estimate_bf16_us:
         said.append(
-            f"roofline estimate, no measurement: matmuls and casts {duration(summary.estimate_us)},"
+            f"roofline estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
             f" {duration(summary.estimate_bf16_us)} in {own}"
             f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
         )
