@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mxcompile.analysis.audit import Audit as Audit
     from mxcompile.analysis.audit import audit as audit
+    from mxcompile.analysis.blame import blame as blame
     from mxcompile.analysis.compare import compare as compare
     from mxcompile.analysis.explain import explain as explain
     from mxcompile.analysis.tune import tune as tune
@@ -54,6 +55,7 @@ _HOME = {
     "Report": "mxcompile.report",
     "aoti_configs": "mxcompile.serving",
     "audit": "mxcompile.analysis.audit",
+    "blame": "mxcompile.analysis.blame",
     "clear_reports": "mxcompile.report",
     "codegen": "mxcompile.offline",
     "compare": "mxcompile.analysis.compare",

@@ -22,7 +22,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
 )
-from mxcompile.models.names import joined
+from mxcompile.models.names import joined, user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
@@ -101,6 +101,33 @@ def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype:
     return evaluated
 
 
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copies the parameters and buffers of `checkpoint` into `model`, each in the dtype it has there.
+
+    Names may have the prefixes of wrappers. Raises `CheckpointError` for a checkpoint that does not fit.
+    """
+    places = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    by_name = {user_path(name): name for name in checkpoint.entries}
+    shared = {id(places[name]) for name in by_name if name in places}
+    unexpected = next((name for name in by_name if name not in places), None)
+    missing = next((name for name, value in places.items() if id(value) not in shared), None)
+    if unexpected or missing:
+        raise CheckpointError(f"{checkpoint.path}: {_misfit(unexpected, missing)}")
+    for name, stored_name in by_name.items():
+        found, wanted = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
+        if found != wanted:
+            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {found}, the model's {wanted}")
+    with torch.no_grad():
+        for name, stored_name in by_name.items():
+            places[name].copy_(checkpoint.read(stored_name))
+
+
+def _misfit(unexpected: str | None, missing: str | None) -> str:
+    if unexpected:
+        return f"the checkpoint has {unexpected!r}, which the model lacks"
+    return f"the checkpoint lacks {missing!r}, which the model has"
+
+
 def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The class and the configuration of the Hugging Face model that `raw`, a config.json, is of."""
     try:
@@ -142,8 +169,7 @@ def _assign(model: nn.Module, readers: Readers) -> None:
     loaded = {id(known[name]) for name in readers if name in known}
     missing = next((name for name, value in known.items() if id(value) not in loaded), None)
     if unexpected or missing:
-        what = f"has {unexpected!r}, which the model" if unexpected else f"lacks {missing!r}, which the model"
-        raise CheckpointError(f"the checkpoint {what} {'lacks' if unexpected else 'has'}")
+        raise CheckpointError(_misfit(unexpected, missing))
     for name, read in readers.items():
         value, old = read(), known[name]
         if value.shape != old.shape:

@@ -20,9 +20,10 @@ from mxcompile.cli.arguments import (
     policies_of,
     sizes,
 )
-from mxcompile.errors import OptionError
+from mxcompile.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
+    from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.models.named import LoadedModel
 
 
@@ -30,6 +31,12 @@ def add_measured(command: argparse.ArgumentParser) -> None:
     """The arguments of commands that run a model to measure it."""
     add_model(command)
     add_policy(command)
+    command.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE|DIR",
+        help="safetensors that the model gets its weights from, such as a checkpoint of a run",
+    )
     command.add_argument("--inference", action="store_true", help="evaluation mode, forward only")
     command.add_argument("--device", default="cpu", help="where to run, such as cuda (default cpu)")
     command.add_argument(
@@ -43,12 +50,16 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from mxcompile.checkpoint.load import from_directory
+    from mxcompile.checkpoint.load import from_directory, load_weights
     from mxcompile.models.named import load_model
 
     place = device(options.device)
+    checkpoint = None if options.weights is None else opened_weights(options.weights)
     torch.manual_seed(options.seed)
     loaded = load_model(options.model, from_directory, **sizes(options))
+    if checkpoint is not None:
+        load_weights(loaded.model, checkpoint)
+        loaded = dataclasses.replace(loaded, made_up="inputs" if loaded.made_up else "")
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), (loaded.args, loaded.kwargs))
     loaded = dataclasses.replace(loaded, model=loaded.model.to(place), args=args, kwargs=kwargs)
     if note := made_up(loaded):
@@ -57,6 +68,18 @@ def measured(options: argparse.Namespace) -> Iterator[LoadedModel]:
         loaded.model.eval()
     with torch.set_grad_enabled(not options.inference):
         yield loaded
+
+
+def opened_weights(path: Path) -> Checkpoint:
+    """The safetensors at `path`. Raises `CheckpointError` that says what to do with files of another kind."""
+    from mxcompile.checkpoint.files import Checkpoint
+
+    try:
+        return Checkpoint.open(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--weights {error}; a factory, package.module:factory, can read files of any kind"
+        ) from None
 
 
 def made_up(loaded: LoadedModel) -> str:

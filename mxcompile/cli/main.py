@@ -14,6 +14,7 @@ from typing import Any
 from mxcompile import __version__
 from mxcompile.cli import (
     audit,
+    blame,
     codegen,
     convert,
     demo,
@@ -28,7 +29,7 @@ from mxcompile.cli import (
 )
 from mxcompile.errors import MXCompileError, nearest, not_allowed
 
-COMMANDS = (env, explain, diff, merge, audit, tune, watch, codegen, policy, convert, inspect, demo)
+COMMANDS = (env, explain, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect, demo)
 
 EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
 

@@ -50,6 +50,7 @@ COMMANDS = {
     "explain": ["explain", HERE],
     "audit": ["audit", HERE],
     "tune": ["tune", HERE, "--min-sqnr", "10"],
+    "blame": ["blame", HERE],
     "policy init": ["policy", "init", HERE],
 }
 
@@ -75,6 +76,9 @@ def test_force_overwrites(capsys: pytest.CaptureFixture[str]):
 
 OTHERS = {
     "plots": (["audit", HERE, "--plots", "file"], "file is a file: name a folder"),
+    "runs": (["blame", HERE, "--max-runs", "3"], "max_runs is a whole number of at least 8, found 3"),
+    "policies": (["blame", HERE, "--against", "nvidia"], "both policies are preset nvidia"),
+    "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: no safetensors file"),
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
     "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),
     "demo": (["demo", "-o", "file"], "file is a file: name a folder"),

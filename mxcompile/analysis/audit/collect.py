@@ -23,11 +23,11 @@ from mxcompile.rules import unused_rules
 def numerics(session: Session, run: Run, outcome: Outcome, reference: Outcome) -> Numerics:
     """What was observed in `run`, which ended with `outcome`, against the unquantized `reference`."""
     products, casts = session.sites.products, session.sites.casts
-    logits = _compared(reference.logits, outcome.logits)
+    logits = compared(reference.logits, outcome.logits)
     return Numerics(
         tensors=tuple(_tensor(casts[index], stats) for index, stats in sorted(run.casts.items())),
         gemms=tuple(_gemm(products[index], stats) for index, stats in sorted(run.products.items())),
-        parameters=tuple(_parameters(session.report().gemms, reference, outcome)),
+        parameters=tuple(parameters(session.report().gemms, reference, outcome)),
         precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
         own_dtype=own_dtype(session.report().gemms),
         policy=session.options.policy.label,
@@ -50,7 +50,8 @@ def loss_gap(loss: float | None, reference: float | None) -> float | None:
     return loss / reference - 1 if reference else math.inf
 
 
-def _compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
+def compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
+    """`logits` held to `reference`; None without both in one shape."""
     if reference is None or logits is None or reference.shape != logits.shape:
         return None
     return _sums(reference, logits)
@@ -64,7 +65,7 @@ def _sums(reference: Tensor, found: Tensor) -> Sums:
     return sums
 
 
-def _parameters(
+def parameters(
     gemms: Iterable[GemmRecord], reference: Outcome, outcome: Outcome
 ) -> Iterator[ParameterNumerics]:
     """The gradients of both runs; the FLOPs are those of the wgrad that made them."""

@@ -21,8 +21,46 @@ from torch.utils._pytree import tree_map
 from mxcompile.models.wrappers import method_of
 
 
+class Generators:
+    """The state of the random number generators of torch and Python when this was made."""
+
+    def __init__(self) -> None:
+        self._random = random.getstate()
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        cuda = torch.cuda.get_rng_state_all() if self._cuda else []
+        return (
+            random.getstate() != self._random
+            or not torch.equal(torch.get_rng_state(), self._cpu)
+            or not all(map(torch.equal, cuda, self._cuda))
+        )
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        random.setstate(self._random)
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+@contextmanager
+def drawing(seed: int | None) -> Iterator[None]:
+    """What is drawn in here follows from `seed`, unless that is None; the generators are put back."""
+    before = Generators()
+    try:
+        if seed is not None:
+            random.seed(seed)
+            torch.manual_seed(seed)
+        yield
+    finally:
+        before.restore()
+
+
 class Kept:
-    """The state of `model` and of the generators when this was made."""
+    """The state of `model` and of the generators when this was made. generators: their state alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [(held, dict(held)) for module in model.modules() for held in _namespaces(module)]
@@ -31,9 +69,7 @@ class Kept:
             for value in names.values():
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     self.add(value)
-        self._random = random.getstate()
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.generators = Generators()
 
     def add(self, tensor: Tensor) -> None:
         """Keep the values of `tensor` too."""
@@ -49,10 +85,7 @@ class Kept:
         for tensor, values in self._values.values():
             if not torch.equal(tensor.detach(), values):
                 tensor.data.copy_(values)
-        random.setstate(self._random)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self.generators.restore()
 
 
 def _namespaces(module: nn.Module) -> list[dict[str, Any]]:

@@ -35,12 +35,13 @@ class Outcome:
     """What a run gave.
 
     loss: None without one. logits: the main output, detached. gradients: of the parameters, by name; None
-    without a backward.
+    without a backward. drew: whether the run drew random numbers, for dropout or stochastic rounding.
     """
 
     loss: float | None
     logits: Tensor | None
     gradients: dict[str, Tensor] | None
+    drew: bool = False
 
 
 class Session:
@@ -71,7 +72,7 @@ class Session:
 
         Raises `ModelError` if the model cannot be traced or fails.
         """
-        with self._untouched(run):
+        with self._untouched(run) as kept:
             args, kwargs = fresh(self._arguments)
             output = self._call(args, kwargs)
             loss = self._loss(output)
@@ -83,6 +84,7 @@ class Session:
                 loss=None if loss is None else float(loss.detach()),
                 logits=None if logits is None else logits.detach().clone(),
                 gradients=gradients,
+                drew=kept.generators.moved(),
             )
 
     @property
@@ -96,12 +98,12 @@ class Session:
         return Report.of(graphs.parts, target=graphs.target, policy=self.options.policy.label)
 
     @contextmanager
-    def _untouched(self, run: Run) -> Iterator[None]:
+    def _untouched(self, run: Run) -> Iterator[Kept]:
         """The graphs do what `run` says in here; the model is as it was, after."""
         kept = Kept(self.model)
         try:
             with uncompiled(self.model), apart_from_others(), self._graphs.during(run, kept):
-                yield
+                yield kept
         finally:
             kept.restore()
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from mxcompile.analysis.explain.roofline import estimate, operand_bytes
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.formats import KEPT, PRECISIONS, Choices, is_quantized
+from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision, is_quantized
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
-from mxcompile.policy.model import Preset
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
@@ -45,17 +44,30 @@ class Candidate:
         Raises `OptionError` for a word that is neither.
         """
         if word in PRESETS and PRESETS[word].gemms:
-            return cls(word=word, use=_use(PRESETS[word], under))
+            preset = PRESETS[word]
+            return cls(word=word, use=_use(preset.precision, preset.gemms, preset.formats, under))
         if word in PRECISIONS and PRECISIONS[word].quantizes:
-            return cls(word=word, use=_use(Preset(name=word, precision=PRECISIONS[word]), under))
+            return cls(word=word, use=_use(PRECISIONS[word], frozenset(Gemm), Choices(), under))
         words = [name for name, row in PRECISIONS.items() if row.quantizes]
         presets = [name for name, preset in PRESETS.items() if preset.gemms]
         raise OptionError(not_allowed("precision or preset", word, [*words, *presets]))
 
 
-def _use(preset: Preset, under: Choices) -> Use:
-    """What `preset` says of a layer, in full where `under` would fill in something else."""
-    row, choices = preset.precision, preset.formats
+def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
+    """Returns what `policy` says of `layer`, for a rule over a preset with the formats `under`."""
+    decision, index = policy.decide(layer), policy.rule_for(layer)
+    rows = {str(gemm): PRECISIONS[decision.choice(gemm).precision] for gemm in Gemm}
+    quantizing = next((row for row in rows.values() if row.quantizes), None)
+    if quantizing is None:
+        return _NOTHING
+    use = Use() if index is None else policy.rules[index].use
+    full = _use(quantizing, frozenset(Gemm), use.formats.over(policy.base.formats), under)
+    own = {each.name: getattr(use, each.name) for each in dataclasses.fields(use)}
+    return dataclasses.replace(full, **{key: value for key, value in own.items() if value is not None} | rows)
+
+
+def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
+    """What a preset of `row`, `gemms` and `choices` says of a layer, in full where `under` would fill in."""
     said: dict[str, Any] = {
         "elem_dtype": choices.elem or (row.elems[0] if under.elem else None),
         "grad_dtype": choices.grad_elem or (row.elems[0] if under.grad_elem else None),
@@ -63,7 +75,7 @@ def _use(preset: Preset, under: Choices) -> Use:
         row.tiles_key: (choices.tiles or (tuple(row.tiles) if under.tiles else (None,)))[0],
     }
     said = {key: value for key, value in said.items() if key in row.keys and value}
-    said |= {str(gemm): row if gemm in preset.gemms else KEPT for gemm in Gemm}
+    said |= {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     return Use(**said)
 
 
@@ -137,13 +149,18 @@ def by_use(
     return names
 
 
-def mixed(policy: Policy, uses: Mapping[Use, Sequence[str]], layers: Mapping[str, Layer]) -> Policy:
-    """Returns `policy` with a rule for each of `uses` before its own; idle ones go."""
+def mixed(
+    policy: Policy,
+    uses: Mapping[Use, Sequence[str]],
+    layers: Mapping[str, Layer],
+    label: str = "tuned policy",
+) -> Policy:
+    """Returns `policy`, called `label`, with a rule for each of `uses` before its own; idle ones go."""
     rules = tuple(Rule(match=Match(name=tuple(map(literal, names))), use=use) for use, names in uses.items())
     others = [layer for name, layer in layers.items() if not any(name in names for names in uses.values())]
     idle = _deciding(policy, layers.values()) - _deciding(policy, others)
     left = tuple(rule for index, rule in enumerate(policy.rules) if index not in idle)
-    return dataclasses.replace(policy, rules=rules + left, label="tuned policy")
+    return dataclasses.replace(policy, rules=rules + left, label=label)
 
 
 def _deciding(policy: Policy, layers: Iterable[Layer]) -> set[int | None]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from mxcompile.analysis.audit import Audit
 from mxcompile.analysis.audit.text import decibels
+from mxcompile.analysis.policy_file import annotated
 from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.policy import Policy
 from mxcompile.report.files import save
 from mxcompile.report.forms.tables import drawn, fitted, wrapped
-
-_WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,20 +94,8 @@ class Tuned:
 
     def to_yaml(self) -> str:
         """The policy as a file, with the reasons as comments; `Policy.load` reads it back."""
-        plain = self.policy.to_dict()
-        rules = plain.pop("rules")
-        written = [_comment(f"Tuned by measurement; {fact}") for fact in self._facts()[:1]]
-        written += [_comment(fact) for fact in self._facts()[1:]]
-        written.append(_dumped(plain))
-        if not rules:
-            return "".join(written)
-        written.append("rules:\n")
-        for index, rule in enumerate(rules):
-            lines = _dumped([rule])
-            if index < len(self.comments):
-                lines = _comment(self.comments[index]) + lines
-            written.append(textwrap.indent(lines, "  "))
-        return "".join(written)
+        first, *rest = self._facts()
+        return annotated(self.policy, [f"Tuned by measurement; {first}", *rest], self.comments)
 
     def dump(self, path: str | Path) -> None:
         """Write `to_yaml` to `path`, whole or not at all. Raises `OptionError` if it cannot be written."""
@@ -128,12 +112,3 @@ def _row(chosen: Chosen) -> list[str]:
         f"{us / bf16:.2f}" if us and bf16 else "",
         textwrap.fill(chosen.reason, 40),
     ]
-
-
-def _dumped(data: Any) -> str:
-    text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=_WIDTH)
-    return text
-
-
-def _comment(text: str) -> str:
-    return "".join(f"# {line}\n" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))

@@ -1,0 +1,189 @@
+"""What a blame gives: parts with their effects, and the policy that leaves the worst of them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxcompile.analysis.audit.text import percent
+from mxcompile.analysis.blame.effects import MEASURES, Effect, added_up, exceeds, falls_short, together
+from mxcompile.analysis.policy_file import annotated
+from mxcompile.policy import Policy
+from mxcompile.report.files import save
+from mxcompile.report.fold import spelled
+from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.words import count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A layer, or a group of neighbours, and those of its GEMMs that were quantized or left out together.
+
+    layers: paths. gemms: "fprop", "dgrad", "wgrad". alone: the effect of these alone. left_out: of all but
+    these. None for what was not measured.
+    """
+
+    layers: tuple[str, ...]
+    gemms: tuple[str, ...]
+    alone: Effect | None = None
+    left_out: Effect | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blamed:
+    """The result of `blame`.
+
+    policy: the one asked about, with the worst as the reference has it. asked, against: names of the two
+    policies. measure: by which the search went. remove: the share of the whole that the worst were to make.
+
+    whole: the effect of all that differs. left: of it under `policy`. parts: layers or groups, the worst
+    first; they make the whole. kinds: all GEMMs of one kind. gemms: single GEMMs of the worst parts. worst:
+    pairs of layer and GEMM that `policy` leaves alone.
+
+    num_layers, num_gemms: how many differ. runs: of the model. max_runs: announced. repeats: of each effect.
+    flop_share_before, flop_share: of the matmul FLOPs that the policy asked about and `policy` quantize.
+    comments: on the first rules of `policy`. notes: what a reader should know.
+    """
+
+    policy: Policy
+    asked: str
+    against: str
+    measure: str
+    remove: float
+    whole: Effect
+    left: Effect
+    parts: tuple[Part, ...] = ()
+    kinds: tuple[Part, ...] = ()
+    gemms: tuple[Part, ...] = ()
+    worst: tuple[tuple[str, str], ...] = ()
+    num_layers: int
+    num_gemms: int
+    runs: int
+    max_runs: int
+    repeats: int
+    flop_share_before: float
+    flop_share: float
+    comments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def additive(self) -> bool:
+        """Whether the effects of the parts make the whole, as far as chance allows to tell."""
+        return not self._interplay()
+
+    def with_note(self, note: str) -> Blamed:
+        """Returns the same with `note` as the first one."""
+        return dataclasses.replace(self, notes=(note, *self.notes))
+
+    def __str__(self) -> str:
+        lines = wrapped([*self._facts(), *(f"note: {note}" for note in self.notes)])
+        if self.parts:
+            lines += ["", drawn(fitted(self._table(), ("layer",)))]
+        return "\n".join(lines)
+
+    def to_yaml(self) -> str:
+        """The policy as a file, with what was found as comments; `Policy.load` reads it back."""
+        return annotated(self.policy, self._facts(), self.comments)
+
+    def dump(self, path: str | Path) -> None:
+        """Write `to_yaml` to `path`, whole or not at all. Raises `OptionError` if it cannot be written."""
+        save(path, self.to_yaml(), "policy")
+
+    # sentences ----------------------------------------------------------------------------------------
+
+    def _facts(self) -> list[str]:
+        repeated = f" of {count(self.repeats, 'repeat')} each" if self.repeats > 1 else ""
+        facts = [
+            f"blame, {self.asked} against {self.against}, of the {self.measure}:"
+            f" {count(self.num_layers, 'layer')}, {count(self.num_gemms, 'GEMM')};"
+            f" {count(self.runs, 'run')} of the model, at most {self.max_runs} announced{repeated}"
+        ]
+        if not self.parts:
+            return facts
+        facts.append(f"all together: {_spoken(self.whole)}")
+        if len(self.parts) > 1 and self._sum is not None:
+            facts.append(f"one by one, added up {added_up(self.measure)}: {_share(self._sum)}")
+        return [*facts, *self._interplay(), *self._policy(), *self._chance()]
+
+    def _policy(self) -> Iterator[str]:
+        whole, left = self.whole.on(self.measure), self.left.on(self.measure)
+        names = list(dict.fromkeys(name for name, _ in self.worst))
+        alone = f"{count(len(self.worst), 'GEMM')} of {count(len(names), 'layer')} as in {self.against}"
+        yield (
+            f"the policy: {alone} leave {left} of {whole}, and"
+            f" {self.flop_share:.1%} of the matmul FLOPs quantized, {self.flop_share_before:.1%} before"
+        )
+        if self.num_layers > 3 and 2 * len(names) > self.num_layers:
+            yield (
+                f"no few layers make the difference: {len(names)} of {self.num_layers} have to go for"
+                f" {self.remove:.0%} of it"
+            )
+
+    def _chance(self) -> Iterator[str]:
+        if self.repeats > 1:
+            yield (
+                f"± is the standard error of the mean of {self.repeats} repeats, each with random numbers of"
+                " its own that the reference draws as well"
+            )
+
+    @property
+    def _sum(self) -> float | None:
+        """What the parts make if their effects add up; None if some were not measured alone."""
+        alone = [part.alone for part in self.parts if part.alone is not None]
+        return together(self.measure, alone) if alone else None
+
+    def _interplay(self) -> list[str]:
+        """A sentence where the sum of the parts is not the whole."""
+        if len(self.parts) < 2 or self._sum is None:
+            return []
+        whole = self.whole.on(self.measure)
+        if exceeds(whole, self._sum):
+            return [
+                f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do more, {_share(whole.size)} instead"
+                f" of {_share(self._sum)}; the column 'without' shows what is left without a layer"
+            ]
+        if falls_short(whole, self._sum):
+            return [
+                f"THE SUM OF THE PARTS IS NOT THE WHOLE: together they do less, {_share(whole.size)} instead"
+                f" of {_share(self._sum)}: some cancel or hide others"
+            ]
+        return []
+
+    # table --------------------------------------------------------------------------------------------
+
+    def _table(self) -> Table:
+        """Headers, everything, its kinds of GEMMs, then the parts with their GEMMs."""
+        measures = [self.measure, *(each for each in MEASURES if each != self.measure)]
+        measures = [each for each in measures if getattr(self.whole, each) is not None]
+        left_out = any(part.left_out for part in self.parts)
+        everything = Part(layers=(), gemms=("all",), alone=self.whole)
+        of_layers: dict[tuple[str, ...], list[Part]] = {}
+        for part in self.gemms:
+            of_layers.setdefault(part.layers, []).append(part)
+        rows = [("(all)", everything), *(("(all)", kind) for kind in self.kinds)]
+        for part in self.parts:
+            name = spelled(part.layers) or "(root)"
+            rows += [(name, each) for each in (part, *of_layers.get(part.layers, ()))]
+        headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
+        return [headers, *(self._row(name, part, measures, left_out) for name, part in rows)]
+
+    def _row(self, name: str, part: Part, measures: list[str], left_out: bool) -> list[str]:
+        whole = self.whole.on(self.measure).size
+        size = None if part.alone is None else part.alone.on(self.measure).size
+        share = "" if size is None or whole in (0.0, float("inf")) else f"{size / whole:.0%}"
+        cells = ["" if part.alone is None else str(part.alone.on(measure)) for measure in measures]
+        rest = [] if not left_out else ["" if part.left_out is None else str(part.left_out.on(self.measure))]
+        return [name, ", ".join(part.gemms), share, *cells, *rest]
+
+
+def _share(value: float) -> str:
+    return "not finite" if value == float("inf") else percent(value)
+
+
+def _spoken(effect: Effect) -> str:
+    """``gradients 5.3%, loss -0.016%``."""
+    return ", ".join(
+        f"{measure} {spread}" for measure in MEASURES if (spread := getattr(effect, measure)) is not None
+    )

@@ -1,0 +1,122 @@
+"""How far a run lies from a reference, as one number for the gradients, the loss and the main output each.
+
+    gradients  √(Σ FLOPs · rel_error² / Σ FLOPs)   over the parameters, FLOPs of the wgrad that makes each
+    loss       loss / reference − 1                a signed share
+    output     √(Σ (y − y₀)² / Σ y₀²)
+
+Independent errors add in squares, so several effects on gradients or output make √(Σ effect²). Effects on the
+loss have signs and make their sum. rel_error is as in `mxcompile.report.numerics`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mxcompile.analysis.audit.collect import compared, loss_gap, parameters
+from mxcompile.analysis.audit.session import Outcome
+from mxcompile.analysis.audit.text import percent
+from mxcompile.report import GemmRecord
+
+MEASURES = ("gradients", "loss", "output")
+"""What an effect is on."""
+
+_BEYOND = 1.5
+"""By what factor the whole and its parts must differ to be called not additive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A mean over repeats and its standard error, None without repeats. Inf for what is not finite."""
+
+    mean: float
+    error: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Returns the spread of `values`, one a repeat."""
+        if not all(map(math.isfinite, values)):
+            return cls(mean=math.inf)
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(mean=statistics.fmean(values), error=error)
+
+    @property
+    def size(self) -> float:
+        """The mean without its sign."""
+        return abs(self.mean)
+
+    def __str__(self) -> str:
+        if math.isinf(self.mean):
+            return "not finite"
+        sign = "-" if self.mean < 0 else ""
+        return f"{sign}{percent(self.size)}" + ("" if self.error is None else f" ± {percent(self.error)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """What quantizing some GEMMs does, by measure; see the module. None for what the model does not have."""
+
+    gradients: Spread | None = None
+    loss: Spread | None = None
+    output: Spread | None = None
+
+    def on(self, measure: str) -> Spread:
+        """Returns the effect on `measure`, one of `MEASURES`, which this must have."""
+        spread: Spread | None = getattr(self, measure)
+        assert spread is not None
+        return spread
+
+
+def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcome]]) -> Effect:
+    """Returns the effect in `pairs` of reference and outcome, one a repeat. gemms: of the report."""
+    values = [_distances(gemms, reference, outcome) for reference, outcome in pairs]
+    return Effect(
+        **{
+            measure: Spread.of([each[measure] for each in values])
+            for measure in MEASURES
+            if all(measure in each for each in values)
+        }
+    )
+
+
+def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    errors = list(parameters(gemms, reference, outcome))
+    errors = [one for one in errors if one.flops] or errors
+    if errors:
+        harm, flops = sum(one.harm for one in errors), sum(max(one.flops, 1) for one in errors)
+        found["gradients"] = math.sqrt(harm / flops)
+    if (gap := loss_gap(outcome.loss, reference.loss)) is not None:
+        found["loss"] = gap if math.isfinite(reference.loss or 0.0) else math.nan
+    if (sums := compared(reference.logits, outcome.logits)) is not None:
+        found["output"] = sums.rel_error
+    return found
+
+
+def together(measure: str, effects: Iterable[Effect]) -> float:
+    """Returns what `effects` make on `measure` where they are independent."""
+    spreads = [effect.on(measure) for effect in effects]
+    if measure == "loss":
+        return abs(sum(spread.mean for spread in spreads))
+    return math.sqrt(sum(spread.mean**2 for spread in spreads))
+
+
+def added_up(measure: str) -> str:
+    """Returns how `together` adds, in words."""
+    return "with their signs" if measure == "loss" else "as independent errors, in squares"
+
+
+def exceeds(whole: Spread, parts: float) -> bool:
+    """Whether `whole` is more than `parts` by more than chance moves it."""
+    if math.isinf(whole.mean) or math.isinf(parts):
+        return math.isinf(whole.mean) and not math.isinf(parts)
+    return whole.size - 2 * (whole.error or 0.0) > _BEYOND * parts
+
+
+def falls_short(whole: Spread, parts: float) -> bool:
+    """Whether `whole` is less than `parts` by more than chance moves it."""
+    if math.isinf(whole.mean) or math.isinf(parts):
+        return math.isinf(parts) and not math.isinf(whole.mean)
+    return _BEYOND * (whole.size + 2 * (whole.error or 0.0)) < parts

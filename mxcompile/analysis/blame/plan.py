@@ -1,0 +1,99 @@
+"""How many runs a blame takes: known once it is known how many layers differ, and not exceeded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mxcompile.errors import OptionError, shown
+from mxcompile.policy import Policy
+from mxcompile.report.forms.words import count
+
+LEAST = 8
+"""Effects that have to be measured to tell anything: of the reference, of all, and of a few parts."""
+
+REPEATS = 3
+"""Of a model that draws random numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How many effects each step may measure; every one takes a run for each repeat.
+
+    alone: of layers, or groups of them, quantized alone. left_out: of all but them. worst: of all but the
+    worst. kinds: of the GEMMs of one kind, alone. gemms: of single GEMMs of the worst layers, and of all but
+    the worst of these. more: runs beside those.
+    """
+
+    repeats: int
+    alone: int
+    left_out: int
+    worst: int
+    kinds: int
+    gemms: int
+    more: int = 0
+
+    @classmethod
+    def of(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> Plan:
+        """Returns the plan for `layers` with `gemms` kinds of GEMMs that are told apart.
+
+        max_runs: at least `LEAST` for each repeat. more: runs that the reference needs beside its repeats.
+        """
+        left = (max_runs - more) // repeats - 2
+        kinds = gemms if gemms > 1 and left >= 4 * gemms else 0
+        singles = min(10 if layers > 1 else 1, left // 4) if gemms > 1 else 0
+        worst = min(2 * math.ceil(math.log2(layers + 1)) + 1, max(1, left // 4))
+        left -= kinds + singles + worst
+        alone = layers if layers <= left else left * 3 // 4
+        return cls(
+            repeats=repeats,
+            alone=alone,
+            left_out=min(layers, left - alone),
+            worst=worst,
+            kinds=kinds,
+            gemms=singles,
+            more=more,
+        )
+
+    @property
+    def runs(self) -> int:
+        """How many runs all steps take at most, with those of the reference and of everything quantized."""
+        parts = self.alone + self.left_out + self.worst + self.kinds + self.gemms
+        return self.repeats * (2 + parts) + self.more
+
+    def __str__(self) -> str:
+        again = f", each {self.repeats} times" if self.repeats > 1 else ""
+        return (
+            f"at most {count(self.runs, 'run')} of the model: the reference and all together,"
+            f" {self.alone} of layers alone, {self.left_out} of layers left out, {self.kinds + self.gemms} of"
+            f" GEMMs alone, {self.worst} without the worst{again}"
+        )
+
+
+def repeats_of(asked: int | None, drew: bool, max_runs: int) -> int:
+    """Returns how often each effect is measured: as `asked`, else several times where the model `drew`."""
+    if asked is not None:
+        return asked
+    return min(REPEATS, max_runs // LEAST) if drew else 1
+
+
+def check(max_runs: object, repeats: object, remove: object) -> None:
+    """Raises `OptionError` for numbers of runs that tell nothing, and a share that is none."""
+    if not _is_whole(repeats, 1) and repeats is not None:
+        raise OptionError(f"repeats is a whole number of at least 1, found {shown(repeats)}")
+    least = LEAST * (repeats if isinstance(repeats, int) else 1)
+    if not _is_whole(max_runs, least):
+        each = f" for {repeats} repeats" if repeats is not None else ""
+        raise OptionError(f"max_runs is a whole number of at least {least}{each}, found {shown(max_runs)}")
+    if isinstance(remove, bool) or not isinstance(remove, int | float) or not 0 < remove <= 1:
+        raise OptionError(f"remove is a share above 0 and at most 1, found {shown(remove)}")
+
+
+def check_different(policy: Policy, against: Policy) -> None:
+    """Raises `OptionError` for two policies that are one."""
+    if policy == against:
+        raise OptionError(f"both policies are {policy.label}: name another one with policy or against")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,235 @@
+"""The search of a blame: what each layer does alone, what is gone without it, and what to leave alone.
+
+    alone     every layer is quantized alone; where there are more layers than runs, groups of neighbours, of
+              which the one that does most is halved, again and again
+    left out  where all together do more than the sum of that, everything but the layer or group is quantized:
+              what needs another layer to do harm shows only there
+    worst     those that do most are left alone, as few as bring the effect down by the share that was asked
+              for: their number is found by halving (delta debugging over layers)
+    GEMMs     of these, each of fprop, dgrad and wgrad is quantized alone; those that do little stay quantized
+              where the policy is as good with them
+
+Each step has its number of runs (see `plan`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mxcompile.analysis.blame.blamed import Part
+from mxcompile.analysis.blame.effects import Effect, exceeds, together
+from mxcompile.analysis.blame.plan import Plan
+from mxcompile.analysis.blame.trials import Keys, Trials
+from mxcompile.policy import Gemm
+from mxcompile.report.fold import spelled
+
+_NOTHING_MORE = 0.02
+"""Share of the whole below which a group is not worth halving."""
+
+_SMALL = 1 / 3
+"""Share of the effect of a layer's worst GEMM below which another of its GEMMs may stay quantized."""
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What a search found.
+
+    whole: all that differs. kinds: its GEMMs of one kind. parts: layers or groups, the worst first. gemms:
+    single GEMMs of the worst. worst: the GEMMs to leave alone. left: the effect of all others.
+    """
+
+    whole: Effect
+    kinds: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()
+    gemms: tuple[Part, ...] = ()
+    worst: Keys = frozenset()
+    left: Effect
+
+
+class _Step:
+    """The effects that one step of a search may measure; left: how many more."""
+
+    def __init__(self, trials: Trials, effects: int) -> None:
+        self._trials = trials
+        self.left = effects
+
+    def allows(self, keys: Keys) -> bool:
+        """Whether the effect of `keys` is known or may be measured."""
+        return self.left > 0 or self._trials.knows(keys)
+
+    def effect(self, keys: Keys, what: str) -> Effect:
+        """Returns the effect of `keys`."""
+        self.left -= not self._trials.knows(keys)
+        return self._trials.effect(keys, what)
+
+
+class Search:
+    """One search by the effect on `measure`, for what makes the share `remove` of it."""
+
+    def __init__(self, trials: Trials, plan: Plan, measure: str, remove: float) -> None:
+        self._trials, self._plan, self._measure = trials, plan, measure
+        self._keys = frozenset(trials.differences.keys)
+        self._layers = tuple(dict.fromkeys(name for name, _ in trials.differences.keys))
+        self._nothing = trials.effect(frozenset(), "the reference")
+        self._whole = trials.effect(self._keys, "all together")
+        self._kept = 1 - remove
+
+    def findings(self) -> Findings:
+        """Returns what was found."""
+        if self._size(self._whole) == 0:
+            return Findings(whole=self._whole, left=self._nothing)
+        alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
+        parts = [
+            Part(layers=names, gemms=self._kinds(names), alone=effect) for names, effect in alone.items()
+        ]
+        if exceeds(self._whole.on(self._measure), together(self._measure, alone.values())):
+            parts = self._with_left_out(parts)
+        parts.sort(key=self._harm, reverse=True)
+        worst, left = self._worst(parts)
+        kinds = tuple(self._single(self._layers, _Step(self._trials, self._plan.kinds)))
+        step = _Step(self._trials, self._plan.gemms - 1)
+        of_worst = (part for part in parts if self._of(part.layers) <= worst)
+        gemms = tuple(gemm for part in of_worst for gemm in self._single(part.layers, step))
+        worst, left = self._narrowed(worst, left, gemms)
+        return Findings(
+            whole=self._whole, kinds=kinds, parts=tuple(parts), gemms=gemms, worst=worst, left=left
+        )
+
+    def _size(self, effect: Effect) -> float:
+        return effect.on(self._measure).size
+
+    def _is_enough(self, left: Effect) -> bool:
+        """Whether the share that was asked for is gone where `left` is left; of what is not finite, all."""
+        whole, size = self._size(self._whole), self._size(left)
+        return math.isfinite(size) and (math.isinf(whole) or size <= self._kept * whole)
+
+    def _of(self, names: Iterable[str]) -> Keys:
+        """The GEMMs of the layers `names` that differ."""
+        chosen = set(names)
+        return frozenset(key for key in self._keys if key[0] in chosen)
+
+    def _kinds(self, names: Iterable[str]) -> tuple[str, ...]:
+        kinds = {gemm for _, gemm in self._of(names)}
+        return tuple(str(gemm) for gemm in Gemm if gemm in kinds)
+
+    # layers -------------------------------------------------------------------------------------------
+
+    def _groups(
+        self, step: _Step, effect: Callable[[_Step, Names], Effect], size: Callable[[Effect], float]
+    ) -> dict[Names, Effect]:
+        """Returns the effects of all layers, in groups where `step` does not allow one each.
+
+        size: of an effect, by which the group to halve next is chosen.
+        """
+        count = len(self._layers) if len(self._layers) <= step.left else max(1, step.left // 2)
+        effects = {names: effect(step, names) for names in _pieces(self._layers, count)}
+        while step.left >= 2:
+            wide = [names for names in effects if len(names) > 1]
+            most = max(wide, key=lambda names: size(effects[names]), default=())
+            if not most or size(effects[most]) <= _NOTHING_MORE * self._size(self._whole):
+                break
+            del effects[most]
+            effects |= {names: effect(step, names) for names in _pieces(most, 2)}
+        return effects
+
+    def _alone(self, step: _Step, names: Names) -> Effect:
+        return step.effect(self._of(names), f"{spelled(names)} alone")
+
+    def _rest(self, step: _Step, names: Names) -> Effect:
+        return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
+
+    def _with_left_out(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns `parts`, and groups that are not among them, with the effects of all but them."""
+        rests = self._groups(_Step(self._trials, self._plan.left_out), self._rest, self._drop)
+        known = {part.layers: part for part in parts}
+        both = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
+        more = [
+            Part(layers=names, gemms=self._kinds(names), left_out=effect)
+            for names, effect in rests.items()
+            if names not in known and len(rests) > 1
+        ]
+        return both + more
+
+    def _drop(self, effect: Effect) -> float:
+        """By how much the whole exceeds `effect`, of all but a group."""
+        whole, rest = self._size(self._whole), self._size(effect)
+        return 0.0 if whole == rest else whole - rest
+
+    def _harm(self, part: Part) -> float:
+        """What `part` does alone or takes with it when it is left out, whichever is more."""
+        alone = 0.0 if part.alone is None else self._size(part.alone)
+        return max(alone, 0.0 if part.left_out is None else self._drop(part.left_out))
+
+    # the worst ----------------------------------------------------------------------------------------
+
+    def _worst(self, parts: Sequence[Part]) -> tuple[Keys, Effect]:
+        """Returns the GEMMs of the first few of `parts` to leave alone, and the effect of the others.
+
+        It is on target; the few are the least number found, and all parts always do.
+        """
+        step = _Step(self._trials, self._plan.worst)
+        fails, does, result = 0, len(parts), (self._keys, self._nothing)
+        guess = self._guess(parts)
+        while does - fails > 1:
+            number = guess if fails < guess < does else (fails + does) // 2
+            first = frozenset[tuple[str, str]]().union(*(self._of(part.layers) for part in parts[:number]))
+            rest = self._keys - first
+            if not step.allows(rest):
+                break
+            left = step.effect(rest, f"without the worst {number}")
+            if self._is_enough(left):
+                does, result, guess = number, (first, left), number - 1
+            else:
+                fails, guess = number, number + 1
+        return result
+
+    def _guess(self, parts: Sequence[Part]) -> int:
+        """How many of `parts` have to go if the effects of the others add up."""
+        sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
+        whole = math.hypot(*filter(math.isfinite, sizes))
+        rests = (math.hypot(*sizes[number:]) for number in range(1, len(parts)))
+        return next(
+            (number for number, rest in enumerate(rests, 1) if rest <= self._kept * whole), len(parts)
+        )
+
+    # GEMMs --------------------------------------------------------------------------------------------
+
+    def _single(self, names: Names, step: _Step) -> Iterator[Part]:
+        """Each kind of GEMMs of the layers `names` alone, if they have several and `step` allows all."""
+        kinds = {
+            gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
+        }
+        new = sum(not self._trials.knows(keys) for keys in kinds.values())
+        if len(kinds) < 2 or not self._trials.differences.switched or step.left < new:
+            return
+        for gemm, keys in kinds.items():
+            effect = step.effect(keys, f"{gemm} of {spelled(names)} alone")
+            yield Part(layers=names, gemms=(gemm,), alone=effect)
+
+    def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[Part]) -> tuple[Keys, Effect]:
+        """Returns those of `worst` that do most of their layer's harm, if that is enough, and the rest's."""
+        small: set[tuple[str, str]] = set()
+        most: dict[Names, float] = {}
+        for part in gemms:
+            most[part.layers] = max(most.get(part.layers, 0.0), self._harm(part))
+        for part in gemms:
+            if self._harm(part) < _SMALL * most[part.layers]:
+                small |= {key for key in worst if key[0] in part.layers and key[1] in part.gemms}
+        if not small:
+            return worst, left
+        fewer = worst - small
+        rest = _Step(self._trials, 1).effect(self._keys - fewer, "without the worst GEMMs")
+        return (fewer, rest) if self._is_enough(rest) else (worst, left)
+
+
+def _pieces(names: Names, number: int) -> Iterator[Names]:
+    """`names` in `number` runs of neighbours whose lengths differ by 1 at most."""
+    for index in range(number):
+        piece = names[len(names) * index // number : len(names) * (index + 1) // number]
+        if piece:
+            yield piece

@@ -1,0 +1,182 @@
+"""The runs of a blame: any GEMMs that differ are as the policy has them, all others as the reference does.
+
+Where the reference leaves alone what differs, one trace of the model serves all runs: its graphs are run by
+the interpreter of audits with GEMMs switched on and off. Where both policies quantize a GEMM, each in its own
+formats, every run traces the model under a policy of its own, and layers are told apart, GEMMs are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mxcompile.analysis.audit import Outcome, Run, Session
+from mxcompile.analysis.audit.interpreter import Key
+from mxcompile.analysis.audit.keep import drawing
+from mxcompile.analysis.blame.effects import Effect, effect_of
+from mxcompile.analysis.tune.candidates import BF16, Candidate, Option, by_use, mixed, stated
+from mxcompile.analysis.tune.measure import Call
+from mxcompile.formats import ElemRounding, is_quantized
+from mxcompile.policy import Gemm, Layer, Policy, Use
+from mxcompile.policy.model import Decision, Saved
+from mxcompile.report import GemmRecord
+from mxcompile.rules import layers_of
+
+Keys = frozenset[Key]
+
+LABEL = "policy without the worst"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Differences:
+    """The GEMMs that two policies treat differently.
+
+    keys: in the order of the model. layers: all of the model, by name. switched: whether the reference leaves
+    all of `keys` as the model has them.
+    """
+
+    keys: tuple[Key, ...]
+    layers: Mapping[str, Layer]
+    switched: bool
+
+    @classmethod
+    def between(
+        cls, gemms: tuple[GemmRecord, ...], policy: Policy, against: Policy, backward: bool
+    ) -> Differences:
+        """Returns those of `policy`, whose records are `gemms`, and `against`; backward: GEMMs of it too."""
+        layers = {layer.name: layer for layer in layers_of(gemms)}
+        keys, switched = [], True
+        for name, layer in layers.items():
+            before = against.decide(layer)
+            cast = {gemm.gemm for gemm in gemms if gemm.name == name and is_quantized(gemm.precision)}
+            for gemm in Gemm if backward else (Gemm.FPROP,):
+                alone = not is_quantized(before.choice(gemm).precision)
+                if (alone and gemm in cast) or (not alone and _differ(gemm, before, policy.decide(layer))):
+                    keys.append((name, str(gemm)))
+                    switched &= alone
+        return cls(keys=tuple(keys), layers=layers, switched=switched)
+
+
+def _differ(gemm: Gemm, one: Decision, other: Decision) -> bool:
+    a, b = one.choice(gemm), other.choice(gemm)
+    return (a.precision, a.formats) != (b.precision, b.formats)
+
+
+class Trials:
+    """Runs of `call` between the policies `against` and `policy`, each set of GEMMs once.
+
+    backward: whether gradients are measured. on_run: called before every run. runs: how many there were.
+    drew: whether the first run drew random numbers. Raises `ModelError` where the model cannot be run.
+    """
+
+    def __init__(
+        self, call: Call, policy: Policy, against: Policy, backward: bool, on_run: Callable[[str], object]
+    ) -> None:
+        self.runs = 0
+        self._call, self._policy, self._against = call, policy, against
+        self._backward, self._on_run = backward, on_run
+        self._session = call.session(policy)
+        self._effects: dict[Keys, Effect] = {}
+        first = self._run(self._session, lambda _: False, None, "tracing")
+        self.drew = first.drew
+        self.gemms = self._session.report().gemms
+        self.differences = Differences.between(self.gemms, policy, against, backward)
+        kinds = {str(gemm) for gemm in Gemm if backward or gemm is Gemm.FPROP}
+        own = {site.key for site in self._session.sites.products if site.tag.gemm in kinds}
+        self._same = frozenset(own) - frozenset(self.differences.keys)
+        self._references = [first] if self.differences.switched and not self._same else []
+
+    @property
+    def to_come(self) -> int:
+        """How many runs the reference needs beyond those of its repeats."""
+        return 1 - len(self._references)
+
+    def repeat(self, count: int) -> None:
+        """Run the reference `count` times, each with random numbers of its own."""
+        while len(self._references) < count:
+            seed = len(self._references)
+            self._references.append(self._outcome(frozenset(), seed, "the reference"))
+        self._effects[frozenset()] = effect_of(self.gemms, ((each, each) for each in self._references))
+
+    def effect(self, keys: Keys, what: str) -> Effect:
+        """Returns the effect of quantizing `keys` alone; what: a name of them, for progress."""
+        if keys not in self._effects:
+            pairs = (
+                (reference, self._outcome(keys, seed, what))
+                for seed, reference in enumerate(self._references)
+            )
+            self._effects[keys] = effect_of(self.gemms, pairs)
+        return self._effects[keys]
+
+    def knows(self, keys: Keys) -> bool:
+        """Whether `effect` needs no run for `keys`."""
+        return keys in self._effects
+
+    def without(self, keys: Keys) -> tuple[Policy, dict[Use, list[str]]]:
+        """Returns the policy with `keys` as the reference has them, and the layers of its new rules."""
+        layers = self.differences.layers
+        names = [name for name in layers if any(name == layer for layer, _ in keys)]
+        if self.differences.switched:
+            mix = {name: self._option(name, keys) for name in names}
+            uses = by_use(self._policy, layers, [Candidate.start(self._policy)], mix)
+        else:
+            uses = {}
+            for name in names:
+                use = stated(self._against, layers[name], self._policy.base.formats)
+                uses.setdefault(use, []).append(name)
+        return mixed(self._policy, uses, layers, LABEL), uses
+
+    def flop_share(self, removed: Keys = frozenset()) -> float:
+        """Returns the share of the matmul FLOPs that is quantized with `removed` as the reference has it."""
+        total = sum(gemm.flops for gemm in self.gemms)
+        kept = sum(
+            gemm.flops
+            for gemm in self.gemms
+            if is_quantized(gemm.precision) and (gemm.name, gemm.gemm) not in removed
+        )
+        return kept / total if total else 0.0
+
+    def notes(self) -> list[str]:
+        """Returns what a reader of the effects should know of how they were measured."""
+        decisions = [self._policy.decide(layer) for layer in self.differences.layers.values()]
+        formats = [form for d in decisions for gemm in Gemm if (form := d.choice(gemm).formats)]
+        notes = []
+        if not self.differences.switched:
+            notes.append(
+                "both policies quantize some of these GEMMs: every run traced the model anew, and the GEMMs"
+                " of a layer were not told apart"
+            )
+            if self.drew and any(form.dy.elements is ElemRounding.STOCHASTIC for form in formats):
+                notes.append(
+                    "stochastic rounding draws a seed in each trace, so dropout may differ between runs: a"
+                    " part of every effect is of dropout"
+                )
+        elif any(decision.saved is Saved.MXFP8 for decision in decisions):
+            notes.append("what is saved in MXFP8 for backward is so in every run, also in the reference's")
+        return notes
+
+    def _option(self, name: str, keys: Keys) -> Option:
+        """Returns what leaves the GEMMs of layer `name` in `keys` as the model has them."""
+        cast = {gemm.gemm for gemm in self.gemms if gemm.name == name and is_quantized(gemm.precision)}
+        kept = tuple(str(gemm) for gemm in Gemm if (name, str(gemm)) in keys)
+        return BF16 if cast <= set(kept) else Option(candidate=0, kept=kept)
+
+    def _outcome(self, keys: Keys, seed: int, what: str) -> Outcome:
+        """Returns the run of the repeat `seed` with `keys` as the policy has them; 0 goes on as it is."""
+        if self.differences.switched:
+            on = keys | self._same
+            return self._run(self._session, on.__contains__, seed or None, what)
+        off = frozenset(self.differences.keys) - keys
+        if len(off) == len(self.differences.keys):
+            session = self._call.session(self._against)
+        else:
+            session = self._call.session(self.without(off)[0]) if off else self._session
+        return self._run(session, lambda _: True, seed or None, what)
+
+    def _run(
+        self, session: Session, quantized: Callable[[Key], bool], seed: int | None, what: str
+    ) -> Outcome:
+        self._on_run(what)
+        self.runs += 1
+        with drawing(seed):
+            return session.run(Run(quantized=quantized), backward=self._backward)

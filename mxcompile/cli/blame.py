@@ -1,0 +1,84 @@
+"""``mxcompile blame``: which layers make the difference between two policies, and a policy without them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from mxcompile.cli.arguments import add_output, check_output, positive, share
+from mxcompile.cli.audit import add_measured, made_up, measured
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "blame",
+        help="find the layers and GEMMs that make the difference between two policies",
+        description="Run a model with single layers and GEMMs under one policy and the rest under another,"
+        " print what each does to the gradients, the loss and the output, the worst first, and write a policy"
+        " without the worst. The model is not changed. Exit status 1 if no GEMM makes a difference, or the"
+        " model is not finite without the policy either.",
+    )
+    add_measured(command)
+    command.add_argument(
+        "--against", default="bf16", metavar="PRESET|FILE", help="policy to compare with (default bf16)"
+    )
+    command.add_argument(
+        "--of",
+        choices=("gradients", "loss", "output"),
+        help="what the difference is of (default: the gradients if there is a loss, else the output)",
+    )
+    command.add_argument(
+        "--remove",
+        type=share,
+        default=0.5,
+        metavar="SHARE",
+        help="share of the difference that the policy removes (default 50%%)",
+    )
+    command.add_argument(
+        "--max-runs", type=positive, default=64, metavar="RUNS", help="runs of the model (default 64)"
+    )
+    command.add_argument(
+        "--repeats",
+        type=positive,
+        help="runs of each part, with other random numbers (default 3 if the model draws any, else 1)",
+    )
+    add_output(command, "write the policy without the worst (default: print it)")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; exit status 1 if there is nothing to blame."""
+    from mxcompile.analysis.blame import blame, check, check_different
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.policy import Policy
+
+    check_output(options)
+    check(options.max_runs, options.repeats, options.remove)
+    policy, against = Policy.resolve(options.policy), Policy.resolve(options.against)
+    check_different(policy, against)
+    with quiet(), measured(options) as loaded:
+        result = blame(
+            loaded.model,
+            *loaded.args,
+            policy=policy,
+            against=against,
+            of=options.of,
+            remove=options.remove,
+            max_runs=options.max_runs,
+            repeats=options.repeats,
+            announce=lambda sentence: print(sentence, file=sys.stderr),
+            kwargs=loaded.kwargs,
+        )
+    if note := made_up(loaded):
+        result = result.with_note(note)
+    print(result)
+    if not result.parts:
+        return 1
+    if options.output is None:
+        print(f"\n{result.to_yaml()}", end="")
+    else:
+        result.dump(options.output)
+        print(f"\nwritten to {options.output}")
+    return 0
