@@ -65,8 +65,9 @@ def _differ(gemm: Gemm, one: Decision, other: Decision) -> bool:
 class Trials:
     """Runs of `call` between the policies `against` and `policy`, each set of GEMMs once.
 
-    backward: whether gradients are measured. on_run: called before every run. runs: how many there were.
-    drew: whether the first run drew random numbers. Raises `ModelError` where the model cannot be run.
+    backward: whether gradients are measured, if there are any. on_run: called before every run. runs: how
+    many there were. drew: whether the first run drew random numbers. Raises `ModelError` where the model
+    cannot be run.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Trials:
         self._effects: dict[Keys, Effect] = {}
         first = self._run(self._session, lambda _: False, None, "tracing")
         self.drew = first.drew
+        self._backward = first.gradients is not None
         self.gemms = self._session.report().gemms
-        self.differences = Differences.between(self.gemms, policy, against, backward)
-        kinds = {str(gemm) for gemm in Gemm if backward or gemm is Gemm.FPROP}
+        self.differences = Differences.between(self.gemms, policy, against, self._backward)
+        kinds = {str(gemm) for gemm in Gemm if self._backward or gemm is Gemm.FPROP}
         own = {site.key for site in self._session.sites.products if site.tag.gemm in kinds}
         self._same = frozenset(own) - frozenset(self.differences.keys)
         self._references = [first] if self.differences.switched and not self._same else []
