@@ -78,7 +78,7 @@ OTHERS = {
     "plots": (["audit", HERE, "--plots", "file"], "file is a file: name a folder"),
     "runs": (["blame", HERE, "--max-runs", "3"], "max_runs is a whole number of at least 8, found 3"),
     "policies": (["blame", HERE, "--against", "nvidia"], "both policies are preset nvidia"),
-    "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: no safetensors file"),
+    "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: not a safetensors file"),
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
     "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),
     "demo": (["demo", "-o", "file"], "file is a file: name a folder"),
