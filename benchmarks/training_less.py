@@ -4,11 +4,11 @@ A step is some micro-batches, forward and backward, and AdamW. All ways train eq
 in turns, in the same processes, one for each rank, one thread each. Counted on rank 0, none of it computed:
 
     saved_bytes     what autograd is given to keep of one micro-batch, each storage once, weights not
-    weight_bytes    the shard of the parameters, and copies of weights that are kept
+    weight_bytes    the shard of the parameters
     sent_bytes      what the rank sends in the collectives of one step, as rings do it: of an all-gather
                     (n − 1) · input, of a reduce-scatter (n − 1)/n · input, of an all-reduce twice that
     casts           casts to MXFP8 in a step, one for each tensor and dimension: of compiled graphs those they
-                    hold, times the micro-batches; of kept and gathered weights those that ran
+                    hold, times the micro-batches; of gathered weights those that ran
 
 torchao's MXFP8 training is emulated on CPUs; where it fails, its row says why. Most of the first run is
 compiling, which a second one finds in Inductor's caches.
@@ -37,21 +37,18 @@ from torch import Tensor, nn
 from training_step import MODELS
 
 import mxcompile
-from mxcompile.lowering.cpu.copies import COPIES
 
 SIZES = MODELS | {"llama 2×128": {"layers": 2, "width": 128, "feed_forward": 352, "vocabulary": 512}}
 """The smallest one is to try the script."""
 BASELINE = "bf16 inductor"
 TORCHAO = "torchao mxfp8 (emulated)"
 ROLES = ["qkv", "attn_out", "ffn_in", "ffn_out"]
-SAVED, CACHED, TILES = {"saved": "mxfp8"}, {"weights": "cached"}, {"weight_block": "32x32"}
+SAVED, TILES = {"saved": "mxfp8"}, {"weight_block": "32x32"}
 WAYS: dict[str, tuple[dict[str, str], bool]] = {
     "mxfp8": ({}, False),
     "saved: mxfp8": (SAVED, False),
-    "weights: cached": (CACHED, False),
-    "weights: cached, 32×32": (CACHED | TILES, False),
     "gathered in mxfp8 (32×32)": (TILES, True),
-    "all of them": (SAVED | CACHED | TILES, True),
+    "all of them": (SAVED | TILES, True),
 }
 """By name: what the rule says, and whether FSDP2 gathers in MXFP8."""
 
@@ -180,20 +177,19 @@ def made(way: str, model: nn.Module, tokens: Tensor) -> Subject:
 
 def counted(way: str, own: Subject, batches: list[Tensor], gathered: list[int]) -> dict[str, Any]:
     """The columns that are counted, in the third step of `own`: nothing is compiled any more."""
-    COPIES.clear()
     own.step(batches)
     own.step(batches)
-    copies, gathers = COPIES.casts, gathered[0]
+    gathers = gathered[0]
     with _sent() as sent:
         own.step(batches)
-    casts = COPIES.casts - copies + gathered[0] - gathers
+    casts = gathered[0] - gathers
     if way in WAYS:
         (report,) = mxcompile.reports()
         casts += report.summary.casts * len(batches)
     parameters = sum(_local(p).numel() * p.element_size() for p in own.model.parameters())
     return {
         "saved_bytes": saved_bytes(own, batches[0]),
-        "weight_bytes": parameters + COPIES.num_bytes,
+        "weight_bytes": parameters,
         "sent_bytes": sum(sent),
         "casts": casts,
     }

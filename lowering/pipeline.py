@@ -19,7 +19,6 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
-from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.collect import Collect
@@ -34,11 +33,9 @@ from mxcompile.lowering.graph.pair import Pair
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
-from mxcompile.lowering.graph.uncache import Uncache
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
-from mxcompile.lowering.inductor import cached as cached  # those of cached casts
-from mxcompile.lowering.inductor import casts as casts  # those of the other casts
+from mxcompile.lowering.inductor import casts as casts  # those of casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
 from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
@@ -60,7 +57,6 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     FP8Layouts,
     Expand,
     SplitCasts,
-    Uncache,
     Promote,
     Collect,
     Couple,
@@ -98,15 +94,6 @@ def config_patches(
     if target.arch is not None:
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
     return patches
-
-
-def uncached(target: Target) -> str:
-    """Why weights are cast in every call on `target`, whatever the policy says; "" if they need not be."""
-    if target.device != "cpu":
-        return f"no kernel for {target.name} keeps copies"
-    if config.cpp_wrapper:
-        return "copies are kept in Python, which config.cpp_wrapper is to do without"
-    return kernel.obstacle()
 
 
 def obstacles(target: Target) -> list[str]:

@@ -12,7 +12,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.opsets import PICKS, argument, packet
-from mxcompile.graph.tags import PASS_KEY, WEIGHT_KEY, Kind, numel, tag_of, tensor, value_of
+from mxcompile.graph.tags import PASS_KEY, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
@@ -121,7 +121,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
-    """Copies of elements that `graph` makes each time it runs, in whatever layout; none that are kept.
+    """Copies of elements that `graph` makes each time it runs, in whatever layout.
 
     count: how many layers the module at a path stands for.
     """
@@ -138,20 +138,6 @@ def _is_read(node: fx.Node) -> bool:
     return node.target in _ELEMENTS_AND_SCALES and any(
         place == 0 and result.users for place, result in results_of(node)
     )
-
-
-def cached_copies(graph: fx.Graph, count: Callable[[str], int]) -> dict[str, tuple[int, int]]:
-    """The copies of weights that `graph`, a lowered one, keeps from call to call, by what they are.
-
-    Bytes of one, and for how many layers it stands. count: how many the module at a path stands for.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    for node in graph.find_nodes(op="call_function", target=ops.quantize_dequantize_cached):
-        value, path = value_of(node), str(node.meta.get(WEIGHT_KEY, node.args[0]))
-        place = argument(node).args[1:] if argument(node).op != "placeholder" else ()
-        name = f"{path} {list(value.shape)} {place} {node.args[1:]}"
-        found[name] = _bytes(node), count(path.rpartition(".")[0])
-    return found
 
 
 def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:

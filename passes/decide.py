@@ -98,7 +98,7 @@ def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTa
         formats = left, right
     elif hindered is not None and choice.formats is not None:
         choice = Choice(precision=KEPT.name, reason=hindered)
-    return replace(tag, choice=choice, formats=formats, saved=decision.saved, weights=decision.weights)
+    return replace(tag, choice=choice, formats=formats, saved=decision.saved)
 
 
 def obstacle(node: fx.Node) -> Reason | None:

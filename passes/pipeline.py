@@ -16,7 +16,6 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.cache import Cache
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
@@ -53,7 +52,7 @@ class Context:
     inputs: of the captured graph. prefix: path of its module. first_index: of its first GEMM. blocks: the
     repeated ones of the model. cut: why the graph is only a part of a model, "" if it is all of one. known:
     the GEMMs of the whole model by name, for a part. tapped: whether weights come with the state of scales
-    that follow from calls before. uncached: why the target cannot keep copies of weights, or "".
+    that follow from calls before.
     """
 
     policy: Policy
@@ -65,7 +64,6 @@ class Context:
     cut: str = ""
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
     tapped: bool = False
-    uncached: str = ""
 
 
 def joint_passes(context: Context) -> tuple[Pass, ...]:
@@ -83,7 +81,6 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
         Restore(),
         Share(),
         Gather(),
-        Cache(inputs=inputs, prefix=prefix, obstacle=context.uncached),
         Seed(),
         Save(),
     )

@@ -62,7 +62,7 @@ def _cast(use: TileUse, weight: fx.Node) -> TileUse:
     """`use` with the cast that is all that reads `weight`, or with what else does."""
     casts = set()
     for user in weight.users:
-        cast = Cast.of(user) if user.target in (ops.quantize, ops.quantize_cached) else None
+        cast = Cast.of(user) if user.target is ops.quantize else None
         if cast is None:
             return replace(use, reason=f"{packet(user) or user.op} reads it too")
         if not cast.square:

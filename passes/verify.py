@@ -11,10 +11,9 @@ from mxcompile import ops
 from mxcompile.errors import VerificationError
 from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import scale_shape
-from mxcompile.graph.opsets import argument, is_matmul_like, packet
+from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import tags_of, tensor
 from mxcompile.ops.view import Product
-from mxcompile.passes.flow import viewed
 
 _FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -40,8 +39,6 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
             _check_product(node, after)
         elif packet(node) in ops.CASTS and node.meta.get("val") is None:
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
-        elif node.target is ops.quantize_cached and viewed(argument(node)).op != "placeholder":
-            raise VerificationError(f"after {after}: {node.format_node()} keeps a cast of what is no input")
 
 
 def _check_product(node: fx.Node, after: str) -> None:

@@ -131,7 +131,7 @@ def test_losses():
 
 def test_training_with_less():
     rows = [row for row in newest("training_less", "run").values() if row["median_ms"] is not None]
-    shown = list(table("docs/training.md", "weights' shard and copies").values())
+    shown = list(table("docs/training.md", "weights' shard").values())
     assert len(shown) == len(rows)
     for numbers, row in zip(shown, rows, strict=True):
         megabytes = [row[key] / 1e6 for key in ("saved_bytes", "weight_bytes", "sent_bytes")]

@@ -1,7 +1,6 @@
 """operands: what the MX operands of a product stand for, as BF16 or FP32 matrices.
 
     dequantize(quantize(x)) → quantize_dequantize(x)     where the cast is in the same graph
-    dequantize(quantize_cached(w)) → quantize_dequantize_cached(w)      the value is what is kept
     decode(encode(x))       → round_with(x, scale_of(x))
     dequantize(q, s)                                     of any input, a weight that is stored quantized say
 
@@ -17,15 +16,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.tags import WEIGHT_KEY, tensor
+from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import Cast, Encode, result_of
-
-_WITH_VALUES = {
-    ops.quantize: ops.quantize_dequantize,
-    ops.quantize_cached: ops.quantize_dequantize_cached,
-}
-"""Operators that give a cast's value, by the cast."""
 
 
 class Operands:
@@ -90,9 +83,7 @@ class Operands:
         cast = Cast.of(result_of(qdata)[0])
         if cast is not None and (cast.square or scale.target is operator.getitem):
             how = cast.block_dim, cast.elem_dtype, cast.rounding, cast.square, dtype
-            value = self._build.call(_WITH_VALUES[cast.node.target], cast.x, *how, like=like)
-            value.meta.update({key: v for key, v in cast.node.meta.items() if key == WEIGHT_KEY})
-            return value
+            return self._build.call(ops.quantize_dequantize, cast.x, *how, like=like)
         return self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
 
 

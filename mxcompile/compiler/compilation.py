@@ -23,7 +23,7 @@ from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering.targets import CPU_FP32, Target
 from mxcompile.passes import pipeline as passes
-from mxcompile.passes.account import cached_copies, num_casts, saved_bytes, weight_bytes, wire_bytes
+from mxcompile.passes.account import num_casts, saved_bytes, weight_bytes, wire_bytes
 from mxcompile.passes.compress import Compress
 from mxcompile.passes.flatten import Flatten
 from mxcompile.passes.outline import outline
@@ -143,7 +143,6 @@ class Compilation:
             cut=self.found.cut,
             known={} if plan is None else plan.by_name,
             tapped=self._tapped,
-            uncached=lowering.uncached(self.target),
         )
         trace_graph(graph, "before")
         start = time.perf_counter()
@@ -220,11 +219,7 @@ class Compilation:
         start = time.perf_counter()
         lowering.run(graph, self.target, self.found.device, promotes=self._promotes)
         self.lowered = True
-        copies = {name: how for name, *how in self.part.copies} | cached_copies(graph, self._count)
-        self._update(
-            pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6,
-            copies=tuple((name, size, times) for name, (size, times) in copies.items()),
-        )
+        self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
 
     @property

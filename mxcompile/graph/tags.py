@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format
-from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Weights
+from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -24,7 +24,6 @@ PASS_KEY = "mx_pass"
 STATE_KEY = "mx_state"
 """Where the placeholder of a weight holds that of the state of its layer's scales."""
 
-WEIGHT_KEY = "mx_weight"
 """Where a cast whose result is kept from call to call has the path of its weight."""
 
 
@@ -85,7 +84,6 @@ class GemmTag:
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
-    weights: Weights = Weights.CAST
     kernel: str = ""
     fallbacks: tuple[str, ...] = ()
 

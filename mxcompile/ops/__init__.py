@@ -5,8 +5,6 @@ MXFP8 has operators of its own (`mx`), because it has kernels of its own; all ot
 """
 
 from mxcompile.ops.attention import attention as attention
-from mxcompile.ops.cached import quantize_cached as quantize_cached
-from mxcompile.ops.cached import quantize_dequantize_cached as quantize_dequantize_cached
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
@@ -58,8 +56,6 @@ CASTS = frozenset(
         dequantize,
         dequantize_tiles,
         quantize_dequantize,
-        quantize_cached,
-        quantize_dequantize_cached,
         encode,
         decode,
         scale_of,
@@ -72,7 +68,7 @@ CASTS = frozenset(
 )
 """The operators that change the format of one tensor."""
 
-QUANTIZERS = frozenset({quantize, quantize_cached, encode})
+QUANTIZERS = frozenset({quantize, encode})
 """Those that passes make of an operand: elements and scales."""
 
 GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overloadpacket})

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format, ScaleLayout
-from mxcompile.ops.cached import quantize_cached, quantize_dequantize_cached
 from mxcompile.ops.general import decode, encode, encoded_grouped_mm, encoded_mm
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
@@ -88,9 +87,7 @@ class Cast(View):
     square: bool = False
     scale_layout: str = ScaleLayout.ROW_MAJOR
     dtype: torch.dtype | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset(
-        {quantize, quantize_cached, quantize_dequantize, quantize_dequantize_cached}
-    )
+    operators: ClassVar[frozenset[Any]] = frozenset({quantize, quantize_dequantize})
 
     @property
     def side(self) -> int:

@@ -14,7 +14,6 @@ from mxcompile.policy.model import (
     Rule,
     Saved,
     Use,
-    Weights,
 )
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.reason import Code, Reason
@@ -36,5 +35,4 @@ __all__ = [
     "Rule",
     "Saved",
     "Use",
-    "Weights",
 ]

@@ -68,13 +68,6 @@ class Saved(StrEnum):
     MXFP8 = "mxfp8"
 
 
-class Weights(StrEnum):
-    """How often a layer's weight is cast: in every call, or CACHED, once for as long as it stays the same."""
-
-    CAST = "cast"
-    CACHED = "cached"
-
-
 class Block(NamedTuple):
     """Where a layer lies in the depth of a model: in block `number`, from 0, of `total` repeated ones."""
 
@@ -215,7 +208,6 @@ class Use:
     scale: Scales | None = None
     amax: Amax | None = None
     saved: Saved | None = None
-    weights: Weights | None = None
 
     @property
     def formats(self) -> Choices:
@@ -294,7 +286,6 @@ class Decision:
     dgrad: Choice
     wgrad: Choice
     saved: Saved
-    weights: Weights = Weights.CAST
 
     def choice(self, gemm: Gemm) -> Choice:
         """The choice for `gemm`."""

@@ -9,7 +9,7 @@ from typing import Any
 from mxcompile.errors import PolicyError, not_allowed, shown
 from mxcompile.formats import PRECISIONS, Choices, Precision, ScaleType, Tile
 from mxcompile.policy import schema
-from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use, Weights
+from mxcompile.policy.model import ATTENTION_PRODUCTS, Match, Preset, Rule, Use
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
@@ -198,8 +198,6 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Sourc
         raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
     if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, tiles):
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
-    if use.weights is Weights.CACHED and not any(_has_mx_weights(row, use, preset) for row in rows.values()):
-        raise source.error((*path, "weights"), "'cached' keeps copies of weights in MXFP8 alone")
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
 
@@ -208,10 +206,6 @@ def _has_tensor_scales(rows: dict[str, Precision], tiles: tuple[str, ...]) -> bo
     """Whether all of `rows` have FP32 scales of whole tensors under the choice `tiles`."""
     formats = [row.formats(Choices(tiles=tiles)).x for row in rows.values()]
     return all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
-
-
-def _has_mx_weights(row: Precision, use: Use, preset: Preset) -> bool:
-    return row.quantizes and row.formats(use.formats.over(preset.formats)).w.is_mx
 
 
 def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Source) -> None:

@@ -23,7 +23,6 @@ from mxcompile.policy.model import (
     Rule,
     Saved,
     Use,
-    Weights,
 )
 from mxcompile.policy.parse import Source, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
@@ -91,7 +90,7 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.formats.over(self.base.formats)
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
-        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE, weights=use.weights or Weights.CAST)
+        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE)
 
     @property
     def quantizes(self) -> bool:

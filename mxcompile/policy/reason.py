@@ -28,7 +28,6 @@ class Code(StrEnum):
     LAYOUT = "layout"
     FACTORS = "factors"
     CUT = "part of a model"
-    CAST_EACH_CALL = "cast each call"
     NO_HISTORY = "no history"
 
 
@@ -52,7 +51,6 @@ _WORDS = {
     Code.LAYOUT: "unsupported layout {}",
     Code.FACTORS: "unsupported alpha or beta",
     Code.CUT: "of the model in sight: {}",
-    Code.CAST_EACH_CALL: "the weight is cast in every call: {}",
     Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mxcompile.errors import not_allowed, shown
 from mxcompile.formats import ELEM_TYPES, PRECISIONS, Amax, AmaxKind, ElemRounding, Rounding, Scales
-from mxcompile.policy.model import Ends, Role, Saved, Weights
+from mxcompile.policy.model import Ends, Role, Saved
 from mxcompile.policy.presets import PRESETS
 
 VERSION = 1
@@ -253,9 +253,6 @@ USE: dict[str, Value] = {
     ).says("What a scale follows from in the place of the largest magnitude; larger elements saturate."),
     "saved": word("saved form", _table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."
-    ),
-    "weights": word("way to treat weights", _table(Weights)).says(
-        "cached: MX copies of the weight are kept, and made again when it has changed."
     ),
 }
 

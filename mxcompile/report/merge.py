@@ -66,16 +66,14 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
 def work_of(parts: Sequence[Part]) -> dict[str, Any]:
     """The summary's figures of bytes and casts: of a step, or of a call where none trains.
 
-    What modules run that have no part of their own counts too. A weight, or a copy of one, that several
-    graphs read counts once, and so does a layer that several graphs compute.
+    What modules run that have no part of their own counts too. A weight that several graphs read counts
+    once, and so does a layer that several graphs compute.
     """
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)
     times = [(part, len(paths)) for part, paths in _running(training)]
-    copies: dict[str, list[int]] = {}
     weights: dict[str, list[int]] = {}
     for part, paths in _running(parts, every=True):
         for path in paths:
-            copies |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.copies}
             weights |= {path + name.removeprefix(part.prefix): sizes for name, *sizes in part.weights}
     return {
         "saved_bytes": total(n * part.saved_bytes for part, n in times if part.saved_bytes is not None),
@@ -84,8 +82,6 @@ def work_of(parts: Sequence[Part]) -> dict[str, Any]:
         ),
         "weight_bytes": sum(held for held, _ in weights.values()),
         "weight_bytes_bf16": sum(in_bf16 for _, in_bf16 in weights.values()),
-        "cached_bytes": sum(num_bytes * layers for num_bytes, layers in copies.values()),
-        "cached_casts": sum(layers for _, layers in copies.values()),
         "casts": sum(part.casts * n for part, n in times),
         "wire_bytes": sum(part.wire_bytes * n for part, n in times),
         "wire_bytes_bf16": sum(part.wire_bytes_bf16 * n for part, n in times),
@@ -195,8 +191,6 @@ def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
         saved_bytes_bf16=total(s.saved_bytes_bf16 for s in summaries),
         weight_bytes=sum(s.weight_bytes for s in summaries),
         weight_bytes_bf16=sum(s.weight_bytes_bf16 for s in summaries),
-        cached_bytes=sum(s.cached_bytes for s in summaries),
-        cached_casts=sum(s.cached_casts for s in summaries),
         casts=sum(s.casts for s in summaries),
         wire_bytes=sum(s.wire_bytes for s in summaries),
         wire_bytes_bf16=sum(s.wire_bytes_bf16 for s in summaries),

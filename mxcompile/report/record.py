@@ -103,9 +103,8 @@ class Summary:
     target, policy: what was compiled for and by which policy. num_gemms: records. flop_share: part of all
     matmul FLOPs in MXFP8, 0 to 1. saved_bytes: kept from forward to backward; saved_bytes_bf16: the same
     without mxcompile; both None for inference. weight_bytes: of the weights of linear layers as the model
-    holds them; weight_bytes_bf16: in BF16. cached_bytes: of the copies of weights that are kept from call to
-    call (``weights: cached``); cached_casts: how many, each a cast of a weight that has changed. casts: those
-    that a forward and its backward make every time, one for each tensor and layout. wire_bytes: given by
+    holds them; weight_bytes_bf16: in BF16. casts: those
+    that a forward and its backward make, one for each tensor and layout. wire_bytes: given by
     this rank to the collectives in compiled graphs, and to FSDP2's gathers of the weights that these read;
     wire_bytes_bf16: without mxcompile. pass_time_us: spent in the passes. graphs: compiled graphs.
     graph_breaks: that Dynamo made in this frame. cache: "hit" if compiled code came from Inductor's caches,
@@ -123,8 +122,6 @@ class Summary:
     saved_bytes_bf16: int | None = None
     weight_bytes: int = 0
     weight_bytes_bf16: int = 0
-    cached_bytes: int = 0
-    cached_casts: int = 0
     casts: int = 0
     wire_bytes: int = 0
     wire_bytes_bf16: int = 0
@@ -147,8 +144,7 @@ class Part:
     prefix: path of the module that the graph was compiled for. twins: path and
     block of the modules that run the same code. histories: of the tapped weights whose scales follow
     from calls before, the position and how many calls count. weights: of linear layers, each once: of which
-    layer, its bytes as the model holds it, and in BF16. copies: of weights that are kept from call to
-    call: of what, the bytes of one, and how many layers it stands for.
+    layer, its bytes as the model holds it, and in BF16.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
@@ -156,7 +152,6 @@ class Part:
     saved_bytes_bf16: int | None = None
     weights: tuple[tuple[str, int, int], ...] = ()
     casts: int = 0
-    copies: tuple[tuple[str, int, int], ...] = ()
     wire_bytes: int = 0
     wire_bytes_bf16: int = 0
     pass_time_us: float = 0.0

@@ -54,7 +54,6 @@ def reported(before: dict[str, Any], after: dict[str, Any], name: str) -> None:
     assert others == theirs.wire_bytes - gathered[1]
     assert (others > 0) == (name == "two_dimensions")
     assert theirs.wire_bytes == theirs.wire_bytes_bf16 == ours.wire_bytes_bf16
-    assert ours.cached_casts == 0  # also where the policy asks for copies: nothing casts what has arrived
     assert "sent by each rank, without mxcompile" in before["report"]
     assert "sent by each rank\n" in after["report"]
 

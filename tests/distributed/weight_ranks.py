@@ -38,10 +38,6 @@ POLICY: dict[str, Any] = {
     ],
 }
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-CACHED = {
-    "version": 1,
-    "rules": [{**rule, "use": {**rule["use"], "weights": "cached"}} for rule in POLICY["rules"]],
-}
 Gather = Callable[..., bool]
 """Makes gathers MXFP8, or leaves them: which."""
 Step = Callable[[int], Tensor]
@@ -113,10 +109,10 @@ def compiled(model: nn.Module, policy: Any = POLICY, **how: Any) -> nn.Module:
 
 
 def accumulated(model: Model, gather: Gather) -> tuple[nn.Module, Step]:
-    """Shards on the CPU; two micro-batches of different lengths, reduced once; copies that are kept."""
-    policy = CACHED if gather(model) else POLICY
+    """Shards on the CPU; two micro-batches of different lengths, reduced once."""
+    gather(model)
     sharded = shard(model, mp_policy=MIXED, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    call = compiled(sharded, policy, dynamic=True)
+    call = compiled(sharded, dynamic=True)
 
     def run(step: int) -> Tensor:
         model.set_requires_gradient_sync(False)

@@ -81,7 +81,7 @@ def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
         pipeline.run(graph, TARGETS["cpu"], CPU)
 
 
-EVERYWHERE = ("cached_attention", "expand", "split_casts", "uncache", "name_kernels")
+EVERYWHERE = ("cached_attention", "expand", "split_casts", "name_kernels")
 NATIVE = {"as_mx", "native", "fuse", "pair"}
 
 

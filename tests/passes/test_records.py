@@ -180,14 +180,6 @@ def test_scales_of_another_dimension_are_an_error():
         verify(graph, "test", decided=True)
 
 
-def test_a_kept_cast_of_what_is_no_input_is_an_error():
-    def cast(w: Tensor) -> Tensor:
-        return ops.quantize_cached(w * 2, -1, torch.float8_e4m3fn, "rceil", False)[0]
-
-    with pytest.raises(VerificationError, match="keeps a cast of what is no input"):
-        verify(traced(cast, torch.randn(64, 96)), "test", decided=True)
-
-
 def test_ir_is_printed_after_every_pass(capfd: pytest.CaptureFixture[str]):
     torch._logging.set_logs(modules={"mxcompile.passes": 10})
     try:

@@ -115,7 +115,6 @@ WORDS = {
     "unknown gradient type": Broken(use("{grad_dtype: e5m3}"), 3, "'e5m3'", "e5m2"),
     "unknown rounding": Broken(use("{rounding: rceill}"), 3, "'rceill'", "rceil"),
     "unknown weight block": Broken(use("{weight_block: 32x23}"), 3, "'32x23'", "32x32"),
-    "unknown way to treat weights": Broken(use("{weights: cache}"), 3, "'cache'", "cached"),
     "unknown saved form": Broken(use("{saved: columwise}"), 3, "'columwise'", "columnwise"),
     "a word like no other": Broken(match("{role: zzz}"), 3, "unknown role 'zzz'; allowed: qkv, attn_out"),
     "a word of 5,000 letters": Broken(use("x" * 5000), 3, "unknown precision 'xxx"),
@@ -199,12 +198,6 @@ MISSING = {
 }
 
 MEANING = {
-    "copies in another format": Broken(
-        use("{precision: fp8, weights: cached}"), 3, "'cached' keeps copies of weights in MXFP8 alone"
-    ),
-    "copies in other blocks": Broken(
-        use("{precision: mxfp8, block: 64, weights: cached}"), 3, "'cached' keeps copies"
-    ),
     "no size between": Broken(
         match("{min_k: 65, max_k: 64}"), 3, "match.max_k: no size is at least min_k 65 and at most max_k 64"
     ),

@@ -77,26 +77,21 @@ def test_work_is_that_of_training_and_of_all_that_run_the_code():
         casts=6,
         wire_bytes=33,
         wire_bytes_bf16=64,
-        copies=(("layers.0.up.weight rows", 100, 1), ("layers.0.up.weight columns", 50, 3)),
     )
     alone = merged(block)
     assert (alone.casts, alone.wire_bytes, alone.wire_bytes_bf16) == (6, 33, 64)
-    assert (alone.cached_casts, alone.cached_bytes) == (4, 250)
-    evaluation = replace(block, saved_bytes=None, casts=2, copies=block.copies[:1])
+    evaluation = replace(block, saved_bytes=None, casts=2)
     assert merged(block, evaluation).casts == 6
-    assert merged(block, evaluation).cached_bytes == 250
     assert merged(evaluation).casts == 2
     shared = replace(block, twins=(("layers.1", None), ("layers.2", None)))
-    assert (merged(shared).casts, merged(shared).wire_bytes, merged(shared).cached_casts) == (18, 99, 12)
-    own = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2", copies=())
-    assert (merged(shared, own).casts, merged(shared, own).cached_casts) == (18, 8)
+    assert (merged(shared).casts, merged(shared).wire_bytes) == (18, 99)
+    own = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")
+    assert merged(shared, own).casts == 18
 
 
 def test_work_in_words():
     casts = {"casts": 44, "saved_bytes": 1, "saved_bytes_bf16": 2}
     assert "\n44 casts in each forward and backward\n" in str(report(record(), **casts))
-    said = " ".join(str(report(record(), copies=(("w", 2048, 1),), **casts)).split())
-    assert "and 1 cast of weights whenever these have changed (copies of 2.0 KiB are kept)" in said
     assert "44 casts in each call\n" in str(report(record(), casts=44))
     sent = str(report(record(), wire_bytes=33, wire_bytes_bf16=64))
     assert "33 B sent by each rank, without mxcompile 64 B\n" in sent

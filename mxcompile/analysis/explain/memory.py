@@ -2,7 +2,6 @@
 
     training     parameters + buffers + gradients + what is kept for backward
     inference    parameters + buffers + input and output of the largest product
-    either       copies of weights that are kept from call to call
 
 Gradients have the dtype of their parameters. Not in it: the optimizer, what the allocator keeps, workspaces.
 """
@@ -31,7 +30,7 @@ def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
             report.summary,
             parameter_bytes=parameters,
             gradient_bytes=gradients,
-            peak_bytes=parameters + gradients + (beside or 0) + report.summary.cached_bytes,
+            peak_bytes=parameters + gradients + (beside or 0),
         ),
     )
 

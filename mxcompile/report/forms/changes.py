@@ -45,7 +45,6 @@ def _facts(changes: Changes) -> list[str]:
         ("GEMMs", str(old.num_gemms), str(new.num_gemms)),
         ("saved for backward", _bytes(old.saved_bytes), _bytes(new.saved_bytes)),
         ("weights of linear layers", _bytes(old.weight_bytes), _bytes(new.weight_bytes)),
-        ("copies of weights kept", byte_count(old.cached_bytes), byte_count(new.cached_bytes)),
         ("casts in each run", f"{old.casts:,}", f"{new.casts:,}"),
         ("sent by each rank", byte_count(old.wire_bytes), byte_count(new.wire_bytes)),
         ("graphs", str(old.graphs), str(new.graphs)),

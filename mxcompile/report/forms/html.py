@@ -116,10 +116,9 @@ def _figures(report: ReportData, rows: Sequence[Row]) -> Iterator[_Figure]:
         yield "saved for backward", byte_count(s.saved_bytes), note, min(max(share, 0.0), 1.0)
     if s.weight_bytes:
         yield "weights of linear layers", byte_count(s.weight_bytes), weights_note(s, rows), None
-    if s.casts or s.cached_casts:
-        kept = f"{s.cached_casts:,} more when weights change, {byte_count(s.cached_bytes)} kept"
+    if s.casts:
         often = "step" if s.saved_bytes is not None else "call"
-        yield f"casts a {often}", f"{s.casts:,}", kept if s.cached_casts else "", None
+        yield f"casts a {often}", f"{s.casts:,}", "", None
     if s.wire_bytes:
         note = f"{byte_count(s.wire_bytes_bf16)} without mxcompile"
         yield "sent by each rank", byte_count(s.wire_bytes), note, None

@@ -89,7 +89,6 @@ def memory(summary: Summary) -> str:
     parts = [
         ("parameters", summary.parameter_bytes),
         ("gradients", summary.gradient_bytes),
-        ("copies of weights", summary.cached_bytes),
     ]
     beside = summary.peak_bytes - sum(number or 0 for _, number in parts)
     training = summary.saved_bytes is not None
@@ -141,13 +140,9 @@ def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
 def work(summary: Summary) -> list[str]:
     """Casts and what is sent, a sentence each."""
     said = []
-    if summary.casts or summary.cached_casts:
+    if summary.casts:
         often = "forward and backward" if summary.saved_bytes is not None else "call"
-        kept = (
-            f", and {count(summary.cached_casts, 'cast')} of weights whenever these have changed"
-            f" (copies of {byte_count(summary.cached_bytes)} are kept)"
-        )
-        said.append(f"{count(summary.casts, 'cast')} in each {often}{kept if summary.cached_casts else ''}")
+        said.append(f"{count(summary.casts, 'cast')} in each {often}")
     if summary.wire_bytes:
         less = f", without mxcompile {byte_count(summary.wire_bytes_bf16)}"
         changed = summary.wire_bytes != summary.wire_bytes_bf16
