@@ -116,7 +116,7 @@ def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
 @contextmanager
 def on_form(form: str) -> Iterator[None]:
     """While it lasts products of matrices get that form of `templates.defaults` where it can run them."""
-    row = defaults.Row(
+    row = defaults.TableRow(
         kind=defaults.DENSE, when="all", holds=lambda *_: True, form=form, reason="to be timed"
     )
     with mock.patch.object(defaults, "TABLE", (row, *defaults.TABLE)):

@@ -41,14 +41,14 @@ Quantized = tuple[fx.Node, fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cast:
+class _CastForm:
     """fmt: what an operand is cast to. mx: by the operators of MXFP8, which only go with each other."""
 
     fmt: Format
     mx: bool
 
 
-_Casts = tuple[_Cast, _Cast]
+_Casts = tuple[_CastForm, _CastForm]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Rewrite:
 
     def apply(self, graph: fx.Graph) -> None:
         """Rewrite the GEMMs of `graph` whose tags carry formats."""
-        writer = _Writer(graph, tapped=self.tapped)
+        writer = _GemmWriter(graph, tapped=self.tapped)
         tagged = [(node, tag) for node in graph.nodes if (tag := tag_of(node)) and tag.formats is not None]
         writer.note_ends(tagged)
         for node, tag in tagged:
@@ -70,7 +70,7 @@ class Rewrite:
         graph.eliminate_dead_code()
 
 
-class _Writer:
+class _GemmWriter:
     """State of one run: the casts made so far."""
 
     def __init__(self, graph: fx.Graph, *, tapped: bool) -> None:
@@ -78,8 +78,8 @@ class _Writer:
         self._tapped = tapped
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
-        self._casts: dict[tuple[Any, int, _Cast], Quantized] = {}
-        self._rowwise: dict[tuple[Any, _Cast], Quantized] = {}
+        self._casts: dict[tuple[Any, int, _CastForm], Quantized] = {}
+        self._rowwise: dict[tuple[Any, _CastForm], Quantized] = {}
         self.states = States(self._build)
         self._seen: dict[Quantized, fx.Node] = {}
         self._state: tuple[fx.Node, str] | None = None
@@ -102,7 +102,7 @@ class _Writer:
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
                 set_tag(node, tag)
-            casts = _Cast(fmt=formats[0], mx=mx), _Cast(fmt=formats[1], mx=mx)
+            casts = _CastForm(fmt=formats[0], mx=mx), _CastForm(fmt=formats[1], mx=mx)
             if is_grouped(node):
                 result = self._grouped(node, tag, left, right, casts)
             else:
@@ -199,7 +199,7 @@ class _Writer:
         zero = call(aten.full.default, [], 0.0, like=node, dtype=value.dtype, device=value.device)
         return call(aten.where.self, mask, base, zero, like=node)
 
-    def _quantize(self, operand: fx.Node, dim: int, how: _Cast, tag: GemmTag, node: fx.Node) -> Quantized:
+    def _quantize(self, operand: fx.Node, dim: int, how: _CastForm, tag: GemmTag, node: fx.Node) -> Quantized:
         """Qdata and scale of `operand`, contracted along `dim` (−1 or −2), one cast per source."""
         source, swapped = untransposed(widest(operand, self._build, self._products))
         kept = tag.gemm is Gemm.WGRAD and tag.tensors[-1 - dim] != "dy"
@@ -222,14 +222,14 @@ class _Writer:
             return transpose(qdata, self._build), transpose(scale, self._build)
         return cast
 
-    def _picked(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
+    def _picked(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
         qdata, scale = self._cast(widest(argument(source), self._build, self._products), dim, how, node)
         rest = source.args[1:]
         call = self._build.call
         return call(source.target, qdata, *rest, like=node), call(source.target, scale, *rest, like=node)
 
-    def _cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
+    def _cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         stateful = self._state is not None and how.fmt.amax.stateful
         key = (_same(source) if stateful else source, dim, how)
         if key not in self._casts:
@@ -242,7 +242,7 @@ class _Writer:
             self.states.add(*self._state, self._seen[cast])
         return cast
 
-    def _emit(self, source: fx.Node, dim: int, how: _Cast, like: fx.Node) -> Quantized:
+    def _emit(self, source: fx.Node, dim: int, how: _CastForm, like: fx.Node) -> Quantized:
         fmt, seen = how.fmt, None
         if how.mx and not fmt.stochastic:
             arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
@@ -258,7 +258,7 @@ class _Writer:
             self._seen[qdata, scale] = seen
         return qdata, scale
 
-    def _square_cast(self, source: fx.Node, dim: int, how: _Cast, node: fx.Node) -> Quantized:
+    def _square_cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
         qdata, scale = self._cast(source, -1, how, node)
         if dim == -1:
@@ -272,7 +272,7 @@ class _Writer:
         return qdata, call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
 
     def _transcoded(
-        self, source: fx.Node, rowwise: Quantized, dim: int, how: _Cast, node: fx.Node
+        self, source: fx.Node, rowwise: Quantized, dim: int, how: _CastForm, node: fx.Node
     ) -> Quantized:
         """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
         key = (source, dim, how)

@@ -29,7 +29,7 @@ _BEHIND = frozenset({Role.ATTN_OUT, Role.FFN_OUT, Role.EXPERT_OUT, Role.MIXER_OU
 """Roles behind whose inputs lie the layers they belong with, and no residual stream."""
 
 
-class _Made(IntEnum):
+class _Origin(IntEnum):
     """Of what a value is: the larger wins where several come together."""
 
     CONSTANT = 0
@@ -52,28 +52,28 @@ def upstream(
         if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
             continue
         for value in _reached(node, by_value, seen, behind=tag.role in _BEHIND):
-            if made[value] is _Made.STREAM:
+            if made[value] is _Origin.STREAM:
                 for each in by_value[value]:
                     reached.setdefault(each, tag)
     return reached
 
 
-def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Made]:
+def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
     """Of what every value of `graph` is made."""
     depends = dependencies(graph, inputs)
-    found: dict[fx.Node, _Made] = {}
+    found: dict[fx.Node, _Origin] = {}
     for node in graph.nodes:
         tag = tag_of(node)
         if node.op == "placeholder":
             value = tensor(node)
             is_stream = depends[node] is Depends.DATA and value is not None and value.is_floating_point()
-            found[node] = _Made.STREAM if is_stream else _Made.CONSTANT
+            found[node] = _Origin.STREAM if is_stream else _Origin.CONSTANT
         elif tag is not None and tag.kind is Kind.LINEAR:
-            found[node] = _Made.FRAGILE if tag.role in _FRAGILE else _Made.STREAM
+            found[node] = _Origin.FRAGILE if tag.role in _FRAGILE else _Origin.STREAM
         elif packet(node) in STREAM_SOURCES:
-            found[node] = _Made.STREAM
+            found[node] = _Origin.STREAM
         else:
-            found[node] = max((found[arg] for arg in node.all_input_nodes), default=_Made.CONSTANT)
+            found[node] = max((found[arg] for arg in node.all_input_nodes), default=_Origin.CONSTANT)
     return found
 
 

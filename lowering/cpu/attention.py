@@ -15,7 +15,7 @@ from torch._inductor.lowering import fallback_handler, register_lowering
 from mxcompile import ops
 from mxcompile.formats import elem_type
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 
 _CALL = fallback_handler(ops.attention, add_to_fallback_set=False)
 
@@ -52,7 +52,7 @@ def lower_attention(
         arguments = ", ".join([*operands, problem, words.threads, words.pointer("out")])
         return f"mxcompile::attention<{elem}>({arguments});"
 
-    code = Code(header="attention.h", body=body)
+    code = CppBody(header="attention.h", body=body)
     return kernel.call(code, inputs, {"out": ([batch, queries, heads, dim], q.get_dtype())}, device)[0]
 
 

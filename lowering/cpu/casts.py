@@ -23,7 +23,7 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile import ops
 from mxcompile.formats import BLOCK, ElemType, Rounding, ScaleLayout, elem_type
 from mxcompile.lowering.cpu import kernel
-from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 from mxcompile.ops import Spec
 from mxcompile.ops.view import arguments_of
 
@@ -35,8 +35,8 @@ Made = list[ir.TensorBox]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cast:
-    """One ``quantize`` or ``quantize_dequantize``, with a copy that is kept or not.
+class CppCast:
+    """One ``quantize`` or ``quantize_dequantize``.
 
     dim: non-negative. value_dtype: of the values; None for codes and scales.
     """
@@ -48,7 +48,7 @@ class Cast:
     value_dtype: torch.dtype | None
 
     @staticmethod
-    def of(rank: int, arguments: Sequence[Any], *, values: bool) -> Cast | None:
+    def of(rank: int, arguments: Sequence[Any], *, values: bool) -> CppCast | None:
         """From the operator's arguments after the first, if there is a kernel for it."""
         dim, elem, rounding, *options = arguments
         square = bool(options[0]) if options else False
@@ -57,7 +57,7 @@ class Cast:
             return None
         if values and last not in _FLOATS:
             return None
-        return Cast(
+        return CppCast(
             dim=dim % rank,
             elem=elem_type(elem),
             rounding=Rounding(rounding),
@@ -89,7 +89,7 @@ class _Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredBuffers:
     """A weight's buffers, which `kernel.stored` gave."""
 
     codes: Any
@@ -102,13 +102,13 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 def quantize(x: ir.TensorBox, *arguments: Any) -> tuple[ir.TensorBox, ir.TensorBox] | None:
     """Qdata and scale bytes of ``mx.quantize``; None where Inductor's loops serve."""
-    made = _made(x, Cast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
+    made = _made(x, CppCast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
     return None if made is None else (made[0], made[1])
 
 
 def quantize_dequantize(x: ir.TensorBox, *arguments: Any) -> ir.TensorBox | None:
     """The value of ``mx.quantize_dequantize``; None where Inductor's loops serve."""
-    made = _made(x, Cast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
+    made = _made(x, CppCast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
     return None if made is None else made[0]
 
 
@@ -117,7 +117,7 @@ def _taken(x: ir.TensorBox) -> bool:
     return device.type == "cpu" and x.get_dtype() in _FLOATS and kernel.usable()
 
 
-def _made(x: ir.TensorBox, cast: Cast | None) -> Made | None:
+def _made(x: ir.TensorBox, cast: CppCast | None) -> Made | None:
     if cast is None:
         return None
     progress = _PROGRESS.setdefault(V.graph, _Progress())
@@ -137,7 +137,7 @@ def _made(x: ir.TensorBox, cast: Cast | None) -> Made | None:
     return made[:count]
 
 
-def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cast]]:
+def _others(node: fx.Node, cast: CppCast, last: int) -> Iterator[tuple[fx.Node, CppCast]]:
     """Casts of the same tensor along the other of its last two dimensions, alike but for what they give."""
     if node is None or last < 1 or cast.square:
         return
@@ -147,7 +147,7 @@ def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cas
         if user is node or user.target not in (ops.quantize, ops.quantize_dequantize) or user.kwargs:
             continue
         _, *its_arguments = arguments_of(user).values()
-        its = Cast.of(last + 1, its_arguments, values=user.target is ops.quantize_dequantize)
+        its = CppCast.of(last + 1, its_arguments, values=user.target is ops.quantize_dequantize)
         if its is None or its.dim != 2 * last - 1 - cast.dim or user in _PROGRESS[V.graph].seen:
             continue
         if (its.elem, its.rounding, its.square) != (cast.elem, cast.rounding, False):
@@ -157,7 +157,7 @@ def _others(node: fx.Node, cast: Cast, last: int) -> Iterator[tuple[fx.Node, Cas
         yield user, its
 
 
-def _emit(x: ir.TensorBox, casts: dict[int, Cast]) -> list[ir.TensorBox]:
+def _emit(x: ir.TensorBox, casts: dict[int, CppCast]) -> list[ir.TensorBox]:
     """All results of `casts`, of one tensor by dimension, in order."""
     shape = list(x.get_size())
     last = len(shape) - 1
@@ -169,11 +169,11 @@ def _emit(x: ir.TensorBox, casts: dict[int, Cast]) -> list[ir.TensorBox]:
     def body(words: Words) -> str:
         return _body(shape, source.get_dtype(), casts, words)
 
-    code = Code(header="casts.h", body=body)
+    code = CppBody(header="casts.h", body=body)
     return kernel.call(code, {"x": source}, outputs, x.get_device_or_error())
 
 
-def _body(shape: list[Any], source: torch.dtype, casts: dict[int, Cast], words: Words) -> str:
+def _body(shape: list[Any], source: torch.dtype, casts: dict[int, CppCast], words: Words) -> str:
     """The call of ``Cast<…>::rows`` or ``matrices``."""
     cast = next((each for each in casts.values() if each.value_dtype), next(iter(casts.values())))
     results = f"mxcompile::Results<{C_TYPES[cast.value_dtype or source]}>"
@@ -218,11 +218,11 @@ def dequantize(
         function = f"mxcompile::dequantize_{'rows' if rows else 'columns'}<{elem}>"
         return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"
 
-    code = Code(header="casts.h", body=body)
+    code = CppBody(header="casts.h", body=body)
     return kernel.call(code, inputs, {"values": (shape, dtype)}, device)[0]
 
 
-def dequantize_part(weight: Stored, first: int, count: int, dtype: torch.dtype) -> ir.TensorBox:
+def dequantize_part(weight: StoredBuffers, first: int, count: int, dtype: torch.dtype) -> ir.TensorBox:
     """Values of `count` rows from `first` on, of codes [N, K], blocks along K; all parts share the code."""
     k = weight.codes.get_size()[1]
     elem = f"mxcompile::{elem_type(weight.codes.get_dtype()).name.upper()}"
@@ -236,6 +236,6 @@ def dequantize_part(weight: Stored, first: int, count: int, dtype: torch.dtype) 
             f" {words.threads}, {words.pointer('values')});"
         )
 
-    code = Code(header="casts.h", body=body)
+    code = CppBody(header="casts.h", body=body)
     inputs = {"codes": weight.codes, "scales": weight.scales}
     return kernel.call(code, inputs, {"values": ([count, k], dtype)}, weight.codes.get_device_or_error())[0]

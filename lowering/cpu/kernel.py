@@ -33,7 +33,7 @@ C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Code:
+class CppBody:
     """What a kernel does.
 
     header: of this folder, with the function that does it. body: statements, from `Words` for what they name.
@@ -132,7 +132,7 @@ def stored(x: ir.TensorBox) -> Any:
 
 
 def call(
-    code: Code, inputs: Mapping[str, Any], outputs: Mapping[str, Spec], device: torch.device
+    code: CppBody, inputs: Mapping[str, Any], outputs: Mapping[str, Spec], device: torch.device
 ) -> list[ir.TensorBox]:
     """New tensors, `outputs` by name, which `code` makes of `inputs`, which `stored` gave."""
     layouts = [ir.FixedLayout(device, dtype, list(shape)) for shape, dtype in outputs.values()]
@@ -155,7 +155,7 @@ def call(
 
 
 def _render(
-    code: Code,
+    code: CppBody,
     inputs: Mapping[str, Any],
     outputs: Sequence[str],
     buffer: Any,

@@ -18,8 +18,8 @@ from torch._inductor.virtualized import V
 
 from mxcompile.formats import elem_type
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.cpu.casts import Stored, dequantize_part
-from mxcompile.lowering.cpu.kernel import C_TYPES, Code, Words
+from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part
+from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
 
@@ -59,7 +59,7 @@ def product(
             f" {words.threads}, {words.pointer('out')});"
         )
 
-    code = Code(header="weight_only_mm.h", body=body)
+    code = CppBody(header="weight_only_mm.h", body=body)
     (made,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
     if alone:
         return made
@@ -81,5 +81,5 @@ def parts(qdata: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype) -> list[
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None
-    weight = Stored(codes=kernel.stored(qdata), scales=kernel.stored(scale))
+    weight = StoredBuffers(codes=kernel.stored(qdata), scales=kernel.stored(scale))
     return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

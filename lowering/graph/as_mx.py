@@ -22,7 +22,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
-from mxcompile.lowering.graph.operands import Operands
+from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
 
 _AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
@@ -46,7 +46,7 @@ class AsMX(NativePass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products of `graph`."""
         build = Builder(graph, self.name)
-        operands = Operands(build)
+        operands = DequantizedOperands(build)
         for node in self.candidates(graph):
             product = Product.read(node)
             with graph.inserting_before(node):
@@ -58,7 +58,7 @@ class AsMX(NativePass):
         return NO_REASONS
 
     def _operand(
-        self, build: Builder, operands: Operands, product: Product, side: int
+        self, build: Builder, operands: DequantizedOperands, product: Product, side: int
     ) -> tuple[fx.Node, fx.Node]:
         """Elements and scale bytes of one operand of `product`."""
         node, (qdata, scale), dim = product.node, product.sides[side], -1 - side

@@ -28,7 +28,7 @@ _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cast:
+class _ReadCast:
     """side: the dimension of blocks, −1 or −2. dtype: of values."""
 
     node: fx.Node
@@ -41,13 +41,13 @@ class _Cast:
 class _Group:
     """Casts of one matrix in one format, by their sides."""
 
-    casts: dict[int, _Cast] = field(default_factory=dict)
+    casts: dict[int, _ReadCast] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype | None:
         return next((cast.dtype for cast in self.casts.values() if cast.dtype), None)
 
-    def takes(self, cast: _Cast) -> bool:
+    def takes(self, cast: _ReadCast) -> bool:
         """Whether `cast` may join."""
         return cast.side not in self.casts and (None in (cast.dtype, self.dtype) or cast.dtype is self.dtype)
 
@@ -82,7 +82,7 @@ class Collect(LoweringPass):
                 _write(build, group)
         return NO_REASONS
 
-    def _cast(self, node: fx.Node) -> _Cast | None:
+    def _cast(self, node: fx.Node) -> _ReadCast | None:
         """What `node` is, if the template makes it."""
         cast = Cast.of(node) if node.target in _FORMS and node.users else None
         value = None if cast is None else tensor(cast.x)
@@ -95,7 +95,7 @@ class Collect(LoweringPass):
             return None
         side = -1 if cast.square else cast.side  # the same both ways
         key = cast.x, cast.elem_dtype, cast.rounding, cast.square
-        return _Cast(node=node, key=key, side=side, dtype=cast.dtype)
+        return _ReadCast(node=node, key=key, side=side, dtype=cast.dtype)
 
 
 def _fits(value: torch.Tensor, side: int) -> bool:

@@ -32,7 +32,7 @@ _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
+class _ComputedCast:
     """A cast and how its source is computed. chain: elementwise nodes, in order. leaves: what they read."""
 
     cast: fx.Node
@@ -61,7 +61,7 @@ class Couple(LoweringPass):
         """Merge the couples of `graph`, each where its first cast was."""
         build = Builder(graph, self.name)
         order = {node: place for place, node in enumerate(graph.nodes)}
-        waiting: list[_Made] = []
+        waiting: list[_ComputedCast] = []
         for node in list(graph.nodes):
             made = _made(node, order)
             if made is None:
@@ -75,7 +75,7 @@ class Couple(LoweringPass):
         return NO_REASONS
 
 
-def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
+def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
     """What `cast` casts, if it makes both copies of a matrix that elementwise operators compute for it."""
     if not _takes_another(cast):
         return None
@@ -98,7 +98,7 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _Made | None:
     large = frozenset(
         leaf for leaf in leaves if (found := tensor(leaf)) is None or hint(found.numel()) >= size
     )
-    return _Made(
+    return _ComputedCast(
         cast=cast, chain=tuple(sorted(chain, key=order.__getitem__)), leaves=frozenset(leaves), large=large
     )
 
@@ -116,7 +116,7 @@ def _elementwise(node: fx.Node) -> bool:
     return node.op == "call_function" and (torch.Tag.pointwise in tags or packet(node) in TRANSPARENT)
 
 
-def _fit(first: _Made, second: _Made, order: dict[fx.Node, int]) -> bool:
+def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
     """Whether they have one format and size, read the same, and the second can be made where the first is."""
     same = tensor(argument(first.cast)).shape == tensor(argument(second.cast)).shape  # type: ignore[union-attr]
     alike = first.cast.target is second.cast.target and _how(first.cast) == _how(second.cast)
@@ -131,7 +131,7 @@ def _how(cast: fx.Node) -> list[Any]:
     return [value for name, value in arguments_of(cast).items() if name not in ("x", "y")]
 
 
-def _merge(build: Builder, first: _Made, second: _Made) -> None:
+def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
     for node in second.chain:
         if not _before(node, first.cast):
             first.cast.prepend(node)

@@ -26,7 +26,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
-from mxcompile.lowering.graph.operands import Operands
+from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
 
@@ -60,7 +60,7 @@ class _Expander:
         self._graph = graph
         self._target = target
         self._build = Builder(graph, Expand.name)
-        self._operands = Operands(self._build)
+        self._operands = DequantizedOperands(self._build)
 
     def expand(self, node: fx.Node) -> None:
         """Replace `node`, a product of mx operands."""

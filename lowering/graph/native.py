@@ -57,7 +57,7 @@ class Native(NativePass):
         ((swap, tile),) = tiles
         return f"{_name(node)} {_shape(tile)}{' swapped' if swap else ''}"
 
-    def _product(self, node: fx.Node) -> defaults.Product:
+    def _product(self, node: fx.Node) -> defaults.MXProduct:
         """`node` in the terms of the table of defaults."""
         out, a = tensor(node), tensor(Product.read(node).a)
         assert out is not None
@@ -67,7 +67,7 @@ class Native(NativePass):
         if _is_grouped(node):
             kind = defaults.ALONG_K if groups else defaults.ROWS
         results, fused = groups[0] if groups else 1, has_epilogue(node)
-        return defaults.Product(kind=kind, m=m, n=n, k=hint(a.shape[-1]), groups=results, epilogue=fused)
+        return defaults.MXProduct(kind=kind, m=m, n=n, k=hint(a.shape[-1]), groups=results, epilogue=fused)
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
         """The tiles of the tiled form for `node`, if it fits."""

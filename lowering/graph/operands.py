@@ -21,7 +21,7 @@ from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import Cast, Encode, result_of
 
 
-class Operands:
+class DequantizedOperands:
     """Those of one graph, dequantized so far."""
 
     def __init__(self, build: Builder) -> None:

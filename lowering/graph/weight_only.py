@@ -31,7 +31,7 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
 from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
-from mxcompile.lowering.graph.operands import Operands, stored
+from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
 from mxcompile.ops.view import Dequantize, Product
 
@@ -68,7 +68,7 @@ class WeightOnly(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products, and name their kernel in their tags."""
         build = Builder(graph, self.name)
-        operands = Operands(build)
+        operands = DequantizedOperands(build)
         for node in self.candidates(graph):
             if packet(node) is ops.scaled_mm.overloadpacket:
                 self._replace(node, build, operands)
@@ -114,7 +114,7 @@ class WeightOnly(LoweringPass):
             )
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
-    def _replace(self, node: fx.Node, build: Builder, operands: Operands) -> None:
+    def _replace(self, node: fx.Node, build: Builder, operands: DequantizedOperands) -> None:
         out = tensor(node)
         assert out is not None
         product = Product.read(node)

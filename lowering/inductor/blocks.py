@@ -38,7 +38,7 @@ def as_float(x: ir.TensorBox) -> Load:
     return loaded
 
 
-class Blocks:
+class ScaleBlocks:
     """How a tensor is cut: so many elements of each dimension share a scale, `WHOLE` for all of them."""
 
     def __init__(self, x: ir.TensorBox, extents: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from mxcompile.formats import BLOCK, SCALE_NAN, ElemType, Rounding, ScaleLayout,
 from mxcompile.formats.numerics import added_to_amax
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
-from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
+from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.elements import f32, i32
 from mxcompile.lowering.inductor.tiling import place_of, tiled
 from mxcompile.lowering.targets import of_device
@@ -35,12 +35,12 @@ _F32, _I32 = torch.float32, torch.int32
 _VIEW = lowerings[torch.ops.aten.view.default]
 
 
-class _Cast:
+class _TensorCast:
     """The scales of one tensor, and its elements over them."""
 
     def __init__(self, x: ir.TensorBox, dims: Sequence[int], elem: ElemType, mode: Rounding) -> None:
         x.realize()
-        self.blocks = Blocks(x, _extents(x, dims))
+        self.blocks = ScaleBlocks(x, _extents(x, dims))
         self.elem = elem
         self.mode = mode
         self._load = as_float(x)
@@ -104,7 +104,7 @@ def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
     return (-2, -1) if square else (block_dim % len(x.get_size()),)
 
 
-def _scale_output(cast: _Cast, block_dim: int) -> ir.TensorBox:
+def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
     """Scale bytes in the layout of blocks along `block_dim`, those of a square tile repeated."""
     blocks = cast.blocks
 
@@ -130,7 +130,7 @@ def lower_quantize(
     """Qdata and scale bytes."""
     if (made := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
         return made
-    cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
+    cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse = cast.scales(inverse_scale_value)
     stored = cast.blocks.pointwise(
         elements.stored_dtype(cast.elem, cast.target),
@@ -153,7 +153,7 @@ def lower_quantize_dequantize(
     """What the quantized tensor stands for, in `dtype`."""
     if (made := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
         return made
-    cast = _Cast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
+    cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse, scale = cast.scales(inverse_scale_value), cast.scales(scale_value)
     return cast.blocks.pointwise(
         dtype,
@@ -170,7 +170,7 @@ def lower_dequantize(
     """Elements times scales, in `dtype`."""
     if (made := cpp.dequantize(qdata, scale, block_dim, dtype)) is not None:
         return made
-    blocks = Blocks(qdata, _extents(qdata, (block_dim,)))
+    blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:
         load_tiled, rowwise = byte_of, block_dim % 2 == 1

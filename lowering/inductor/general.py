@@ -23,7 +23,7 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleLayout, Tile, elem_type
 from mxcompile.formats.encoding import extents
 from mxcompile.lowering.inductor import elements, stochastic
-from mxcompile.lowering.inductor.blocks import Blocks, Index, Load, as_float
+from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.inductor.tiling import tiled
@@ -35,8 +35,8 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 _AS_IT_IS = fallback_handler(ops.scale_of, add_to_fallback_set=False)
 
 
-def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> Blocks:
-    return Blocks(x, extents(len(x.get_size()), block_dim, form.tile))
+def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> ScaleBlocks:
+    return ScaleBlocks(x, extents(len(x.get_size()), block_dim, form.tile))
 
 
 @register_lowering(ops.scale_of, type_promotion_kind=None)
@@ -245,7 +245,7 @@ def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
     """The largest magnitude of a tensor."""
     x.realize()
-    blocks = Blocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
+    blocks = ScaleBlocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
     amax = blocks.amax(as_float(x))
     amax.realize()
     made: ir.TensorBox = _VIEW(amax, [1])

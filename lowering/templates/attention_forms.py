@@ -15,7 +15,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class AttentionForm:
     """How one attention runs: rows and keys of a tile, head_dim rounded up, and how many parts keys have."""
 
     rows: int
@@ -28,14 +28,14 @@ class Form:
         return f"{self.rows}x{self.keys}{split}"
 
 
-def form(groups: int, rows: int, keys: int, dim: int, target: Target) -> Form:
+def form(groups: int, rows: int, keys: int, dim: int, target: Target) -> AttentionForm:
     """For `groups` heads of keys and values, each of `rows` queries and `keys` keys of `dim` elements."""
     dims = max(_LEAST_DIMS, _power_of_2(dim))
     block = min(_MOST_ROWS, max(_LEAST_ROWS, _power_of_2(rows)))
     tile = 64 if dims <= 128 and block <= 32 else 32
     wanted = _ceil_div(_PROGRAMS_PER_PROCESSOR * target.processors, max(1, groups * _ceil_div(rows, block)))
     parts = max(1, min(wanted, _ceil_div(keys, tile)))
-    return Form(rows=block, keys=tile, dims=dims, parts=parts)
+    return AttentionForm(rows=block, keys=tile, dims=dims, parts=parts)
 
 
 def _power_of_2(least: int) -> int:

@@ -143,12 +143,12 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-class _Template(TritonTemplate):
+class _CastTemplate(TritonTemplate):
     kernel_type = Producing
 
 
-TEMPLATE = _Template(name="mx_cast", grid=_grid, source=_SOURCE)
-TEMPLATE_OF_TWO = _Template(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
+TEMPLATE = _CastTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
+TEMPLATE_OF_TWO = _CastTemplate(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
 
 Results = tuple[ir.TensorBox, ...]
 

@@ -29,7 +29,7 @@ DENSE, BATCHED, ROWS, ALONG_K = "dense", "batched", "groups of rows", "groups of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class MXProduct:
     """A product of MX operands.
 
     m, n, k: of a matrix; of groups of all rows, or all of K. groups: how many results there are. epilogue:
@@ -61,38 +61,38 @@ are written and read again, at 0.78 of the memory's rate.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class TableRow:
     """holds: of which products. when: the same in words. form, reason: what they run on, and why."""
 
     kind: str
     when: str
-    holds: Callable[[Product, Target], bool]
+    holds: Callable[[MXProduct, Target], bool]
     form: str
     reason: str
 
 
-def _always(_: Product, __: Target) -> bool:
+def _always(_: MXProduct, __: Target) -> bool:
     return True
 
 
-def _large(product: Product, target: Target) -> bool:
+def _large(product: MXProduct, target: Target) -> bool:
     return product.is_large(target)
 
 
-def _large_alone(product: Product, target: Target) -> bool:
+def _large_alone(product: MXProduct, target: Target) -> bool:
     return product.is_large(target) and not product.epilogue
 
 
-def _large_and_long(product: Product, target: Target) -> bool:
+def _large_and_long(product: MXProduct, target: Target) -> bool:
     return product.is_large(target) and product.k >= _LONG_K
 
 
-def _large_alone_on_b200(product: Product, target: Target) -> bool:
+def _large_alone_on_b200(product: MXProduct, target: Target) -> bool:
     return _large_alone(product, target) and target.name == "sm_100"
 
 
 TABLE = (
-    Row(
+    TableRow(
         kind=DENSE,
         when="large, nothing fused behind it",
         holds=_large_alone,
@@ -100,7 +100,7 @@ TABLE = (
         reason="cuBLAS reaches 2,850 TFLOPS at 8192³ on a B200 and Triton's own example 2,202 (published);"
         " ours has not been timed",
     ),
-    Row(
+    TableRow(
         kind=DENSE,
         when="large, with an epilogue, K of 4,096 or more",
         holds=_large_and_long,
@@ -109,7 +109,7 @@ TABLE = (
         " reaches 0.48 of the data sheet's rate (machine code) and cuBLAS 0.60 (published): from here on that"
         " saves more than writing and reading the result costs, 4 bytes an element",
     ),
-    Row(
+    TableRow(
         kind=DENSE,
         when="large, with an epilogue and a smaller K, or not for the library",
         holds=_large,
@@ -118,7 +118,7 @@ TABLE = (
         " second accumulator hide it behind the next tile, where it would leave the matrix units idle a"
         " quarter of the time (machine code)",
     ),
-    Row(
+    TableRow(
         kind=DENSE,
         when="small",
         holds=_always,
@@ -126,21 +126,21 @@ TABLE = (
         reason="one tile a processor: there is no next one to overlap with, bytes and latency bound it, and"
         " a library's launch costs the host more",
     ),
-    Row(
+    TableRow(
         kind=DENSE,
         when="odd, or few rows",
         holds=_always,
         form=POINTERS,
         reason="reads any strides and starts; few rows go on the side of the MMA that may be narrow",
     ),
-    Row(
+    TableRow(
         kind=BATCHED,
         when="all",
         holds=_always,
         form=POINTERS,
         reason="no library has a batch of MX products; one launch for all entries",
     ),
-    Row(
+    TableRow(
         kind=ROWS,
         when="large, nothing fused behind it, on `sm_100`",
         holds=_large_alone_on_b200,
@@ -148,28 +148,28 @@ TABLE = (
         reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
         " (published); ours has not been timed. Its machine code is for that chip alone, as far as is known",
     ),
-    Row(
+    TableRow(
         kind=ROWS,
         when="else",
         holds=_always,
         form=PERSISTENT,
         reason="takes operands of any majorness, E5M2, and an epilogue",
     ),
-    Row(
+    TableRow(
         kind=ROWS,
         when="odd, or few rows a group",
         holds=_always,
         form=POINTERS,
         reason="reads any strides and starts",
     ),
-    Row(
+    TableRow(
         kind=ALONG_K,
         when="aligned",
         holds=_always,
         form=PERSISTENT,
         reason="the library's wants groups of whole blocks, which only the data says",
     ),
-    Row(
+    TableRow(
         kind=ALONG_K,
         when="odd, or few rows of the result",
         holds=_always,
@@ -194,7 +194,7 @@ def tile_of(form: str, tiles: Sequence[TiledConfig]) -> list[TiledConfig]:
     return [*fitting, *tiles][:1]
 
 
-def default(product: Product, target: Target, runs: Collection[str]) -> Row:
+def default(product: MXProduct, target: Target, runs: Collection[str]) -> TableRow:
     """The row that decides `product` on `target`. runs: forms that can compute it, pointers at least."""
     return next(
         row for row in TABLE if row.kind == product.kind and row.form in runs and row.holds(product, target)

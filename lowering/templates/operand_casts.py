@@ -117,11 +117,11 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-class _Template(TritonTemplate):
+class _OperandTemplate(TritonTemplate):
     kernel_type = Producing
 
 
-TEMPLATE = _Template(name="mx_cast_operands", grid=_grid, source=_SOURCE)
+TEMPLATE = _OperandTemplate(name="mx_cast_operands", grid=_grid, source=_SOURCE)
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 

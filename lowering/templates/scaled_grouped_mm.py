@@ -210,7 +210,7 @@ def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, l
     a, _, b, *_ = sides
     m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
     fused = has_epilogue(V.graph.current_node)
-    product = defaults.Product(kind=defaults.ROWS, m=m, n=n, k=k, epilogue=fused)
+    product = defaults.MXProduct(kind=defaults.ROWS, m=m, n=n, k=k, epilogue=fused)
     runs = defaults.forms(tiles) | ({defaults.VENDOR} if library else set())
     return defaults.default(product, of_device(layout.device), runs).form
 

@@ -196,7 +196,7 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
     if not configs.autotuning():
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
         fused = has_epilogue(V.graph.current_node)
-        product = defaults.Product(kind=defaults.DENSE, m=m, n=n, k=k, epilogue=fused)
+        product = defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=k, epilogue=fused)
         form = defaults.default(product, target, runs).form
         tried, tiled = frozenset({form}), defaults.tile_of(form, tiled)
     for config in tiled:

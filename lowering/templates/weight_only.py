@@ -30,7 +30,7 @@ from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.configs import single
-from mxcompile.lowering.templates.weight_only_forms import Form, forms, row_of
+from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, row_of
 
 _SOURCE = r"""
 from mxcompile.lowering.kernels import weight_only_mm as weight_only
@@ -152,7 +152,7 @@ def readable(qdata: ir.TensorBox, target: Target) -> Any:
 
 
 def _template(
-    choices: list[Form], operands: list[Any], layout: ir.Layout, elem: str, target: Target
+    choices: list[WeightOnlyForm], operands: list[Any], layout: ir.Layout, elem: str, target: Target
 ) -> ir.TensorBox:
     tried = (
         {

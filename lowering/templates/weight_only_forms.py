@@ -36,7 +36,7 @@ _AMD_STAGES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class WeightOnlyForm:
     """How one product runs. parts: K is split into so many, summed afterwards; 1: it is not."""
 
     on_tensor_cores: bool
@@ -74,7 +74,7 @@ def most_rows(target: Target, dtype: torch.dtype) -> int:
     return row.dot_rows if dtype is torch.bfloat16 else row.gemv_rows
 
 
-def forms(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> list[Form]:
+def forms(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> list[WeightOnlyForm]:
     """How to multiply `rows` rows of `dtype` by a weight [n, k], on a chip with a row in the table.
 
     The default; where Inductor is told to autotune, others after it that split K alike.
@@ -85,7 +85,7 @@ def forms(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> list
     tuned = config.max_autotune or config.max_autotune_gemm
     on_tensor_cores = _on_tensor_cores(rows, dtype)
     return [
-        Form(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
+        WeightOnlyForm(on_tensor_cores=on_tensor_cores, tile=tile, parts=parts)
         for tile in ([default, *tiles] if tuned else [default])
     ]
 

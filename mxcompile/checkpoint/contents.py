@@ -11,7 +11,7 @@ from mxcompile.report.fold import spelled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class TensorGroup:
     """Tensors of one kind and shape.
 
     name: of all, folded. kind: dtype, or "mxfp8" and the elements. count, num_bytes: of all together.
@@ -33,7 +33,7 @@ class Contents:
     num_files: int
     num_bytes: int
     mxfp8_bytes: int
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
 
 
 def contents(path: str | Path) -> Contents:
@@ -50,7 +50,7 @@ def contents(path: str | Path) -> Contents:
             size += checkpoint.entries[weight.scales].num_bytes
         alike.setdefault((kind, elements.shape), []).append((weight.name, size))
     groups = tuple(
-        Group(
+        TensorGroup(
             name=spelled(name for name, _ in members),
             kind=kind,
             shape=shape,

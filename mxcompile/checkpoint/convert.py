@@ -35,7 +35,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import Chosen
+from mxcompile.serving.choose import StorageChoice
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.serving.weights import cast, pieces
 from mxcompile.storage import MXTensor
@@ -213,7 +213,7 @@ def _convert_file(
     return list(_measured(plan, file, made, on_tensor))
 
 
-def _empty(entry: Entry, chosen: Chosen | None) -> Tensor:
+def _empty(entry: Entry, chosen: StorageChoice | None) -> Tensor:
     """What becomes of a tensor, without its values."""
     if chosen is None or chosen.elem_dtype is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

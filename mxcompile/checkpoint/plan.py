@@ -25,7 +25,7 @@ from mxcompile.errors import CheckpointError
 from mxcompile.formats import num_blocks
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import TABLE, Chosen
+from mxcompile.serving.choose import TABLE, StorageChoice
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.serving.weights import chosen_weights
 
@@ -45,7 +45,7 @@ class Conversion:
 
     checkpoint: Checkpoint
     layout: FileLayout
-    chosen: dict[str, Chosen]
+    chosen: dict[str, StorageChoice]
     config: dict[str, Any]
     whole: tuple[str, ...]
 
@@ -61,7 +61,7 @@ class Conversion:
         return self.checkpoint.num_bytes - sum(entries[each.name].num_bytes - each.num_bytes for each in rows)
 
 
-def row(entry: Entry, chosen: Chosen) -> StoredWeight:
+def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
     """What becomes of one tensor."""
     numel = torch.Size(entry.shape).numel()
     stored = chosen.elem_dtype is not None
@@ -96,7 +96,7 @@ def make_plan(
         given = _of_config(source, config)
     decided = chosen_weights(given.model, policy, given.args, given.kwargs)
     places = _places(given.model, checkpoint)
-    found: dict[str, Chosen] = {}
+    found: dict[str, StorageChoice] = {}
     for name, (path, reason) in places.items():
         if path in decided:
             found[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
@@ -111,7 +111,7 @@ def make_plan(
     return Conversion(checkpoint=checkpoint, layout=form, chosen=found, config=config, whole=tuple(whole))
 
 
-def _reasons(found: Mapping[str, Chosen], decided: Mapping[str, Chosen]) -> str:
+def _reasons(found: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:
     """Why no tensor is stored: what keeps those that the policy would store, else what it says."""
     wanted = any(each.elem_dtype is not None for each in decided.values())
     policies = {each.reason for each in decided.values()}
@@ -171,7 +171,7 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
     return ""
 
 
-def _for_file(entry: Entry, chosen: Chosen, lost: str, layout: FileLayout) -> Chosen:
+def _for_file(entry: Entry, chosen: StorageChoice, lost: str, layout: FileLayout) -> StorageChoice:
     """`chosen`, of a parameter, for the tensor of the file."""
     if chosen.elem_dtype is None:
         return chosen

@@ -18,7 +18,7 @@ from mxcompile.cli.demo_serve import serve
 from mxcompile.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mxcompile.demo import Comparison, Run
+    from mxcompile.demo import SeedComparison, TrainingRun
 
 
 def add_to(commands: Any) -> None:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     return _conclude(found, options.output)
 
 
-def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
+def _trained(options: argparse.Namespace, bar: Any) -> SeedComparison:
     """All runs."""
     check_plots(options.output)
 
@@ -86,9 +86,9 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
     if note := demo.why_fp32(settings):
         _say(bar, note)
 
-    runs: list[demo.Run] = []
+    runs: list[demo.TrainingRun] = []
 
-    def progress(run: demo.Run, step: int) -> None:
+    def progress(run: demo.TrainingRun, step: int) -> None:
         bar.set_description(f"{run.label}, seed {run.seed}", refresh=False)
         bar.set_postfix_str(f" loss {run.train[-1]:.3f}", refresh=False)
         bar.update()
@@ -110,10 +110,10 @@ def _trained(options: argparse.Namespace, bar: Any) -> Comparison:
             for seed in range(seeds):
                 runs.append(trainee.run(seed, progress))
                 _say(bar, _said(runs[-1]))
-    return demo.Comparison(runs=tuple(runs))
+    return demo.SeedComparison(runs=tuple(runs))
 
 
-def _said(run: Run) -> str:
+def _said(run: TrainingRun) -> str:
     return f"{run.label}, seed {run.seed}: {run.final:.4f} nats a byte, {run.step_ms:.0f} ms a step"
 
 
@@ -125,7 +125,7 @@ def _say(bar: Any, text: str) -> None:
     bar.refresh()
 
 
-def _conclude(found: Comparison, out: Path) -> int:
+def _conclude(found: SeedComparison, out: Path) -> int:
     """Print the reports and the losses, write the files, and say the policies' gap."""
     from mxcompile.demo.compare import CONTROL, GAP_LIMIT
     from mxcompile.report.forms.tables import drawn
@@ -157,7 +157,7 @@ def _conclude(found: Comparison, out: Path) -> int:
     return 0 if found.tells and abs(worst) <= GAP_LIMIT else 1
 
 
-def _of_seeds(found: Comparison) -> str:
+def _of_seeds(found: SeedComparison) -> str:
     """How far the baseline itself moves."""
     name = found.baseline.upper()
     if found.spread is None:
@@ -165,7 +165,7 @@ def _of_seeds(found: Comparison) -> str:
     return f"{name} itself moves by {found.spread:.2%} from seed to seed;"
 
 
-def _row(found: Comparison, label: str) -> list[str]:
+def _row(found: SeedComparison, label: str) -> list[str]:
     runs = found.of(label)
     gaps = [""] * 2
     if label != found.labels[0]:
@@ -173,7 +173,7 @@ def _row(found: Comparison, label: str) -> list[str]:
     return [label, *(f"{run.final:.4f}" for run in runs), *gaps, f"{min(run.step_ms for run in runs):.0f}"]
 
 
-def _write(found: Comparison, out: Path) -> list[str]:
+def _write(found: SeedComparison, out: Path) -> list[str]:
     """Write reports, losses and their picture; returns the names of the files."""
     from mxcompile.demo import plot
 

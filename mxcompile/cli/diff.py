@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Condition:
+class FailCondition:
     """When the exit status is 1. word: see `_CONDITIONS`. limit: what has to be exceeded."""
 
     word: str
@@ -32,7 +32,7 @@ def decibels(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of dB, such as 25 or 25dB") from None
 
 
-DEFAULT = [Condition(word="fallback"), Condition(word="share-drop", limit=0.01)]
+DEFAULT = [FailCondition(word="fallback"), FailCondition(word="share-drop", limit=0.01)]
 """What fails where ``--fail-on`` does not say."""
 
 _CONDITIONS: dict[str, Callable[[str], float] | None] = {
@@ -43,7 +43,7 @@ _CONDITIONS: dict[str, Callable[[str], float] | None] = {
 """Words of ``--fail-on``, and what reads their limit."""
 
 
-def condition(text: str) -> Condition:
+def condition(text: str) -> FailCondition:
     """``fallback``, ``share-drop=1%`` or ``sqnr-drop=1dB``."""
     word, given, limit = text.partition("=")
     if word not in _CONDITIONS:
@@ -52,7 +52,7 @@ def condition(text: str) -> Condition:
     if (read is None) == bool(given):
         usage = "fallback takes no limit" if read is None else f"say how much: {word}=1"
         raise argparse.ArgumentTypeError(usage)
-    return Condition(word=word, limit=0.0 if read is None else read(limit))
+    return FailCondition(word=word, limit=0.0 if read is None else read(limit))
 
 
 def add_to(commands: Any) -> None:
@@ -109,7 +109,7 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
     return found.report, found
 
 
-def _happened(one: Condition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
+def _happened(one: FailCondition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:
     if one.word == "fallback":
         return bool(of_model.fell_back)
     if one.word == "share-drop":

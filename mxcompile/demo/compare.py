@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mxcompile.demo.training import Run, Settings
+from mxcompile.demo.training import Settings, TrainingRun
 from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import of_device
 from mxcompile.policy import Policy
@@ -71,12 +71,12 @@ def why_fp32(settings: Settings) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class SeedComparison:
     """The runs of every variant, in the order of their seeds."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TrainingRun, ...]
 
-    def of(self, label: str) -> list[Run]:
+    def of(self, label: str) -> list[TrainingRun]:
         """The runs of one variant."""
         return [run for run in self.runs if run.label == label]
 
@@ -119,5 +119,5 @@ class Comparison:
         return (max(losses) - min(losses)) / (sum(losses) / len(losses))
 
 
-def _loss(run: Run, step: int | None) -> float:
+def _loss(run: TrainingRun, step: int | None) -> float:
     return run.final if step is None else run.validation[step]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mxcompile.demo.compare import CONTROL, GAP_LIMIT, Comparison
+from mxcompile.demo.compare import CONTROL, GAP_LIMIT, SeedComparison
 
 _LINEAR = 0.5
 """Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
 
 
-def plot(found: Comparison, path: Path) -> None:
+def plot(found: SeedComparison, path: Path) -> None:
     """Write a PNG to `path`."""
     from matplotlib.figure import Figure
 

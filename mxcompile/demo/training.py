@@ -59,7 +59,7 @@ class Settings:
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """One training run.
 
     train: loss of every step. validation: by step. step_ms: median. report: of what was compiled, None for
@@ -167,11 +167,11 @@ class Trainee:
         self._model = build(settings)
         self._compiled = compile_model(self._model)
 
-    def run(self, seed: int, progress: Callable[[Run, int], None]) -> Run:
+    def run(self, seed: int, progress: Callable[[TrainingRun, int], None]) -> TrainingRun:
         """Train with `seed`; `progress` is called after every step. Losses are in nats per byte."""
         settings = replace(self._settings, seed=seed)
         self._model.load_state_dict(self._build(settings).state_dict())
-        run = Run(label=self._label, seed=seed)
+        run = TrainingRun(label=self._label, seed=seed)
         optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.1
         )
@@ -203,9 +203,9 @@ def train(
     settings: Settings,
     text: Text,
     compile_model: Callable[[nn.Module], Callable[..., Any]],
-    progress: Callable[[Run, int], None],
+    progress: Callable[[TrainingRun, int], None],
     build: Callable[[Settings], nn.Module] = build_model,
-) -> Run:
+) -> TrainingRun:
     """One run of a new `Trainee`, with the seed of `settings`."""
     return Trainee(label, settings, text, compile_model, build).run(settings.seed, progress)
 

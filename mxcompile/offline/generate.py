@@ -37,7 +37,7 @@ from mxcompile.offline.launch import Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
-from mxcompile.offline.wrapper import Call, Module, read
+from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.ops import CASTS
 from mxcompile.policy import Policy
 from mxcompile.report import Report
@@ -136,7 +136,7 @@ class _Worker:
     """
 
     launch: Launch
-    call: Call
+    call: KernelCall
     source: str
     rates: Rates
     wide: Container[str]
@@ -238,7 +238,7 @@ def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> f
     return attention or sum(tag.flops for tag in dict.fromkeys(tags))
 
 
-def _source(call: Call, written_by: dict[str, str]) -> str:
+def _source(call: KernelCall, written_by: dict[str, str]) -> str:
     """What made the tensors that a cast reads (see `Launch`)."""
     made = {written_by.get(name, "input") for name in call.reads}
     return next(kind for kind in ("generated", "library", "input") if kind in made)

@@ -22,7 +22,7 @@ _AS_DTYPE = "torch.ops.aten.view.dtype"  # the same memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class KernelCall:
     """One launch as the module writes it.
 
     kernel: name of a generated kernel, or of an operator such as ``extern_kernels.mm``. generated: which of
@@ -45,14 +45,14 @@ class Module:
     """A generated module: the Triton source of its kernels by name, and its launches in order."""
 
     kernels: dict[str, str]
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
 
 
 def read(source: str, input_bytes: dict[str, int]) -> Module:
     """The kernels and launches in `source`, whose inputs have `input_bytes` by name."""
     tree = ast.parse(source)
     kernels = dict(_kernels(tree))
-    reader = _Reader(source, kernels, input_bytes)
+    reader = _ModuleReader(source, kernels, input_bytes)
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef) and _runs(function):
             reader.read(function)
@@ -76,7 +76,7 @@ def _kernels(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield name, code
 
 
-class _Reader:
+class _ModuleReader:
     """State of reading one module: the tensors known so far, by name, and the launches."""
 
     def __init__(self, source: str, kernels: dict[str, str], input_bytes: dict[str, int]) -> None:
@@ -86,7 +86,7 @@ class _Reader:
         self._itemsize: dict[str, int] = {}
         self._root = {name: name for name in input_bytes}
         self._new: set[str] = set()  # memory that holds nothing yet: its first launch writes it
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
 
     def read(self, function: ast.FunctionDef) -> None:
         """Follow the statements of a function in order."""
@@ -166,7 +166,7 @@ class _Reader:
         moved = [*dict.fromkeys(reads), *dict.fromkeys(writes)]
         self._new.difference_update(moved)
         self.calls.append(
-            Call(
+            KernelCall(
                 kernel=kernel,
                 generated=generated,
                 handle=self._handle(call.lineno),

@@ -15,7 +15,7 @@ from mxcompile.policy.shadow import Shadows
 from mxcompile.policy.yaml_data import MAX_BYTES, Path, YamlProblem, load
 
 
-class Source:
+class Origin:
     """Where raw data came from, to say in errors: a file with lines, or a dict."""
 
     def __init__(self, label: str, lines: dict[Path, int] | None = None) -> None:
@@ -58,17 +58,17 @@ def read_file(path: pathlib.Path) -> bytes:
         raise PolicyError(f"{shown(str(path))}: cannot be read: {error}") from None
 
 
-def load_yaml(raw: bytes, label: str) -> tuple[Any, Source]:
+def load_yaml(raw: bytes, label: str) -> tuple[Any, Origin]:
     """Returns the data and the source of the YAML document `raw`, called `label`. Raises `PolicyError`."""
     try:
         data, lines = load(raw)
     except YamlProblem as problem:
         place = f"{label}:{problem.line}" if problem.line else label
         raise PolicyError(f"{place}: {problem}") from None
-    return data, Source(label, lines)
+    return data, Origin(label, lines)
 
 
-def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
+def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
     """Preset name and rules in `data`, a mapping with version, preset and rules."""
     if not isinstance(data, dict):
         found = "nothing" if data is None else type(data).__name__
@@ -103,7 +103,7 @@ def parse_data(data: Any, source: Source) -> tuple[str, tuple[Rule, ...]]:
     return preset, tuple(rules)
 
 
-def _named_rules(numbers: tuple[int, ...], source: Source) -> str:
+def _named_rules(numbers: tuple[int, ...], source: Origin) -> str:
     """``rule 1 (line 3)`` or ``rules 1, 3 (lines 3, 9)``."""
     lines = [str(line) for number in numbers if (line := source.line(("rules", number - 1)))]
     place = f" (line{'s' * (len(numbers) > 1)} {', '.join(lines)})" if lines else ""
@@ -115,7 +115,7 @@ def rule_words(numbers: Sequence[int]) -> str:
     return f"rule{'s' * (len(numbers) > 1)} {_words(numbers)}"
 
 
-def _parse_rule(raw: Any, path: Path, preset: Preset, source: Source) -> Rule:
+def _parse_rule(raw: Any, path: Path, preset: Preset, source: Origin) -> Rule:
     if not isinstance(raw, dict):
         raise source.error(
             path, f"a rule is a mapping with the keys {_words(schema.RULE)}, found {shown(raw)}"
@@ -136,7 +136,7 @@ def _parse_rule(raw: Any, path: Path, preset: Preset, source: Source) -> Rule:
     return Rule(match=match, use=use)
 
 
-def _parse_match(raw: Any, path: Path, source: Source) -> Match:
+def _parse_match(raw: Any, path: Path, source: Origin) -> Match:
     if not isinstance(raw, dict) or not raw:
         raise source.error(
             path,
@@ -154,7 +154,7 @@ def _parse_match(raw: Any, path: Path, source: Source) -> Match:
     return match
 
 
-def _parse_use(raw: Any, path: Path, source: Source) -> Use:
+def _parse_use(raw: Any, path: Path, source: Origin) -> Use:
     if isinstance(raw, str):
         precision = _read(schema.PRECISION, raw, path, source)
         return Use(fprop=precision, dgrad=precision, wgrad=precision)
@@ -178,7 +178,7 @@ def _parse_use(raw: Any, path: Path, source: Source) -> Use:
     return Use(**values)
 
 
-def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Source) -> None:
+def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origin) -> None:
     """An error for a choice that means nothing to any precision the rule may come to."""
     asked = [row for row in (use.fprop, use.dgrad, use.wgrad) if row is not None]
     rows = {row.name: row for row in asked if row.quantizes} or {preset.precision.name: preset.precision}
@@ -208,14 +208,14 @@ def _has_tensor_scales(rows: dict[str, Precision], tiles: tuple[str, ...]) -> bo
     return all(fmt.scale is ScaleType.FP32 and fmt.tile == Tile.TENSOR for fmt in formats)
 
 
-def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Source) -> None:
+def _check_keys(raw: dict[Any, Any], allowed: Iterable[str], path: Path, source: Origin) -> None:
     allowed = tuple(allowed)
     for key in raw:
         if key not in allowed:
             raise source.error((*path, key), not_allowed("key", key, allowed))
 
 
-def _read(kind: schema.Value, value: Any, path: Path, source: Source) -> Any:
+def _read(kind: schema.Value, value: Any, path: Path, source: Origin) -> Any:
     try:
         return kind.read(value)
     except schema.Invalid as invalid:

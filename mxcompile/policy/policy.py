@@ -24,7 +24,7 @@ from mxcompile.policy.model import (
     Saved,
     Use,
 )
-from mxcompile.policy.parse import Source, load_yaml, parse_data, read_file
+from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
 
@@ -59,7 +59,7 @@ class Policy:
     @classmethod
     def from_dict(cls, data: dict[str, Any], label: str = "policy") -> Policy:
         """The policy in `data`, the same form as the YAML file. Raises `PolicyError`."""
-        return cls._of(*parse_data(data, Source(label)), label=label)
+        return cls._of(*parse_data(data, Origin(label)), label=label)
 
     @classmethod
     def resolve(cls, value: str | Path | dict[str, Any] | Policy | None) -> Policy:

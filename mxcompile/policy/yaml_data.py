@@ -87,7 +87,7 @@ def load(raw: bytes) -> tuple[Any, dict[Path, int]]:
     if len(raw) > MAX_BYTES:
         raise YamlProblem(f"a policy has at most {MAX_BYTES:,} bytes, this file has more: is it one?")
     node = _compose(_decoded(raw))
-    reader = _Reader()
+    reader = _NodeReader()
     return (None if node is None else reader.read(node, ())), reader.lines
 
 
@@ -116,7 +116,7 @@ def _compose(text: str) -> yaml.Node | None:
         raise YamlProblem(_TOO_DEEP) from None
 
 
-class _Reader:
+class _NodeReader:
     """Walks the node graph once, with what it is inside of."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ TABLE = "it is the table of an embedding"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
+class StorageChoice:
     """What is decided for one parameter.
 
     role: of its layers, the first of several. reason: why it is stored in MXFP8, or why not. block_dim: the
@@ -44,7 +44,7 @@ class Chosen:
 
 def choose(
     model: nn.Module, policy: Policy, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Chosen]:
+) -> dict[str, StorageChoice]:
     """What `policy` decides for every weight of a linear layer or embedding of `model`, by parameter path.
 
     args, kwargs: what the model is called with; their values are not looked at. Rules that do nothing are
@@ -87,7 +87,7 @@ def _along_rows(use: WeightUse) -> WeightUse:
     return replace(use, elem_dtype=None, reason=OTHER_FORMAT.format(PRECISIONS["mxfp8"]))
 
 
-def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
+def _decided(found: Sequence[WeightUse], asking: str) -> StorageChoice:
     """One decision from all that is done with a weight: it is stored if that is one and the same cast.
 
     asking: the rule that asks for it as an embedding to be quantized, "" if none does.
@@ -102,11 +102,11 @@ def _decided(found: Sequence[WeightUse], asking: str) -> Chosen:
         wanted = asking or next((use.reason for use in found if use.elem_dtype is not None), "")
         obstacle = TABLE if keeping.is_lookup else f"{keeping.layer} keeps it"
         reason = f"{wanted}, but {obstacle}" if wanted else keeping.reason
-        return Chosen(role=keeping.role, reason=reason)
+        return StorageChoice(role=keeping.role, reason=reason)
     formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in found}
     if len(formats) > 1:
-        return Chosen(role=first.role, reason="its layers cast it in different ways")
-    return Chosen(
+        return StorageChoice(role=first.role, reason="its layers cast it in different ways")
+    return StorageChoice(
         role=first.role,
         reason=f"{first.reason}; the embedding keeps its table" if apart else first.reason,
         block_dim=first.block_dim - first.rank,

@@ -24,7 +24,7 @@ from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
 from mxcompile.models.wrappers import users_own
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import TABLE, Chosen, choose
+from mxcompile.serving.choose import TABLE, StorageChoice, choose
 from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.storage import MXTensor
 
@@ -77,14 +77,14 @@ def chosen_weights(
     policy: Policy | str | dict[str, Any] | None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-) -> dict[str, Chosen]:
+) -> dict[str, StorageChoice]:
     """What a policy decides for the weights of `model`, by parameter path. Raises as `quantize_weights_`."""
     _refuse_sharded(model)
     if not args and not kwargs:
         kwargs = example_inputs(model)
     resolved = Policy.resolve("inference" if policy is None else policy)
     found = choose(model, resolved, args, kwargs or {})
-    unseen = Chosen(role="other", reason="no product of the traced call reads it as a matrix")
+    unseen = StorageChoice(role="other", reason="no product of the traced call reads it as a matrix")
     rest = (path for path, value in model.named_parameters() if value.ndim > 1 and path not in found)
     return {**found, **dict.fromkeys(rest, unseen)}
 
@@ -98,7 +98,7 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _store(path: str, places: Sequence[Owner], chosen: Chosen) -> StoredWeight:
+def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredWeight:
     """Store one parameter, if that is what was chosen; what became of it."""
     parameter = getattr(*places[0])
     before = parameter.numel() * parameter.element_size()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from mxcompile.passes.roles.uses import Ends
+from mxcompile.passes.roles.uses import GraphOutputs
 
 _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOutput", "TokenAOTOutput",
                "SavedForBackwards", "PhiloxUpdated")  # fmt: skip
@@ -44,14 +44,14 @@ def cut_inputs(graph: fx.Graph, cuts: Cuts) -> frozenset[fx.Node]:
     )
 
 
-def ends(graph: fx.Graph, cuts: Cuts) -> Ends:
+def ends(graph: fx.Graph, cuts: Cuts) -> GraphOutputs:
     """The outputs of the forward in a joint or inference graph, as results of the model and as cuts."""
     results: set[fx.Node] = set()
     cut: set[fx.Node] = set()
     for index, node, descriptor in _outputs(graph):
         if not any(word in type(descriptor).__name__ for word in _NO_RESULTS):
             (cut if _is_in(_position(descriptor, index), cuts.outputs) else results).add(node)
-    return Ends(results=frozenset(results), cuts=frozenset(cut))
+    return GraphOutputs(results=frozenset(results), cuts=frozenset(cut))
 
 
 def live(graph: fx.Graph) -> list[fx.Node]:

@@ -82,7 +82,7 @@ def sweep(
     cut: frozenset[fx.Node],
 ) -> Feeds:
     """What the values `nodes`, the forward of a graph in order, are made of. cut: inputs that are cuts."""
-    sweeper = _Sweeper(depends, traits, streams, cut)
+    sweeper = _FeedsSweep(depends, traits, streams, cut)
     for node in nodes:
         sweeper.visit(node)
     feeds = sweeper.feeds
@@ -91,7 +91,7 @@ def sweep(
     return feeds
 
 
-class _Sweeper:
+class _FeedsSweep:
     def __init__(
         self,
         depends: dict[fx.Node, Depends],

@@ -40,7 +40,7 @@ _OF_INDICES = ONWARD & ~_ALONG_LINEAR | CHOOSES | SELECTS | RESULT | CUT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
+class GraphOutputs:
     """Outputs of the graph: what the model gives its caller, and what only leaves this graph."""
 
     results: frozenset[fx.Node]
@@ -48,16 +48,16 @@ class Ends:
 
 
 def sweep(
-    nodes: Sequence[fx.Node], traits: dict[fx.Node, int], feeds: Feeds, streams: Streams, ends: Ends
+    nodes: Sequence[fx.Node], traits: dict[fx.Node, int], feeds: Feeds, streams: Streams, ends: GraphOutputs
 ) -> dict[fx.Node, int]:
     """The uses of the values `nodes`, the forward of a graph in order, as sums of the marks above."""
-    sweeper = _Sweeper(traits, feeds, streams)
+    sweeper = _UsesSweep(traits, feeds, streams)
     for node in reversed(nodes):
         sweeper.visit(node, (RESULT if node in ends.results else 0) | (CUT if node in ends.cuts else 0))
     return sweeper.uses
 
 
-class _Sweeper:
+class _UsesSweep:
     def __init__(self, traits: dict[fx.Node, int], feeds: Feeds, streams: Streams) -> None:
         self._traits = traits
         self.uses: dict[fx.Node, int] = {}

@@ -207,12 +207,12 @@ def test_on_a_terminal_the_time_runs(monkeypatch: pytest.MonkeyPatch):
     assert "tracing 00:01" in terminal.getvalue()
 
 
-def made_run(label: str, seed: int, *losses: float) -> demo.Run:
-    return demo.Run(label=label, seed=seed, train=[3.0], validation=dict(enumerate(losses)))
+def made_run(label: str, seed: int, *losses: float) -> demo.TrainingRun:
+    return demo.TrainingRun(label=label, seed=seed, train=[3.0], validation=dict(enumerate(losses)))
 
 
 def test_gaps_are_to_the_same_seed():
-    found = demo.Comparison(
+    found = demo.SeedComparison(
         runs=(
             made_run("bf16", 0, 3.0, 2.0), made_run("bf16", 1, 3.0, 2.1),
             made_run("policy nvidia", 0, 3.0, 2.02), made_run("policy nvidia", 1, 3.0, 2.1),
@@ -243,7 +243,7 @@ def test_what_the_demo_concludes(
     base = (2.0, 2.1)
     labels = {"bf16": 1.0, "policy nvidia": 1.0005, demo.CONTROL: control / 2}
     runs = [made_run(label, i, base[i] * by) for label, by in labels.items() for i in range(seeds)]
-    assert demo_command._conclude(demo.Comparison(runs=tuple(runs)), tmp_path) == status
+    assert demo_command._conclude(demo.SeedComparison(runs=tuple(runs)), tmp_path) == status
     assert said in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ from mxcompile.lowering.templates.defaults import (
     ROWS,
     SPECIALIZED,
     VENDOR,
-    Product,
+    MXProduct,
 )
 
 SM_100 = TARGETS["sm_100"]
@@ -36,24 +36,28 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 @pytest.mark.parametrize(
     ("product", "runs", "form"),
     [
-        (Product(kind=DENSE, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
-        (Product(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), VENDOR),
-        (Product(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
+        (MXProduct(kind=DENSE, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (MXProduct(kind=DENSE, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), VENDOR),
+        (MXProduct(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True), (*OURS, VENDOR), SPECIALIZED),
         (
-            Product(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True),
+            MXProduct(kind=DENSE, m=8192, n=4096, k=2048, epilogue=True),
             (PERSISTENT, POINTERS, VENDOR),
             PERSISTENT,
         ),
-        (Product(kind=DENSE, m=8192, n=4104, k=4096), OURS, SPECIALIZED),  # which the library's does not take
-        (Product(kind=DENSE, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
-        (Product(kind=DENSE, m=8192, n=4097, k=4097), (POINTERS,), POINTERS),
-        (Product(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), (POINTERS,), POINTERS),
-        (Product(kind=ROWS, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
-        (Product(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), PERSISTENT),
-        (Product(kind=ROWS, m=300, n=256, k=4096), (*OURS, VENDOR), PERSISTENT),
-        (Product(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
-        (Product(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
-        (Product(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
+        (
+            MXProduct(kind=DENSE, m=8192, n=4104, k=4096),
+            OURS,
+            SPECIALIZED,
+        ),  # which the library's does not take
+        (MXProduct(kind=DENSE, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (MXProduct(kind=DENSE, m=8192, n=4097, k=4097), (POINTERS,), POINTERS),
+        (MXProduct(kind=BATCHED, m=8192, n=4096, k=4096, groups=8), (POINTERS,), POINTERS),
+        (MXProduct(kind=ROWS, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (MXProduct(kind=ROWS, m=8192, n=4096, k=4096, epilogue=True), (*OURS, VENDOR), PERSISTENT),
+        (MXProduct(kind=ROWS, m=300, n=256, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (MXProduct(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
+        (MXProduct(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
+        (MXProduct(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
 )
@@ -64,7 +68,7 @@ def test_the_table(product, runs, form):
 
 
 def test_experts_of_the_other_chip_are_ours():
-    product = Product(kind=ROWS, m=8192, n=4096, k=4096)
+    product = MXProduct(kind=ROWS, m=8192, n=4096, k=4096)
     assert defaults.default(product, TARGETS["sm_103"], {*OURS, VENDOR}).form == PERSISTENT
 
 

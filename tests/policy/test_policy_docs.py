@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mxcompile.cli import main
-from mxcompile.policy import Gemm, Policy, Role, Saved, Weights, schema
+from mxcompile.policy import Gemm, Policy, Role, Saved, schema
 from mxcompile.policy.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -115,7 +115,7 @@ def _file(text: str) -> Path:
             *schema.TOP,
             *schema.RULE,
             *PRESETS,
-            *map(str, (*Role, *Gemm, *Saved, *Weights)),
+            *map(str, (*Role, *Gemm, *Saved)),
         }
         | {
             "e4m3",

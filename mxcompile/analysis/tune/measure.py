@@ -25,7 +25,7 @@ from mxcompile.rules import layers_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ModelCall:
     """One call of a model: the arguments of `Session`."""
 
     model: nn.Module
@@ -51,7 +51,7 @@ class Trials:
     """
 
     def __init__(
-        self, call: Call, start: Policy, candidates: Sequence[Candidate], bounds: Bounds, bar: tqdm[Any]
+        self, call: ModelCall, start: Policy, candidates: Sequence[Candidate], bounds: Bounds, bar: tqdm[Any]
     ) -> None:
         self.candidates = candidates
         self.bar = bar

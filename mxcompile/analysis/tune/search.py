@@ -27,7 +27,7 @@ from mxcompile.analysis.audit.session import LossFunction
 from mxcompile.analysis.audit.text import decibels
 from mxcompile.analysis.tune.bounds import Bounds
 from mxcompile.analysis.tune.candidates import BF16, Candidate, Cost, Costs, Mix, Option
-from mxcompile.analysis.tune.measure import Call, Trials
+from mxcompile.analysis.tune.measure import ModelCall, Trials
 from mxcompile.analysis.tune.tuned import Chosen, Tuned
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
@@ -84,7 +84,7 @@ def tune(
     start = Policy.resolve(policy)
     candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
     chip = check(target) if among else ""
-    call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
+    call = ModelCall(model=model, args=args, kwargs=named, loss_fn=loss_fn)
     with tqdm(desc="tune: tracing", unit="run", disable=None, leave=False) as bar:
         trials = Trials(call, start, candidates or [Candidate.start(start)], bounds, bar)
         tuned = _Search(trials, bounds, chip).tuned()

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, printable
-from mxcompile.policy.parse import Source, parse_data, rule_words
+from mxcompile.policy.parse import Origin, parse_data, rule_words
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.schema import VERSION
 from mxcompile.policy.shadow import Shadows
@@ -51,7 +51,7 @@ class Imported:
 class Draft:
     """The policy as known so far. preset: stands for the tool's defaults."""
 
-    def __init__(self, *, source: Source, preset: str, tool: str) -> None:
+    def __init__(self, *, source: Origin, preset: str, tool: str) -> None:
         self.source = source
         self._preset = preset
         self._tool = tool
@@ -68,7 +68,7 @@ class Draft:
         """Add a rule made of what is at `path`; raises `PolicyError` if that holds no valid pattern."""
         raw = {"match": match, "use": use}
         try:
-            _, (rule,) = parse_data({"version": VERSION, "preset": self._preset, "rules": [raw]}, Source(""))
+            _, (rule,) = parse_data({"version": VERSION, "preset": self._preset, "rules": [raw]}, Origin(""))
         except PolicyError as error:
             raise self.source.error(path, _OWN_PATH.sub("", str(error))) from None
         if raw in self._rules:

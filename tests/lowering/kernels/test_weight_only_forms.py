@@ -13,14 +13,14 @@ from mxcompile import ops
 from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import weight_only
-from mxcompile.lowering.templates.weight_only_forms import Form, forms, most_rows
+from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, most_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 EMULATED = [name for name, target in TARGETS.items() if target.arch is not None and not target.native]
 WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
 
 
-def generated(form: Form, rows: int, dtype: torch.dtype, target: str, monkeypatch):
+def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, monkeypatch):
     """The kernel of a product by a weight [1024, 4096] in `form`, and how many follow it."""
     monkeypatch.setattr(weight_only, "forms", lambda *_: [form])
     x = torch.empty(rows, 4096, dtype=dtype, device="meta")
