@@ -99,8 +99,8 @@ def config_patches(
 def obstacles(target: Target) -> list[str]:
     """Why passes that are for `target` cannot be used here; [] if all can. Registers their templates."""
     steps = [step(target=target, device=target.device) for step in (*JOINT_LOWERING, *LOWERING)]
-    found = (step.obstacle for step in steps if step.applies)
-    return list(dict.fromkeys(filter(None, found)))
+    reasons = (step.obstacle for step in steps if step.applies)
+    return list(dict.fromkeys(filter(None, reasons)))
 
 
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:

@@ -67,14 +67,14 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
-def not_allowed(what: str, found: object, allowed: Iterable[str]) -> str:
-    """One sentence: `what` is `found`, allowed are `allowed`, nearest is ….
+def not_allowed(what: str, value: object, allowed: Iterable[str]) -> str:
+    """One sentence: `what` is `value`, allowed are `allowed`, nearest is ….
 
     Letters outside ASCII are shown by their code: a Cyrillic е in a key looks like the right one.
     """
     words = [str(word) for word in allowed]
-    named = "".join(_by_code(sign) for sign in shown(found))
-    return f"unknown {what} {named}{nearest(str(found), words)}; allowed: {', '.join(words)}"
+    named = "".join(_by_code(sign) for sign in shown(value))
+    return f"unknown {what} {named}{nearest(str(value), words)}; allowed: {', '.join(words)}"
 
 
 def printable(text: str) -> str:

@@ -68,12 +68,12 @@ def missing() -> list[str]:
 
 def _exists(module: str, name: str) -> bool:
     try:
-        found: Any = importlib.import_module(module)
+        owner: Any = importlib.import_module(module)
         for part in name.split("."):
-            if not hasattr(found, part):
-                found = importlib.import_module(f"{found.__name__}.{part}")
+            if not hasattr(owner, part):
+                owner = importlib.import_module(f"{owner.__name__}.{part}")
             else:
-                found = getattr(found, part)
+                owner = getattr(owner, part)
     except (ImportError, AttributeError):
         return False
     return True

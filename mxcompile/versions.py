@@ -30,13 +30,13 @@ def installed(name: str) -> str | None:
 
 def untested(name: str) -> str:
     """Why the installed version of `name` is not one of those tested; "" if it is, or is not installed."""
-    found = installed(name)
-    if found is None or name not in TESTED:
+    version = installed(name)
+    if version is None or name not in TESTED:
         return ""
     oldest, newest = TESTED[name]
-    if _minor(found) > _minor(newest):
+    if _minor(version) > _minor(newest):
         return f"newer than tested: {name} {oldest} to {newest}"
-    return f"older than supported: {name} {oldest} to {newest}" if _minor(found) < _minor(oldest) else ""
+    return f"older than supported: {name} {oldest} to {newest}" if _minor(version) < _minor(oldest) else ""
 
 
 @functools.cache

@@ -176,17 +176,17 @@ class _Crossing:
         with build.graph.inserting_before(self._first(readers)):
             result = build.call(ops.dequantize, qdata, scale, copy.dim, value.dtype, like=end)
             begun = undone(copy.steps, result, build)
-            found = None if begun is None else repeated(after, begun, build)
+            repeated_value = None if begun is None else repeated(after, begun, build)
             end.meta["val"] = known
-            return None if found is None else self._laid_out(found, value)
+            return None if repeated_value is None else self._laid_out(repeated_value, value)
 
     def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
         """That of `readers` which comes first in backward."""
         if all(node in self._place for node in readers):
             return min(readers, key=self._place.__getitem__)
         wanted = set(readers)  # a size that was taken of what they read, since the places were noted
-        found: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
-        return found
+        reader: fx.Node = next(node for node in self._backward.graph.nodes if node in wanted)
+        return reader
 
     def _laid_out(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
         """`node` with its dimensions in memory in the order of `like`."""
@@ -202,12 +202,12 @@ class _Crossing:
         """`part` of a copy as an input of backward, in front of `end`."""
         if part.name not in self._ends:
             with self._backward.graph.inserting_before(end):
-                made = self._backward.graph.placeholder(part.name)
-            made.meta = dict(part.meta)
-            self._ends[part.name] = made
+                placeholder = self._backward.graph.placeholder(part.name)
+            placeholder.meta = dict(part.meta)
+            self._ends[part.name] = placeholder
             self._saved.insert(self._saved.index(self._named[end.name]), part)
-        found: fx.Node = self._ends[part.name]
-        return found
+        boundary: fx.Node = self._ends[part.name]
+        return boundary
 
     def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
         """Let backward read what forward has cast instead of `cast`."""
@@ -220,7 +220,7 @@ class _Crossing:
 
 def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
     """The MX copies among what is saved, by where the elements of their sources come from."""
-    found: dict[fx.Node, _Copy] = {}
+    copies: dict[fx.Node, _Copy] = {}
     nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
     for qdata in nodes:
         cast, place = result_of(qdata)
@@ -230,8 +230,8 @@ def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:
         if scales:
             root, steps = chain_to(argument(cast))
             dim = Cast.read(cast).block_dim
-            found.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=dim, steps=steps))
-    return found
+            copies.setdefault(root, _Copy(qdata=qdata, scale=scales[0], dim=dim, steps=steps))
+    return copies
 
 
 def _read_by_kept_product(node: fx.Node) -> bool:

@@ -38,15 +38,15 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
     copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by
     its bias or by what it reads being repeated.
     """
-    found: dict[fx.Node, int] = {}
+    marks: dict[fx.Node, int] = {}
     kinds: dict[int, int] = {}
     repeated: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            found[node] = _of_placeholder(node, inputs).value
+            marks[node] = _of_placeholder(node, inputs).value
             continue
         if node.op == "get_attr":
-            found[node] = _PARAMETER if tensor(node) is not None else 0
+            marks[node] = _PARAMETER if tensor(node) is not None else 0
             continue
         kind = kinds.get(id(node.target))
         if kind is None:
@@ -54,14 +54,14 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
         flags = _DATA if kind & _RANDOM else 0
         arguments = node.all_input_nodes
         for argument in arguments:
-            flags |= found[argument]
+            flags |= marks[argument]
         if flags == _PARAMETER:
             if kind & _REPEATS or not repeated.isdisjoint(arguments):
                 repeated.add(node)
             if kind & _PRODUCT and _is_layer(node, repeated):
                 flags |= _DATA
-        found[node] = flags
-    return {node: _BY_VALUE[flags] for node, flags in found.items()}
+        marks[node] = flags
+    return {node: _BY_VALUE[flags] for node, flags in marks.items()}
 
 
 _PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value

@@ -38,17 +38,17 @@ class Follow:
             for tag in tags_of(node)[:1]:
                 if tag.gemm is Gemm.FPROP and tag.layer == node.name:
                     forward[tag.name, tag.kind].append(tag)
-        found: dict[str, GemmTag | None] = {}
+        tags_by_layer: dict[str, GemmTag | None] = {}
         for (name, kind), here in forward.items():
             there = [tag for tag in self.known.get(name, ()) if tag.kind is kind]
             if kind is Kind.PRODUCT and not there:
-                found |= {tag.layer: self._of_module(tag) for tag in here}
+                tags_by_layer |= {tag.layer: self._of_module(tag) for tag in here}
             else:
-                found |= dict(zip((tag.layer for tag in here), _matched(here, there), strict=True))
+                tags_by_layer |= dict(zip((tag.layer for tag in here), _matched(here, there), strict=True))
         for node in graph.nodes:
             tags = tags_of(node)
             if tags and tags[0].kind in (Kind.LINEAR, Kind.PRODUCT):
-                set_tag(node, *(_following(tag, found.get(tag.layer)) for tag in tags))
+                set_tag(node, *(_following(tag, tags_by_layer.get(tag.layer)) for tag in tags))
 
     def _of_module(self, product: GemmTag) -> GemmTag | None:
         """The layer of the module that runs `product` which has its sizes, if all that do have one role."""
@@ -60,10 +60,10 @@ class Follow:
     @cached_property
     def _by_module(self) -> Mapping[str, Sequence[GemmTag]]:
         """The GEMMs of the whole model by the path of the module that holds the weight."""
-        found: defaultdict[str, list[GemmTag]] = defaultdict(list)
+        tags_by_module: defaultdict[str, list[GemmTag]] = defaultdict(list)
         for name, tags in self.known.items():
-            found[name.rpartition(".")[0]] += tags
-        return found
+            tags_by_module[name.rpartition(".")[0]] += tags
+        return tags_by_module
 
 
 def _matched(here: Sequence[GemmTag], there: Sequence[GemmTag]) -> list[GemmTag | None]:

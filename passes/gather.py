@@ -111,16 +111,16 @@ class _Moved:
             codes = call(aten.view.dtype, qdata, byte, like=cast)
             packed = call(aten.cat.default, [codes, scale], last, like=cast)
             sent = call(self.gather.target, packed, *self.gather.args[1:], like=self.gather)
-        made = {self.gather: sent}
+        results = {self.gather: sent}
         for step in self.steps:
             if _converts(step):
-                made[step] = made[argument(step)]
+                results[step] = results[argument(step)]
                 continue
             with graph.inserting_before(step):
-                made[step] = _repeated(step, made, packed.meta["val"].shape[-1], build)
+                results[step] = _repeated(step, results, packed.meta["val"].shape[-1], build)
         for each in self.casts:
             with graph.inserting_before(each):
-                parts = _unpacked(made[argument(each)], width, how[0], build)
+                parts = _unpacked(results[argument(each)], width, how[0], build)
             for place, user in list(results_of(each)):
                 build.replace(user, parts[place])
         for old in (*self.casts, *reversed(self.steps), self.gather):  # a collective is never dead by itself
@@ -152,15 +152,15 @@ def _dtypes(
     gather: fx.Node, steps: Iterable[fx.Node], casts: Iterable[fx.Node]
 ) -> tuple[torch.dtype, ...] | None:
     """What `steps`, in graph order, convert the result of `gather` to; None if casts differ in that."""
-    found: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
+    dtypes: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
     for step in steps:
-        known = {found[arg] for arg in _tensors(step)}
+        known = {dtypes[arg] for arg in _tensors(step)}
         if len(known) > 1:
             return None
-        (found[step],) = known
+        (dtypes[step],) = known
         if _converts(step):
-            found[step] += (step.meta["val"].dtype,)
-    seen = {found[argument(cast)] for cast in casts}
+            dtypes[step] += (step.meta["val"].dtype,)
+    seen = {dtypes[argument(cast)] for cast in casts}
     return seen.pop() if len(seen) == 1 else None
 
 
@@ -192,9 +192,9 @@ def _keeps_last(step: fx.Node, width: int) -> bool:
     return what in _VIEWS
 
 
-def _repeated(step: fx.Node, made: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:
+def _repeated(step: fx.Node, results: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:
     """`step` of what was made of its arguments, whose rows are `width` long."""
-    args: Any = fx.node.map_arg(step.args, lambda node: made.get(node, node))
+    args: Any = fx.node.map_arg(step.args, lambda node: results.get(node, node))
     if packet(step) in _VIEWS:
         args = (args[0], [*args[1][:-1], width])
     return build.call(step.target, *args, like=step, **step.kwargs)

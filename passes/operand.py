@@ -42,19 +42,19 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
     """
     chain: list[fx.Node] = []
     source = node
-    found: tuple[fx.Node, int] | None = None
+    widest_source: tuple[fx.Node, int] | None = None
     while packet(source) in TRANSPARENT and isinstance(source.args[0], fx.Node):
         before = source.args[0]
         if packet(source) in CASTS:
             if not _undoable(source, before, products):
                 break
-            found = before, len(chain)
+            widest_source = before, len(chain)
         else:
             chain.append(source)
         source = before
-    if found is None:
+    if widest_source is None:
         return node
-    result, depth = found
+    result, depth = widest_source
     for view in reversed(chain[:depth]):
         result = builder.call(view.target, result, *view.args[1:], like=view, **view.kwargs)
     return result

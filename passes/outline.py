@@ -121,8 +121,8 @@ class _Drawing:
 
     def _after(self, sources: Iterable[int]) -> int:
         """Depth of what reads `sources`."""
-        found = (self._drafts[source] for source in sources)
-        return max((draft.place[0] + (draft.node.kind != "glue") for draft in found), default=0)
+        drafts = (self._drafts[source] for source in sources)
+        return max((draft.place[0] + (draft.node.kind != "glue") for draft in drafts), default=0)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         """Whether backward makes `node`, no cast, from forward values: part of a derivative."""
@@ -137,7 +137,7 @@ class _Drawing:
         path, owner = module_of(node)
         if not path and self._phase(node) == "backward":
             known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
-            path, owner = next((found for found in known if found[0]), ("", ""))
+            path, owner = next((entry for entry in known if entry[0]), ("", ""))
         self._path[node] = path, owner
         return joined(self._prefix, path), owner
 
@@ -147,8 +147,8 @@ class _Drawing:
         if value is not None and value.is_floating_point() and self._depends[node] & moving:
             phase = self._phase(node)
             label = "input" if phase == "forward" else "gradient"
-            made = OutlineNode(kind="input", phase=phase, names=("",), label=label, shape=_shape(node))
-            self._made_by[node] = self._add(made, (0, 0))
+            new_node = OutlineNode(kind="input", phase=phase, names=("",), label=label, shape=_shape(node))
+            self._made_by[node] = self._add(new_node, (0, 0))
 
     def _matmul(self, node: fx.Node, sources: list[int]) -> int:
         tags = tags_of(node)
@@ -199,7 +199,7 @@ class _Drawing:
         phase = self._phase(node)
         key = phase, path, place
         if key not in self._glue:
-            made = OutlineNode(
+            new_node = OutlineNode(
                 kind="glue",
                 phase=phase,
                 names=(path,),
@@ -207,7 +207,7 @@ class _Drawing:
                 shape=_shape(node),
                 source=source_of(node),
             )
-            self._glue[key] = self._add(made, place)
+            self._glue[key] = self._add(new_node, place)
         index = self._glue[key]
         self._drafts[index].operators[_operator(node)] = None
         return index

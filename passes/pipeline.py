@@ -88,10 +88,10 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
 
 def run(passes: Sequence[Pass], graph: fx.Graph) -> None:
     """Apply `passes` to `graph` in order, verifying after each."""
-    found = decided = False
+    tagged = decided = False
     for step in passes:
         step.apply(graph)
-        found = found or isinstance(step, Find)
+        tagged = tagged or isinstance(step, Find)
         decided = decided or isinstance(step, Decide)
-        verify(graph, step.name, decided=decided, found=found)
+        verify(graph, step.name, decided=decided, tagged=tagged)
         log.debug("%s", Printed(graph, step.name))

@@ -65,7 +65,7 @@ def record_of(tag: GemmTag) -> GemmRecord:
 
 def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
     """The formats of both operands in MXFP8; of the weight alone where only that is, being stored so."""
-    found = tuple(
+    formats = tuple(
         OperandFormat(
             operand=operand,
             elem=fmt.elem.name,
@@ -76,8 +76,8 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )
-    if found or tag.stored is None or "w" not in tag.tensors:
-        return found
+    if formats or tag.stored is None or "w" not in tag.tensors:
+        return formats
     return (
         OperandFormat(operand="w", elem=elem_type(tag.stored).name, block=str(Tile.ROW), rounding=STORED),
     )

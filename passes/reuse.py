@@ -48,9 +48,9 @@ class Reuse:
                 continue
             *stored, swapped = parts
             with graph.inserting_before(cast):
-                made = [transpose(part, build) if swapped else part for part in stored]
+                operands = [transpose(part, build) if swapped else part for part in stored]
             for place, result in list(results_of(cast)):
-                result.replace_all_uses_with(made[place])
+                result.replace_all_uses_with(operands[place])
         graph.eliminate_dead_code()
 
 
@@ -60,16 +60,20 @@ def _stored(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     if cast.square or cast.rounding != Rounding.RCEIL:
         return None
     source, swapped = untransposed(cast.x)
-    made = Dequantize.of(source)
-    if made is None or made.dtype not in _EXACT:
+    dequantize = Dequantize.of(source)
+    if dequantize is None or dequantize.dtype not in _EXACT:
         return None
-    values, scales = value_of(made.qdata), value_of(made.scale)
+    values, scales = value_of(dequantize.qdata), value_of(dequantize.scale)
     rank = values.ndim
     along = cast.block_dim % rank
     if swapped and along >= rank - 2:
         along = 2 * rank - 3 - along
     same = values.dtype is cast.elem_dtype and scales.ndim == rank
-    return (made.qdata, made.scale, swapped) if same and along == made.block_dim % rank else None
+    return (
+        (dequantize.qdata, dequantize.scale, swapped)
+        if same and along == dequantize.block_dim % rank
+        else None
+    )
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:

@@ -313,6 +313,6 @@ def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:
     """Leave on the cast what an element took in the operand it stands for (see `account`)."""
     value = tensor(operand)
     qdata = argument(cast[0]) if packet(cast[0]) in PICKS else cast[0]
-    made, _ = result_of(qdata)
-    if made is not None and value is not None:
-        made.meta.setdefault("mx_itemsize", value.element_size())
+    cast_node, _ = result_of(qdata)
+    if cast_node is not None and value is not None:
+        cast_node.meta.setdefault("mx_itemsize", value.element_size())

@@ -35,9 +35,9 @@ class States:
     def of(self, tag: GemmTag, operands: tuple[fx.Node, fx.Node]) -> fx.Node | None:
         """The state of the layer of a GEMM, from the weight that it reads or that its forward did."""
         if "w" in tag.tensors:
-            found = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
-            if found is not None and tag.gemm is Gemm.FPROP:
-                self._of_layer[tag.layer] = found
+            state = stored(operands[tag.tensors.index("w")]).meta.get(STATE_KEY)
+            if state is not None and tag.gemm is Gemm.FPROP:
+                self._of_layer[tag.layer] = state
         return self._of_layer.get(tag.layer)
 
     def scale(
@@ -53,9 +53,9 @@ class States:
 
     def add(self, state: fx.Node, operand: str, seen: fx.Node) -> None:
         """Leave `seen` in the slot of `operand`."""
-        found = self._seen.setdefault((state, operand), [])
-        if seen not in found:
-            found.append(seen)
+        slots = self._seen.setdefault((state, operand), [])
+        if seen not in slots:
+            slots.append(seen)
 
     def fill(self) -> None:
         """Put into the slots of the graph what was left for them, 0 where nothing was."""
@@ -69,10 +69,10 @@ class States:
 
     def _row(self, node: fx.Node, operand: str, of_forward: bool) -> fx.Node:
         state = argument(node)
-        found = self._seen.get((state, operand), []) if (operand != "dy") == of_forward else []
-        if found:
-            most = found[0]
-            for other in found[1:]:
+        slots = self._seen.get((state, operand), []) if (operand != "dy") == of_forward else []
+        if slots:
+            most = slots[0]
+            for other in slots[1:]:
                 most = self._build.call(aten.maximum.default, most, other, like=node)
             return most
         value = value_of(node)
@@ -85,11 +85,11 @@ def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
 
     first: position of the first state among the inputs of the captured graph.
     """
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for op in (ops.known_scale, ops.mean):
         for node in graph.find_nodes(op="call_function", target=op):
             given = arguments_of(node)
             position = input_index(given["state"])
             if position is not None:
-                found[position - first] = Format.of(given["fmt"]).amax.history
-    return tuple(sorted(found.items()))
+                lengths[position - first] = Format.of(given["fmt"]).amax.history
+    return tuple(sorted(lengths.items()))

@@ -38,7 +38,7 @@ class Untap:
                     build.replace(result, weight)
                     continue
                 with graph.inserting_before(result):
-                    made = build.call(ops.slot, state, like=node)
-                made.meta[FORWARD] = True
-                build.replace(result, made)
+                    slot = build.call(ops.slot, state, like=node)
+                slot.meta[FORWARD] = True
+                build.replace(result, slot)
             graph.erase_node(node)

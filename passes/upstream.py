@@ -41,7 +41,7 @@ def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
     """Those of `kept`, nodes of the forward `graph`, that are reached, with the first layer that does."""
-    made = _made(graph, inputs)
+    origins = _made(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
         by_value.setdefault(viewed(node), []).append(node)
@@ -52,7 +52,7 @@ def upstream(
         if tag is None or tag.gemm is not Gemm.FPROP or tag.saved is not Saved.MXFP8:
             continue
         for value in _reached(node, by_value, seen, behind=tag.role in _BEHIND):
-            if made[value] is _Origin.STREAM:
+            if origins[value] is _Origin.STREAM:
                 for each in by_value[value]:
                     reached.setdefault(each, tag)
     return reached
@@ -61,20 +61,20 @@ def upstream(
 def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
     """Of what every value of `graph` is made."""
     depends = dependencies(graph, inputs)
-    found: dict[fx.Node, _Origin] = {}
+    origins: dict[fx.Node, _Origin] = {}
     for node in graph.nodes:
         tag = tag_of(node)
         if node.op == "placeholder":
             value = tensor(node)
             is_stream = depends[node] is Depends.DATA and value is not None and value.is_floating_point()
-            found[node] = _Origin.STREAM if is_stream else _Origin.CONSTANT
+            origins[node] = _Origin.STREAM if is_stream else _Origin.CONSTANT
         elif tag is not None and tag.kind is Kind.LINEAR:
-            found[node] = _Origin.FRAGILE if tag.role in _FRAGILE else _Origin.STREAM
+            origins[node] = _Origin.FRAGILE if tag.role in _FRAGILE else _Origin.STREAM
         elif packet(node) in STREAM_SOURCES:
-            found[node] = _Origin.STREAM
+            origins[node] = _Origin.STREAM
         else:
-            found[node] = max((found[arg] for arg in node.all_input_nodes), default=_Origin.CONSTANT)
-    return found
+            origins[node] = max((origins[arg] for arg in node.all_input_nodes), default=_Origin.CONSTANT)
+    return origins
 
 
 def _reached(

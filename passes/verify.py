@@ -18,10 +18,10 @@ from mxcompile.ops.view import Product
 _FP8: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) -> None:
+def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -> None:
     """Check `graph` after the pass called `after`. Raises `VerificationError`.
 
-    Every matmul-like node is tagged if `found`, with a choice if `decided`; operands of products are FP8
+    Every matmul-like node is tagged if `tagged`, with a choice if `decided`; operands of products are FP8
     with scales of matching shape; every mx node has a fake value; casts that are kept are of inputs.
     """
     try:
@@ -29,7 +29,7 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, found: bool = True) ->
     except (RuntimeError, AssertionError) as error:
         raise VerificationError(f"after {after}: {error}") from error
     for node in graph.nodes:
-        if found and (is_matmul_like(node) or packet(node) in ops.PRODUCTS):
+        if tagged and (is_matmul_like(node) or packet(node) in ops.PRODUCTS):
             tags = tags_of(node)
             if not tags:
                 raise VerificationError(f"after {after}: {node.format_node()} has no tag")
@@ -45,24 +45,24 @@ def _check_product(node: fx.Node, after: str) -> None:
     product = Product.read(node)
     for side, dim in enumerate((-1, -2)):
         qdata, scale = product.sides[side]
-        found, bytes_ = tensor(qdata), tensor(scale)
-        if found is None or bytes_ is None:
+        codes, bytes_ = tensor(qdata), tensor(scale)
+        if codes is None or bytes_ is None:
             raise VerificationError(f"after {after}: {node.format_node()} reads no tensor")
         elements, scales = _FP8, torch.uint8
-        expected: list[Any] = list(found.shape)
+        expected: list[Any] = list(codes.shape)
         if packet(node) in ops.MX_PRODUCTS:
             expected[dim] = num_blocks(expected[dim])
         else:
             fmt = product.forms[side]
             elements, scales = (fmt.elem.dtype,), fmt.scale.dtype
             expected = scale_shape(expected, dim, fmt.tile)
-        if found.dtype not in elements or bytes_.dtype is not scales or len(expected) != bytes_.ndim:
+        if codes.dtype not in elements or bytes_.dtype is not scales or len(expected) != bytes_.ndim:
             raise VerificationError(
-                f"after {after}: {node.format_node()} reads {found.dtype} and {bytes_.dtype}"
+                f"after {after}: {node.format_node()} reads {codes.dtype} and {bytes_.dtype}"
             )
         for wanted, size in zip(expected, bytes_.shape, strict=True):
             if isinstance(wanted, int) and isinstance(size, int) and wanted != size:
                 raise VerificationError(
                     f"after {after}: {node.format_node()} reads scales {tuple(bytes_.shape)}"
-                    f" for elements {tuple(found.shape)} along {dim}"
+                    f" for elements {tuple(codes.shape)} along {dim}"
                 )

@@ -81,11 +81,11 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         known |= {"block_dim": block or 0, "rank": stored.ndim}
         yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
         return
-    made, _ = result_of(cast)
-    if made is None:
+    cast_node, _ = result_of(cast)
+    if cast_node is None:
         return
-    view = Cast.of(made)
-    parameter, block = _source(argument(made), -1 if view is None else view.side)
+    view = Cast.of(cast_node)
+    parameter, block = _source(argument(cast_node), -1 if view is None else view.side)
     path = _path(parameter, inputs)
     if not path:
         return

@@ -102,14 +102,14 @@ _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
 
 def quantize(x: ir.TensorBox, *arguments: Any) -> tuple[ir.TensorBox, ir.TensorBox] | None:
     """Qdata and scale bytes of ``mx.quantize``; None where Inductor's loops serve."""
-    made = _made(x, CppCast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
-    return None if made is None else (made[0], made[1])
+    results = _made(x, CppCast.of(len(x.get_size()), arguments, values=False) if _taken(x) else None)
+    return None if results is None else (results[0], results[1])
 
 
 def quantize_dequantize(x: ir.TensorBox, *arguments: Any) -> ir.TensorBox | None:
     """The value of ``mx.quantize_dequantize``; None where Inductor's loops serve."""
-    made = _made(x, CppCast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
-    return None if made is None else made[0]
+    results = _made(x, CppCast.of(len(x.get_size()), arguments, values=True) if _taken(x) else None)
+    return None if results is None else results[0]
 
 
 def _taken(x: ir.TensorBox) -> bool:
@@ -130,11 +130,11 @@ def _made(x: ir.TensorBox, cast: CppCast | None) -> Made | None:
     if other is None:
         return _emit(x, {cast.dim: cast})
     sibling, its = other
-    made = _emit(x, {cast.dim: cast, its.dim: its})
+    results = _emit(x, {cast.dim: cast, its.dim: its})
     count = len(cast.results(x))
     progress.seen.add(sibling)
-    progress.early[sibling] = made[count:]
-    return made[:count]
+    progress.early[sibling] = results[count:]
+    return results[:count]
 
 
 def _others(node: fx.Node, cast: CppCast, last: int) -> Iterator[tuple[fx.Node, CppCast]]:

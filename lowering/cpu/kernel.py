@@ -165,8 +165,8 @@ def _render(
     """The kernel of `buffer` and the function that writes it: what Inductor asks of a template."""
     assert not epilogue_nodes, "the kernel has no place for epilogues"
     kernel = CppTemplateKernel(str(Placeholder.KERNEL_NAME), parallel_num_threads())
-    made = zip(outputs, buffer.outputs or [buffer], strict=True)
-    results = {name: node for name, node in made if node.get_name() not in V.graph.removed_buffers}
+    buffers = zip(outputs, buffer.outputs or [buffer], strict=True)
+    results = {name: node for name, node in buffers if node.get_name() not in V.graph.removed_buffers}
 
     def render() -> str:
         head = kernel.def_kernel(inputs=dict(inputs), outputs=results)

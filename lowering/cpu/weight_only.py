@@ -60,10 +60,10 @@ def product(
         )
 
     code = CppBody(header="weight_only_mm.h", body=body)
-    (made,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
+    (matrix,) = kernel.call(code, inputs, {"out": ([m, n], made_dtype)}, device)
     if alone:
-        return made
-    total: Any = made if bias is None or inside else _ADD(made, bias)
+        return matrix
+    total: Any = matrix if bias is None or inside else _ADD(matrix, bias)
     result: ir.TensorBox = to_dtype(total, out_dtype)
     return result
 

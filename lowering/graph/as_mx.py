@@ -51,9 +51,9 @@ class AsMX(NativePass):
             product = Product.read(node)
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
-                made = build.call(_AS[node.target], *a, *b, product.extra, product.out_dtype, like=node)
-            set_tag(made, *tags_of(node))
-            build.replace(node, made)
+                new_node = build.call(_AS[node.target], *a, *b, product.extra, product.out_dtype, like=node)
+            set_tag(new_node, *tags_of(node))
+            build.replace(node, new_node)
         graph.eliminate_dead_code()
         return NO_REASONS
 

@@ -143,10 +143,10 @@ def _replace(node: fx.Node, build: Builder, kernel_of: Callable[[torch.Tensor, t
     factor = float(given.shape[3]) ** -0.5 if factor is None else factor
     with build.graph.inserting_before(node):
         arguments = (query, keys, key_scales, values, value_scales, _mask(node), factor, elem)
-        made = build.call(ops.attention, *arguments, like=node)
+        new_node = build.call(ops.attention, *arguments, like=node)
         name = kernel_of(given, codes)
-        set_tag(made, *(replace(tag, kernel=name) for tag in tags_of(node)))
-        result = build.call(aten.permute.default, made, [0, 2, 1, 3], like=node)
+        set_tag(new_node, *(replace(tag, kernel=name) for tag in tags_of(node)))
+        result = build.call(aten.permute.default, new_node, [0, 2, 1, 3], like=node)
     for user in list(node.users):
         if user.args[1:] == (0,):
             user.replace_all_uses_with(result)
@@ -159,21 +159,21 @@ _Held = tuple[fx.Node, fx.Node, torch.dtype]
 
 
 def _part(node: fx.Node) -> _Held:
-    found = _held(node)
-    assert found is not None
-    return found
+    entry = _held(node)
+    assert entry is not None
+    return entry
 
 
 def _held(node: fx.Node) -> _Held | None:
     """What a cache holds, of which `node` is the values, repeated for heads that share them or not."""
-    made = Dequantize.of(_unrepeated(node))
-    if made is None:
+    dequantize = Dequantize.of(_unrepeated(node))
+    if dequantize is None:
         return None
-    codes, scales = made.qdata, made.scale
+    codes, scales = dequantize.qdata, dequantize.scale
     elements, scale = tensor(codes), tensor(scales)
     if elements is None or scale is None or elements.ndim != 4 or scale.ndim != 4:
         return None
-    if made.block_dim not in (-1, 3):
+    if dequantize.block_dim not in (-1, 3):
         return None
     if codes.target is aten.view.dtype and _dtype(argument(codes, 0)) is torch.uint8:
         return argument(codes, 0), scales, elements.dtype
@@ -209,13 +209,13 @@ def _cached(node: fx.Node) -> bool:
 def _mask(node: fx.Node) -> fx.Node | None:
     """What is added to the scores, before it is expanded."""
     given = _arguments(node)
-    found = given.get("attn_mask", given.get("attn_bias"))
-    while isinstance(found, fx.Node) and packet(found) is aten.expand:
-        value = tensor(argument(found))
-        if value is None or value.shape[-1] != tensor(found).shape[-1]:  # type: ignore[union-attr]
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    while isinstance(mask, fx.Node) and packet(mask) is aten.expand:
+        value = tensor(argument(mask))
+        if value is None or value.shape[-1] != tensor(mask).shape[-1]:  # type: ignore[union-attr]
             break
-        found = argument(found)
-    return found if isinstance(found, fx.Node) else None
+        mask = argument(mask)
+    return mask if isinstance(mask, fx.Node) else None
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -119,9 +119,9 @@ def _write(build: Builder, group: _Group) -> None:
         forms = ["squares", "none"]
     with build.graph.inserting_before(first):
         dtype = group.dtype or torch.bfloat16
-        made = build.call(ops.quantize_operands, source, None, elem, rounding, dtype, *forms, like=first)
+        new_node = build.call(ops.quantize_operands, source, None, elem, rounding, dtype, *forms, like=first)
         results = {
-            side: [build.call(operator.getitem, made, 2 * place + part, like=first) for part in range(2)]
+            side: [build.call(operator.getitem, new_node, 2 * place + part, like=first) for part in range(2)]
             for place, side in enumerate((-1, -2))
             if side in casts
         }

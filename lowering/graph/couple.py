@@ -63,15 +63,15 @@ class Couple(LoweringPass):
         order = {node: place for place, node in enumerate(graph.nodes)}
         waiting: list[_ComputedCast] = []
         for node in list(graph.nodes):
-            made = _made(node, order)
-            if made is None:
+            candidate = _made(node, order)
+            if candidate is None:
                 continue
-            other = next((each for each in waiting if _fit(each, made, order)), None)
+            other = next((each for each in waiting if _fit(each, candidate, order)), None)
             if other is None:
-                waiting.append(made)
+                waiting.append(candidate)
             else:
                 waiting.remove(other)
-                _merge(build, other, made)
+                _merge(build, other, candidate)
         return NO_REASONS
 
 
@@ -96,7 +96,7 @@ def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
             leaves.add(node)
     size = hint(value.numel())
     large = frozenset(
-        leaf for leaf in leaves if (found := tensor(leaf)) is None or hint(found.numel()) >= size
+        leaf for leaf in leaves if (leaf_value := tensor(leaf)) is None or hint(leaf_value.numel()) >= size
     )
     return _ComputedCast(
         cast=cast, chain=tuple(sorted(chain, key=order.__getitem__)), leaves=frozenset(leaves), large=large
@@ -141,9 +141,9 @@ def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
         target = ops.quantize_two if both else ops.quantize_operands
         two = build.call(target, *sources, *_how(first.cast), like=first.cast)
         results = [build.call(operator.getitem, two, index, like=first.cast) for index in range(8)]
-    for cast, made in ((first.cast, results[:4]), (second.cast, results[4:])):
+    for cast, outputs in ((first.cast, results[:4]), (second.cast, results[4:])):
         for place, user in list(results_of(cast)):
-            build.replace(user, made[place])
+            build.replace(user, outputs[place])
         build.graph.erase_node(cast)
     for unread in [result for result in results if not result.users]:
         build.graph.erase_node(unread)

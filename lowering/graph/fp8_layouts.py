@@ -87,24 +87,24 @@ def fits(cast: Encode) -> bool:
 
 
 def _found(graph: fx.Graph) -> dict[_Key, _Casts]:
-    found: dict[_Key, _Casts] = {}
+    by_matrix: dict[_Key, _Casts] = {}
     for node in graph.nodes:
         cast, transposed = Encode.of(node), EncodeTransposed.of(node)
         if cast is not None and fits(cast) and not _read_otherwise(cast):
-            casts = found.setdefault((cast.x, cast.fmt, cast.scale), _Casts(first=node))
+            casts = by_matrix.setdefault((cast.x, cast.fmt, cast.scale), _Casts(first=node))
             if _along_rows(cast):
                 casts.row = node
             else:
                 casts.column = node
         elif transposed is not None:
-            made = Encode.of(result_of(transposed.scale)[0])
-            own = made is not None and made.scale is None
+            encode = Encode.of(result_of(transposed.scale)[0])
+            own = encode is not None and encode.scale is None
             key = transposed.x, transposed.fmt, None if own else transposed.scale
-            found.setdefault(key, _Casts(first=node)).down.append(node)
-    for (source, word, given), casts in found.items():
+            by_matrix.setdefault(key, _Casts(first=node)).down.append(node)
+    for (source, word, given), casts in by_matrix.items():
         if given is not None and Format.of(word).amax.stateful:
             casts.largest = next((user for user in source.users if _waits_for(user, casts.first)), None)
-    return {key: casts for key, casts in found.items() if not _is_pointwise(key, casts)}
+    return {key: casts for key, casts in by_matrix.items() if not _is_pointwise(key, casts)}
 
 
 def _is_pointwise(key: _Key, casts: _Casts) -> bool:
@@ -167,11 +167,11 @@ def _write(build: Builder, key: _Key, casts: _Casts) -> None:
 
 def _call(build: Builder, casts: _Casts, target: Any, *args: Any) -> Callable[[int, list[fx.Node]], None]:
     """A call of `target`; what is returned puts its results in the place of nodes."""
-    made = build.call(target, *args, like=casts.first)
+    new_node = build.call(target, *args, like=casts.first)
 
     def put(index: int, nodes: list[fx.Node]) -> None:
         if nodes:
-            result = build.call(operator.getitem, made, index, like=casts.first)
+            result = build.call(operator.getitem, new_node, index, like=casts.first)
             for node in nodes:
                 node.replace_all_uses_with(result)
 
@@ -187,9 +187,9 @@ def _layouts(
     if given is None:
         both = Format.of(word).tile.is_square
         wanted = bool(casts.row), bool(casts.column)
-        made = build.call(ops.scales, source, word, *wanted, like=casts.first)
+        new_node = build.call(ops.scales, source, word, *wanted, like=casts.first)
         row, column = (
-            build.call(operator.getitem, made, index, like=casts.first) if there else None
+            build.call(operator.getitem, new_node, index, like=casts.first) if there else None
             for index, there in enumerate(wanted)
         )
         column = row if both else column

@@ -39,18 +39,18 @@ class Fuse(NativePass):
         for node in list(graph.nodes):
             cast = cast_of(node)
             if cast is not None:
-                found = tiles(self.target.name, *map(hint, value_of(node).shape))
-                if found:
-                    self._fuse(build, Product.read(node), cast, found)
+                tile_sizes = tiles(self.target.name, *map(hint, value_of(node).shape))
+                if tile_sizes:
+                    self._fuse(build, Product.read(node), cast, tile_sizes)
         return NO_REASONS
 
-    def _fuse(self, build: Builder, product: Product, cast: Cast, found: Tiles) -> None:
+    def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Tiles) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
         how = cast.elem_dtype, cast.rounding, product.out_dtype
         with build.graph.inserting_before(node):
             fused = build.call(ops.quantize_mm, cast.x, *right, product.bias, *how, *competing, like=node)
-        kernel = f"mx_quantize_mm {_config(found, bool(competing))} ({self.target.mma})"
+        kernel = f"mx_quantize_mm {_config(tile_sizes, bool(competing))} ({self.target.mma})"
         set_tag(fused, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
         build.replace(node, fused)
         if not competing:
@@ -58,11 +58,11 @@ class Fuse(NativePass):
                 build.graph.erase_node(result)
 
 
-def _config(found: Tiles, competes: bool) -> str:
+def _config(tile_sizes: Tiles, competes: bool) -> str:
     """The tile the template takes, or that Inductor is to choose, also the other form."""
     if competes:
-        return f"autotuned of {len(found) + 1}"
-    ((swap, tile),) = found
+        return f"autotuned of {len(tile_sizes) + 1}"
+    ((swap, tile),) = tile_sizes
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{' swapped' if swap else ''}"
 
 

@@ -89,8 +89,8 @@ class DequantizedOperands:
 
 def _encoded(qdata: fx.Node, scale: fx.Node) -> Encode | None:
     """The ``encode`` that made both."""
-    (made, _), (its, _) = result_of(qdata), result_of(scale)
-    return Encode.of(made) if made is its else None
+    (cast, _), (its, _) = result_of(qdata), result_of(scale)
+    return Encode.of(cast) if cast is its else None
 
 
 def stored(qdata: fx.Node, scale: fx.Node) -> tuple[fx.Node, fx.Node, bool]:

@@ -60,7 +60,7 @@ def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
     with build.graph.inserting_before(first):
         both = build.call(ops.quantize_both, *how, like=first)
         results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
-    for node, made in ((rowwise, results[:2]), (columnwise, results[2:])):
+    for node, outputs in ((rowwise, results[:2]), (columnwise, results[2:])):
         for place, user in list(results_of(node)):
-            build.replace(user, made[place])
+            build.replace(user, outputs[place])
         build.graph.erase_node(node)

@@ -135,10 +135,10 @@ class _Promoter:
     def _dequantized(self, operand: fx.Node) -> fx.Node | None:
         """`operand` in FP32 from its codes, where it is dequantized data; else None."""
         source, swapped = untransposed(operand)
-        made = Dequantize.of(source)
-        if made is None:
+        dequantize = Dequantize.of(source)
+        if dequantize is None:
             return None
-        value = self._build.call(ops.dequantize, *made.arguments(dtype=torch.float32), like=source)
+        value = self._build.call(ops.dequantize, *dequantize.arguments(dtype=torch.float32), like=source)
         return transpose(value, self._build) if swapped else value
 
 

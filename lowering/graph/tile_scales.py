@@ -71,9 +71,9 @@ def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> No
     """Make the scale of `cast` a tiled one, also for those that read transposes of it."""
     node, arguments = cast.node, cast.arguments(scale_layout=str(ScaleLayout.TILED_128X4))
     with build.graph.inserting_before(node):
-        made = build.call(node.target, *arguments, like=node)
-        results = [build.call(operator.getitem, made, index, like=node) for index in range(2)]
-    made.meta = {**node.meta, **made.meta}
+        new_node = build.call(node.target, *arguments, like=node)
+        results = [build.call(operator.getitem, new_node, index, like=node) for index in range(2)]
+    new_node.meta = {**node.meta, **new_node.meta}
     for user, scale in uses:
         user.replace_input_with(scale, results[1])
     for place, old in list(results_of(node)):

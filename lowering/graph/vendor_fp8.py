@@ -135,8 +135,8 @@ class _Copies:
 
     def elements(self, matrix: fx.Node) -> fx.Node:
         """`matrix` with its last dimension innermost in memory, of the elements that the GEMM takes."""
-        if (found := self.transposed(matrix)) is not None:
-            return found
+        if (copy := self.transposed(matrix)) is not None:
+            return copy
         base, swapped = untransposed(matrix)
         matrix = self.rows(matrix if swapped else base)
         if not self.fnuz:
@@ -175,6 +175,6 @@ class _Copies:
         scale = cast.scale or next((result for place, result in results_of(node) if place == 1), None)
         assert scale is not None, "a product reads the scale of its operand"
         how = cast.x, cast.block_dim, cast.fmt, scale, self.fnuz
-        made = self.build.call(ops.encode_transposed, *how, like=node)
-        made.meta.update({key: value for key, value in node.meta.items() if key not in made.meta})
-        return made
+        new_node = self.build.call(ops.encode_transposed, *how, like=node)
+        new_node.meta.update({key: value for key, value in node.meta.items() if key not in new_node.meta})
+        return new_node

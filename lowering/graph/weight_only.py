@@ -86,12 +86,14 @@ class WeightOnly(LoweringPass):
         if packet(node) not in (aten.mm, aten.addmm) or node.kwargs or not tags_of(node):
             return False
         x, (weight, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        out, made = tensor(node), Dequantize.of(weight)
-        if out is None or made is None or made.dtype is not out.dtype:
+        out, dequantize = tensor(node), Dequantize.of(weight)
+        if out is None or dequantize is None or dequantize.dtype is not out.dtype:
             return False
         along = -1 if swapped else -2
-        qdata, scale, turned = _stored_parts(made)
-        return made.block_dim in (along, along + 2) and self._fits(node, x, (qdata, scale, swapped != turned))
+        qdata, scale, turned = _stored_parts(dequantize)
+        return dequantize.block_dim in (along, along + 2) and self._fits(
+            node, x, (qdata, scale, swapped != turned)
+        )
 
     def _fits(self, node: fx.Node, x: fx.Node, parts: _Parts) -> bool:
         """Whether the kernel is for the product `node` of `x` and a weight of these parts."""
@@ -124,8 +126,8 @@ class WeightOnly(LoweringPass):
             self._emit(node, build, x, stored(qb, sb), product.bias)
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
-        x, (made, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        weight, scale, turned = _stored_parts(Dequantize.read(made))
+        x, (source, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
+        weight, scale, turned = _stored_parts(Dequantize.read(source))
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
             x = self._widened(x, node, build)
@@ -168,9 +170,9 @@ class WeightOnly(LoweringPass):
         return choices[0].one_of(len(choices))
 
 
-def _stored_parts(made: Dequantize) -> _Parts:
-    """Elements and scales that `made` reads, before transposes, if any: then True."""
-    (qdata, swapped), (scale, _) = untransposed(made.qdata), untransposed(made.scale)
+def _stored_parts(dequantize: Dequantize) -> _Parts:
+    """Elements and scales that `dequantize` reads, before transposes, if any: then True."""
+    (qdata, swapped), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
     return qdata, scale, swapped
 
 

@@ -128,8 +128,8 @@ def lower_quantize(
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Qdata and scale bytes."""
-    if (made := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
-        return made
+    if (result := cpp.quantize(x, block_dim, elem_dtype, rounding, square, scale_layout)) is not None:
+        return result
     cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse = cast.scales(inverse_scale_value)
     stored = cast.blocks.pointwise(
@@ -151,8 +151,8 @@ def lower_quantize_dequantize(
     dtype: torch.dtype,
 ) -> ir.TensorBox:
     """What the quantized tensor stands for, in `dtype`."""
-    if (made := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
-        return made
+    if (result := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
+        return result
     cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))
     inverse, scale = cast.scales(inverse_scale_value), cast.scales(scale_value)
     return cast.blocks.pointwise(
@@ -168,8 +168,8 @@ def lower_dequantize(
     qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype
 ) -> ir.TensorBox:
     """Elements times scales, in `dtype`."""
-    if (made := cpp.dequantize(qdata, scale, block_dim, dtype)) is not None:
-        return made
+    if (result := cpp.dequantize(qdata, scale, block_dim, dtype)) is not None:
+        return result
     blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()
     if len(blocks.shape) == 2 and len(scale.get_size()) == 1:

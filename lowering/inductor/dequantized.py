@@ -35,8 +35,8 @@ def lower_weight_only_mm(
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
     """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
-    if (made := cpp.product(x, qdata, scale, bias, out_dtype)) is not None:
-        return made
+    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype)) is not None:
+        return kernel_result
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
     weights = cpp.parts(qdata, scale, dtype) or [lower_dequantize(qdata, scale, -1, dtype)]

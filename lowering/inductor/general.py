@@ -44,8 +44,8 @@ def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
     """One scale for every tile of `x`."""
     form = Format.of(fmt)
     if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
-        made: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt)
-        return made
+        result: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt)
+        return result
     x.realize()
     blocks = _blocks(x, block_dim, form)
     amax = blocks.amax(as_float(x))
@@ -57,9 +57,9 @@ def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
             return inductor.to_dtype(scale_byte(load(block), form.elem, form.rounding), torch.uint8)
         return fp32_scale_of(load(block), form)
 
-    made = blocks.per_block(form.scale.dtype, scale)
-    made.realize()
-    return made
+    result = blocks.per_block(form.scale.dtype, scale)
+    result.realize()
+    return result
 
 
 def fp32_scale_of(amax: Any, form: Format) -> Any:
@@ -109,10 +109,10 @@ class _Scaled:
         if self.form.rounding is None:
             return load
         value = inverse_scale_value if inverse else scale_value
-        made = self.blocks.per_block(_F32, lambda block: value(inductor.to_dtype(load(block), _I32)))
+        factors = self.blocks.per_block(_F32, lambda block: value(inductor.to_dtype(load(block), _I32)))
         if self.blocks.across_rows:
-            made.realize()
-        return made.make_loader()
+            factors.realize()
+        return factors.make_loader()
 
     def rounded(self, index: Index, factor: Any) -> Any:
         """The element at `index`, in FP32."""
@@ -194,8 +194,8 @@ def lower_decode(
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
 
     def value(index: Index, block: Index) -> Any:
-        found = blocks.guarded(index, lambda: element(index))
-        return inductor.to_dtype(inductor.mul(found, times(block)) if times else found, dtype)
+        element_value = blocks.guarded(index, lambda: element(index))
+        return inductor.to_dtype(inductor.mul(element_value, times(block)) if times else element_value, dtype)
 
     return blocks.pointwise(dtype, value)
 
@@ -216,10 +216,10 @@ def lower_block_bytes(
         bits = inductor.bitwise_right_shift(inductor.to_dtype_bitcast(value, _I32, _F32), elements.i32(23))
         return inductor.to_dtype(inductor.bitwise_and(bits, elements.i32(0xFF)), torch.uint8)
 
-    made: ir.TensorBox = ir.Pointwise.create(
+    result: ir.TensorBox = ir.Pointwise.create(
         device=scale.get_device_or_error(), dtype=torch.uint8, inner_fn=byte, ranges=shape
     )
-    return made if scale_layout == ScaleLayout.ROW_MAJOR else tiled(made, block_dim)
+    return result if scale_layout == ScaleLayout.ROW_MAJOR else tiled(result, block_dim)
 
 
 @register_lowering(ops.as_fnuz, type_promotion_kind=None)
@@ -248,8 +248,8 @@ def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
     blocks = ScaleBlocks(x, extents(len(x.get_size()), -1, Tile.TENSOR))
     amax = blocks.amax(as_float(x))
     amax.realize()
-    made: ir.TensorBox = _VIEW(amax, [1])
-    return made
+    result: ir.TensorBox = _VIEW(amax, [1])
+    return result
 
 
 @register_lowering(ops.known_scale, type_promotion_kind=None)
@@ -262,8 +262,8 @@ def lower_known_scale(state: ir.TensorBox, row: int, fmt: str, ndim: int) -> ir.
         amax = inductor.mul(load([sympy.Integer(row)]), f32(margin))
         return fp32_scale_of(amax, form)
 
-    made: ir.TensorBox = ir.Pointwise.create(
+    result: ir.TensorBox = ir.Pointwise.create(
         device=state.get_device_or_error(), dtype=_F32, inner_fn=scale, ranges=[sympy.S.One] * ndim
     )
-    made.realize()
-    return made
+    result.realize()
+    return result

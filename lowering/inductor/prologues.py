@@ -62,7 +62,7 @@ def _is_cast(node: BaseSchedulerNode) -> bool:
 def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     """What makes the tensors that `cast` reads, where only it reads them and they read little themselves."""
     assert isinstance(cast.node, ir.TritonTemplateBuffer)
-    found = []
+    inlined = []
     for name in cast.node.get_allowed_prologue_inps():
         buffer = cast.scheduler.name_to_buf.get(name)
         producer = None if buffer is None else producers.get(buffer.defining_op_name())
@@ -70,8 +70,8 @@ def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode])
             continue
         (output,) = producer.get_outputs()
         if [user.node for user in output.users] == [cast]:
-            found.append(producer)
-    return found if found and _reads(found) <= _most_reads(found) else []
+            inlined.append(producer)
+    return inlined if inlined and _reads(inlined) <= _most_reads(inlined) else []
 
 
 def _most_reads(producers: list[BaseSchedulerNode]) -> float:

@@ -102,9 +102,9 @@ class Winners(SchedulerPass):
 
     def apply(self, nodes: Nodes) -> Nodes:
         """`nodes` as they are."""
-        found = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
-        if found:
-            self._tell(found)
+        kernels = dict(kernel for group in nodes for node in group.get_nodes() for kernel in _kernels(node))
+        if kernels:
+            self._tell(kernels)
         return nodes
 
 
@@ -138,9 +138,9 @@ def _winner(node: BaseSchedulerNode, buffer: ir.TritonTemplateBuffer) -> ir.Choi
 
 def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
     """The name `kernel` had before the choice, with the winner's name and tile in the place of its own."""
-    found = re.fullmatch(r"(.*?)((?: \(|; ).*)?", kernel, re.DOTALL)
-    assert found is not None
-    before, remark = found.groups(default="")
+    match = re.fullmatch(r"(.*?)((?: \(|; ).*)?", kernel, re.DOTALL)
+    assert match is not None
+    before, remark = match.groups(default="")
     if isinstance(winner, TritonTemplateCaller):
         name = re.sub(r"_\d+$", "", winner.name)
         words = name.removeprefix("triton_") if name.startswith("triton_mx_") else name, _config(winner)
@@ -159,8 +159,8 @@ def _config(choice: TritonTemplateCaller) -> str:
     """
     if choice.make_kernel_render in _CONFIGS:
         return _CONFIGS[choice.make_kernel_render]
-    said = dict(re.findall(r"(\w+)=([^,]*)", choice.description))
-    m, n, k = (said.get(f"BLOCK_{side}", "") for side in "MNK")
+    settings = dict(re.findall(r"(\w+)=([^,]*)", choice.description))
+    m, n, k = (settings.get(f"BLOCK_{side}", "") for side in "MNK")
     if not (m and n and k):
         return ""
-    return f"{n}x{m}x{k} swapped" if said.get("SWAP") == "True" else f"{m}x{n}x{k}"
+    return f"{n}x{m}x{k} swapped" if settings.get("SWAP") == "True" else f"{m}x{n}x{k}"

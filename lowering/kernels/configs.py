@@ -46,10 +46,10 @@ _Row = TypeVar("_Row")
 
 def chosen(table: Mapping[str, _Row | Absent], family: str, target: Target) -> _Row:
     """The row of `target`. Raises `TargetError`, with the reason, where the target does without."""
-    found = table.get(target.name, Absent(reason="the table has no row for this chip"))
-    if isinstance(found, Absent):
-        raise TargetError(f"{family} does not run on {target.name}: {found.reason}")
-    return found
+    row = table.get(target.name, Absent(reason="the table has no row for this chip"))
+    if isinstance(row, Absent):
+        raise TargetError(f"{family} does not run on {target.name}: {row.reason}")
+    return row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

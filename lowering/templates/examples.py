@@ -32,9 +32,9 @@ class ProductKernel(TritonTemplateKernel):
 
     def codegen_kernel_benchmark(self, num_gb: float | None) -> Any:
         """The functions that time it, as Inductor writes them; arrays of bytes are scales."""
-        made, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
+        call, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
         written = super().codegen_kernel_benchmark(num_gb)
-        return written.map(lambda line: line + end if str(line).endswith(made) else line)
+        return written.map(lambda line: line + end if str(line).endswith(call) else line)
 
 
 def dense(operands: Sequence[Any]) -> dict[int, Make]:

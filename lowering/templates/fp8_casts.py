@@ -197,14 +197,14 @@ def lower_scales(x: ir.TensorBox, fmt: str, rows: bool, columns: bool) -> tuple[
 
 def _scale(amax: ir.TensorBox, form: Format) -> ir.TensorBox:
     load = amax.make_loader()
-    made = ir.Pointwise.create(
+    quotient = ir.Pointwise.create(
         device=amax.get_device_or_error(),
         dtype=_F32,
         inner_fn=lambda index: fp32_scale_of(load(index), form),
         ranges=amax.get_size(),
     )
-    made.realize()
-    result: ir.TensorBox = made
+    quotient.realize()
+    result: ir.TensorBox = quotient
     return result
 
 
@@ -216,10 +216,10 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
     down, across = CeilDiv(m, tile.block_m), CeilDiv(n, tile.block_n)
     others = [_empty(x, [down, n], _F32)] if rows and columns else []
     shape = [m if rows else down, n if columns and not rows else across]
-    made = _call(AMAX, x, others, shape, _F32, tile, ROWS=rows, COLUMNS=columns, PERM=1)
+    result = _call(AMAX, x, others, shape, _F32, tile, ROWS=rows, COLUMNS=columns, PERM=1)
     if rows and columns:
-        return made, others[0]
-    return (None, made) if columns else (made, None)
+        return result, others[0]
+    return (None, result) if columns else (result, None)
 
 
 @register_lowering(ops.encode_layouts, type_promotion_kind=None)
@@ -283,7 +283,7 @@ def _cast(
     number = CeilDiv(m, tile.block_m) * CeilDiv(n, tile.block_n)
     largest = [_empty(x, [number], _F32)] if seen else []
     given = [] if own else scales
-    made = _call(
+    result = _call(
         CAST,
         x,
         [*scales, *other, *largest],
@@ -307,15 +307,15 @@ def _cast(
         FNUZ=fnuz,
         INDEX="tl.int64",
     )
-    down = (other[0] if rows else made) if columns else None
-    return made if rows else None, down, largest[0] if seen else None
+    down = (other[0] if rows else result) if columns else None
+    return result if rows else None, down, largest[0] if seen else None
 
 
 def _empty(x: ir.TensorBox, shape: Sequence[Any], dtype: torch.dtype) -> ir.TensorBox:
     """Memory that a kernel writes beside its result."""
-    made: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
-    made.realize()
-    return made
+    result: ir.TensorBox = empty_strided(list(shape), None, dtype=dtype, device=x.get_device_or_error())
+    result.realize()
+    return result
 
 
 def _call(

@@ -134,8 +134,8 @@ def lower_quantize_mm(
         product = [qdata, scale, b, scale_b, bias, out_dtype]
         cast = [-1, elem_dtype, rounding, False, _layout_of(scale)]
         choices.append(Separate(operands, layout, cast, product))
-    made = examples.stored(operands)
-    return choose(TEMPLATE.name, choices, operands, layout, examples=made, at_once=True)
+    inputs = examples.stored(operands)
+    return choose(TEMPLATE.name, choices, operands, layout, examples=inputs, at_once=True)
 
 
 class Separate(SubgraphChoiceCaller):
@@ -175,8 +175,8 @@ def _choices(
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
     # none if the size was not known before, or if the option `target` named another chip than this
-    found = tiles(target.name, rows, columns) or products(target.name, rows)[:1]
-    for swap, tile in found:
+    tile_sizes = tiles(target.name, rows, columns) or products(target.name, rows)[:1]
+    for swap, tile in tile_sizes:
         yield {
             **blocks(tile, swap=swap),
             "EVEN_N": sizes.statically_known_multiple_of(n, tile.block_m if swap else tile.block_n),

@@ -107,9 +107,9 @@ def of_matrices(scale: Any) -> ir.TensorBox:
 
 
 def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False) -> ir.TensorBox:
-    made = _MADE.setdefault(V.graph, {})
+    cache = _MADE.setdefault(V.graph, {})
     key = (str(along_k), *(f"{operand.get_name()} {operand.get_layout()}" for operand in operands))
-    if key not in made:
+    if key not in cache:
         width = across * (TILE_ROWS * TILE_BLOCKS)
         layout = ir.FixedLayout(operands[0].get_device_or_error(), torch.uint8, [down, width])
         groups = int(operands[1].get_size()[0]) if len(operands) > 1 else 0
@@ -124,5 +124,5 @@ def _tiled(operands: list[Any], down: Any, across: Any, *, along_k: bool = False
             NUM_GROUPS=groups,
             POWER=1 << groups.bit_length(),
         )
-        made[key] = realize_inputs(tiles)
-    return made[key]
+        cache[key] = realize_inputs(tiles)
+    return cache[key]

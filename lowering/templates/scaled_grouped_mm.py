@@ -168,9 +168,9 @@ def _groups_of_rows(
     operands = [realize_inputs(side) for side in (*sides, offs)]
     m, (groups, _, n) = operands[0].get_size()[0], operands[2].get_size()
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
-    found = scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups))
-    if found:
-        return _tiled(operands, layout, found, columns=columns)
+    tile_sizes = scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups))
+    if tile_sizes:
+        return _tiled(operands, layout, tile_sizes, columns=columns)
     return select(
         ROWS_TEMPLATE,
         operands,
@@ -201,8 +201,8 @@ def _tiled(
     keywords = {"COLUMNS": columns, **scaled_grouped_mm_tiled.majorness(a, b)}
     template = scaled_grouped_mm_tiled.ROWS_TEMPLATE
     tried = _tried(template, sides, tiles, groups, **keywords) + [(vendor.GROUPED, {})] * library
-    made = examples.grouped(sides, a.get_size()[0])
-    return call.best(template.name, sides, layout, tried, examples=made, at_once=True)
+    inputs = examples.grouped(sides, a.get_size()[0])
+    return call.best(template.name, sides, layout, tried, examples=inputs, at_once=True)
 
 
 def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, library: bool) -> str:
@@ -236,5 +236,5 @@ def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch
     given = [a, tiled[0], b, tiled[1], ends]
     template = scaled_grouped_mm_tiled.K_TEMPLATE
     tried = _tried(template, given, tiles if configs.autotuning() else tiles[:1], groups)
-    made = examples.grouped(given, k)
-    return call.best(template.name, given, layout, tried, examples=made, at_once=True)
+    inputs = examples.grouped(given, k)
+    return call.best(template.name, given, layout, tried, examples=inputs, at_once=True)

@@ -159,9 +159,9 @@ def tiles(target: Any, operands: Sequence[Any], rows: Any) -> list[TiledConfig]:
         return []
     sizes = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2], rows))
     m, k, n, average = sizes
-    found = configs.tiled_groups(target, average, m, n, k)
+    table_tiles = configs.tiled_groups(target, average, m, n, k)
     sides = a.get_stride(), b.get_size(), b.get_stride()
-    return [tile for tile in found if configs.grouped_fits(*sides, tile)]
+    return [tile for tile in table_tiles if configs.grouped_fits(*sides, tile)]
 
 
 def k_tiles(target: Any, operands: Sequence[Any], groups: int) -> list[TiledConfig]:

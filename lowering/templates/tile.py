@@ -73,9 +73,9 @@ def select(
         (template, {**tile, **keywords, "WHOLE_K": tile["WHOLE_K"] and whole})
         for tile in _tiles(operands, layout, rows)
     )
-    made = examples or dense(operands)
+    inputs = examples or dense(operands)
     at_once = examples is not None
-    return call.best(template.name, operands, layout, tried, examples=made, at_once=at_once)
+    return call.best(template.name, operands, layout, tried, examples=inputs, at_once=at_once)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:

@@ -124,10 +124,10 @@ def lower_weight_only_mm(
     device = x.get_device_or_error()
     size = [m, n] if parts == 1 else [parts, m, n]
     layout = ir.FixedLayout(device, out_dtype if alone else torch.float32, size)
-    made = _template(choices, operands, layout, elem, target)
+    template = _template(choices, operands, layout, elem, target)
     if alone:
-        return made
-    total: Any = made if parts == 1 else _SUM(made, [0])
+        return template
+    total: Any = template if parts == 1 else _SUM(template, [0])
     result: ir.TensorBox = to_dtype(total if bias is None else _ADD(total, bias), out_dtype)
     return result
 

@@ -110,9 +110,9 @@ class _Work:
 
     def _recall(self) -> dict[str, list[dict[str, Any]]]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(self._journal.read_text(encoding="utf-8"))
-            if found["job"] == self._job:
-                return dict(found["done"])
+            journal = json.loads(self._journal.read_text(encoding="utf-8"))
+            if journal["job"] == self._job:
+                return dict(journal["done"])
         return {}
 
     def is_done(self) -> bool:
@@ -140,11 +140,11 @@ class _Work:
 
     def do(self, file: Path) -> None:
         """Convert one file, unless that is done."""
-        made = self._partial / file.name
-        if file.name in self._done and made.is_file():
+        partial = self._partial / file.name
+        if file.name in self._done and partial.is_file():
             return
         self._partial.mkdir(exist_ok=True)
-        rows = _convert_file(self._plan, file, made, self.on_tensor)
+        rows = _convert_file(self._plan, file, partial, self.on_tensor)
         self._done[file.name] = [dataclasses.asdict(each) for each in rows]
         write_json(self._journal, {"job": self._job, "done": self._done})
 
@@ -160,8 +160,8 @@ class _Work:
         for file in self._partial.iterdir():
             if file.name not in self._done:
                 file.unlink()
-        made = Checkpoint.open(self._partial)
-        _write_index(self._partial, made)
+        checkpoint = Checkpoint.open(self._partial)
+        _write_index(self._partial, checkpoint)
         source = self._plan.checkpoint.path
         folder = source if source.is_dir() else source.parent
         if source.is_dir():
@@ -195,22 +195,22 @@ def _ignored(plan: Conversion) -> list[str]:
     return [*left_as_they_are(kept), *plan.whole]
 
 
-def _write_index(directory: Path, made: Checkpoint) -> None:
-    if len(made.files) < 2:
+def _write_index(directory: Path, checkpoint: Checkpoint) -> None:
+    if len(checkpoint.files) < 2:
         return
-    total = sum(entry.num_bytes for entry in made.entries.values())
-    write_index(directory, {name: entry.file.name for name, entry in made.entries.items()}, total)
+    total = sum(entry.num_bytes for entry in checkpoint.entries.values())
+    write_index(directory, {name: entry.file.name for name, entry in checkpoint.entries.items()}, total)
 
 
 def _convert_file(
-    plan: Conversion, file: Path, made: Path, on_tensor: Callable[[], object]
+    plan: Conversion, file: Path, output: Path, on_tensor: Callable[[], object]
 ) -> list[StoredWeight]:
-    """Write `file`, converted, to `made`; what became of its weights, measured on what `made` holds."""
+    """Write `file`, converted, to `output`; what became of its weights, measured on what `output` holds."""
     entries = plan.checkpoint.entries.items()
     empty = {name: _empty(each, plan.chosen.get(name)) for name, each in entries if each.file == file}
     specs, about = described(empty, plan.layout)
-    write_tensors(made, specs, _converted(plan, empty, on_tensor), about)
-    return list(_measured(plan, file, made, on_tensor))
+    write_tensors(output, specs, _converted(plan, empty, on_tensor), about)
+    return list(_measured(plan, file, output, on_tensor))
 
 
 def _empty(entry: Entry, chosen: StorageChoice | None) -> Tensor:
@@ -237,9 +237,9 @@ def _converted(
 
 
 def _measured(
-    plan: Conversion, file: Path, made: Path, on_tensor: Callable[[], object]
+    plan: Conversion, file: Path, output: Path, on_tensor: Callable[[], object]
 ) -> Iterator[StoredWeight]:
-    readers = stored(Checkpoint.open(made), torch.float32)
+    readers = stored(Checkpoint.open(output), torch.float32)
     for name, entry in plan.checkpoint.entries.items():
         if entry.file != file:
             continue
@@ -247,9 +247,9 @@ def _measured(
         if name in plan.chosen:
             told = row(entry, plan.chosen[name])
             if told.stored:
-                found = readers[name]()
-                assert isinstance(found, MXTensor)
-                told = dataclasses.replace(told, sqnr_db=sqnr_db(plan.checkpoint.read(name), found))
+                value = readers[name]()
+                assert isinstance(value, MXTensor)
+                told = dataclasses.replace(told, sqnr_db=sqnr_db(plan.checkpoint.read(name), value))
             yield told
 
 

@@ -77,8 +77,8 @@ def export_weights(
     resolved = compiled_policy(model) if policy is None else Policy.resolve(policy)
     if not args and not kwargs:
         kwargs = example_inputs(model)
-    found = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
-    exported = ExportedWeights(model, form, {path: _decided(each) for path, each in found.items()})
+    uses_by_path = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
+    exported = ExportedWeights(model, form, {path: _decided(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in MXFP8\n{exported.weights}")
@@ -114,12 +114,12 @@ class _Use:
     how: WeightUse | None = None
 
 
-def _decided(found: Sequence[WeightUse]) -> _Use:
-    first = found[0]
-    keeping = next((use for use in found if use.elem_dtype is None), None)
+def _decided(own_uses: Sequence[WeightUse]) -> _Use:
+    first = own_uses[0]
+    keeping = next((use for use in own_uses if use.elem_dtype is None), None)
     if keeping is not None:
         return _Use(role=keeping.role, reason=keeping.reason)
-    if len({(use.block_dim, use.elem_dtype, use.rounding, use.square) for use in found}) > 1:
+    if len({(use.block_dim, use.elem_dtype, use.rounding, use.square) for use in own_uses}) > 1:
         return _Use(role=first.role, reason="its layers cast it in different ways")
     return _Use(role=first.role, reason=first.reason, how=first)
 
@@ -149,8 +149,8 @@ class ExportedWeights:
         for name, value in _state(self._model).items():
             how = self._casts.get(name)
             value = self._forward_value(name, value)
-            made = _whole(value) if how is None else _cast(name, value, how)
-            for published, tensor in _published(self._model, name, made).items():
+            exported = _whole(value) if how is None else _cast(name, value, how)
+            for published, tensor in _published(self._model, name, exported).items():
                 if isinstance(tensor, MXTensor):
                     yield ExportedTensor(published, *self._layout.pack(published, tensor).values())
                 else:
@@ -235,8 +235,8 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
         codes, tiles = TileCast(name=name, elem_dtype=how.elem_dtype, rounding=how.rounding)(shard)
         scales = tiles.repeat_interleave(BLOCK, -2)[..., : shard.shape[-2], :]
     else:
-        made = cast(shard, -1, how.elem_dtype, how.rounding)
-        codes, scales = made.qdata, made.scale_bytes
+        quantized = cast(shard, -1, how.elem_dtype, how.rounding)
+        codes, scales = quantized.qdata, quantized.scale_bytes
     blocks = torch.Size((*value.shape[:-1], value.shape[-1] // BLOCK))
     whole = _gathered(value, codes.view(torch.uint8), value.shape)
     return MXTensor(

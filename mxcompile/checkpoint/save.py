@@ -44,9 +44,9 @@ def save_quantized(
         )
     with (
         writing(target),
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made,
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
     ):
-        partial = Path(made) / target.name
+        partial = Path(temporary) / target.name
         partial.mkdir()
         _write_shards(partial, state, form, max_shard_bytes)
         _write_configs(partial, model, state, form)

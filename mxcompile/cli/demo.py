@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
         if options.serve:
             serve(options, bar)
             return 0
-        found = _trained(options, bar)
-    return _conclude(found, options.output)
+        comparison = _trained(options, bar)
+    return _conclude(comparison, options.output)
 
 
 def _trained(options: argparse.Namespace, bar: Any) -> SeedComparison:
@@ -125,63 +125,65 @@ def _say(bar: Any, text: str) -> None:
     bar.refresh()
 
 
-def _conclude(found: SeedComparison, out: Path) -> int:
+def _conclude(runs: SeedComparison, out: Path) -> int:
     """Print the reports and the losses, write the files, and say the policies' gap."""
     from mxcompile.demo.compare import CONTROL, GAP_LIMIT
     from mxcompile.report.forms.tables import drawn
 
-    first = {label: found.of(label)[0] for label in found.labels}
+    first = {label: runs.of(label)[0] for label in runs.labels}
     print()
-    for label in found.policies:
+    for label in runs.policies:
         print(f"{label}: {first[label].report}\n")
     headers = [
         "",
-        *(f"seed {run.seed}" for run in found.of(found.labels[0])),
+        *(f"seed {run.seed}" for run in runs.of(runs.labels[0])),
         "gap of each",
         "mean gap",
         "ms/step",
     ]
-    print(drawn([headers, *(_row(found, label) for label in found.labels)]))
+    print(drawn([headers, *(_row(runs, label) for label in runs.labels)]))
 
-    written = _write(found, out)
+    written = _write(runs, out)
     print(f"\nwritten to {out}/: {', '.join(written)}")
-    print(_of_seeds(found))
-    control = f"the control, {CONTROL.split()[-1]}, is {found.gap(CONTROL):+.2%} off"
-    print(f"{control}: {'a bad format looks like that' if found.tells else 'a bad format is not seen yet'}.")
-    worst = max((found.gap(label) for label in found.policies), key=abs)
+    print(_of_seeds(runs))
+    control = f"the control, {CONTROL.split()[-1]}, is {runs.gap(CONTROL):+.2%} off"
+    print(f"{control}: {'a bad format looks like that' if runs.tells else 'a bad format is not seen yet'}.")
+    worst = max((runs.gap(label) for label in runs.policies), key=abs)
     verdict = (
-        f"{'within' if abs(worst) <= GAP_LIMIT else 'OUTSIDE'} {GAP_LIMIT:.2%} of {found.baseline.upper()}"
+        f"{'within' if abs(worst) <= GAP_LIMIT else 'OUTSIDE'} {GAP_LIMIT:.2%} of {runs.baseline.upper()}"
     )
-    print(f"mean validation gap {worst:+.3%}: {verdict if found.tells else 'the runs are too short to tell'}")
+    print(f"mean validation gap {worst:+.3%}: {verdict if runs.tells else 'the runs are too short to tell'}")
     print(f"open {out / 'report.html'} in a browser")
-    return 0 if found.tells and abs(worst) <= GAP_LIMIT else 1
+    return 0 if runs.tells and abs(worst) <= GAP_LIMIT else 1
 
 
-def _of_seeds(found: SeedComparison) -> str:
+def _of_seeds(comparison: SeedComparison) -> str:
     """How far the baseline itself moves."""
-    name = found.baseline.upper()
-    if found.spread is None:
+    name = comparison.baseline.upper()
+    if comparison.spread is None:
         return f"with one seed, how far {name} itself moves from seed to seed is not known;"
-    return f"{name} itself moves by {found.spread:.2%} from seed to seed;"
+    return f"{name} itself moves by {comparison.spread:.2%} from seed to seed;"
 
 
-def _row(found: SeedComparison, label: str) -> list[str]:
-    runs = found.of(label)
+def _row(comparison: SeedComparison, label: str) -> list[str]:
+    runs = comparison.of(label)
     gaps = [""] * 2
-    if label != found.labels[0]:
-        gaps = [", ".join(f"{gap:+.2%}" for gap in found.gaps(label)), f"{found.gap(label):+.2%}"]
+    if label != comparison.labels[0]:
+        gaps = [", ".join(f"{gap:+.2%}" for gap in comparison.gaps(label)), f"{comparison.gap(label):+.2%}"]
     return [label, *(f"{run.final:.4f}" for run in runs), *gaps, f"{min(run.step_ms for run in runs):.0f}"]
 
 
-def _write(found: SeedComparison, out: Path) -> list[str]:
+def _write(comparison: SeedComparison, out: Path) -> list[str]:
     """Write reports, losses and their picture; returns the names of the files."""
     from mxcompile.demo import plot
 
     out.mkdir(parents=True, exist_ok=True)
     names = []
-    for label in found.policies:
-        report = found.of(label)[0].report
-        stem = "report" if label == found.policies[0] else f"report_{label.split()[-1].replace('/', '_')}"
+    for label in comparison.policies:
+        report = comparison.of(label)[0].report
+        stem = (
+            "report" if label == comparison.policies[0] else f"report_{label.split()[-1].replace('/', '_')}"
+        )
         for suffix in ("html", "json", "txt"):
             if report is not None:
                 report.save(out / f"{stem}.{suffix}")
@@ -194,8 +196,8 @@ def _write(found: SeedComparison, out: Path) -> list[str]:
             "validation": run.validation,
             "step_ms": run.step_ms,
         }
-        for run in found.runs
+        for run in comparison.runs
     ]
     (out / "losses.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
-    plot(found, out / "losses.png")
+    plot(comparison, out / "losses.png")
     return [*names, "losses.json", "losses.png"]

@@ -52,12 +52,12 @@ def serve(options: argparse.Namespace, bar: Any) -> None:
 
     with quiet():
         model = demo.trained(settings, text, progress)
-        found = list(_shown(bar, "quality", ways, demo.quality(model, settings, text, ways)))
+        qualities = list(_shown(bar, "quality", ways, demo.quality(model, settings, text, ways)))
         fast = list(_shown(bar, "speed", ways, demo.speed(demo.wide(size), size, ways)))
     bar.close()
-    _print_quality(found, settings)
+    _print_quality(qualities, settings)
     _print_speed(fast, size)
-    _write(options.output, found, fast)
+    _write(options.output, qualities, fast)
 
 
 def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) -> Iterator[Any]:
@@ -70,27 +70,27 @@ def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) ->
         bar.update()
 
 
-def _print_quality(found: list[Quality], settings: Any) -> None:
+def _print_quality(qualities: list[Quality], settings: Any) -> None:
     from mxcompile.report.forms.tables import drawn
 
     print(
         "What ran with stored weights alone: weights are read from MXFP8 (`stored` below), products and"
         " activations stay in the model's dtype.\n"
     )
-    print(found[1].report)
+    print(qualities[1].report)
     print(
         f"\nQuality: a Llama of {settings.layers} layers, {settings.width} wide, after {settings.steps} steps"
         " on Python source; on files held out."
     )
     rows = [
-        [each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, found[0])]
-        for each in found
+        [each.label, f"{each.perplexity:.4f}", f"{each.logits_gap:.2%}", _bytes(each, qualities[0])]
+        for each in qualities
     ]
     headers = ["served", "perplexity a byte", "logits' gap", "all weights"]
     print(drawn([headers, *rows]))
 
 
-def _print_speed(found: list[Speed], size: Any) -> None:
+def _print_speed(speeds: list[Speed], size: Any) -> None:
     from mxcompile.report.forms.tables import drawn
 
     print(
@@ -102,12 +102,12 @@ def _print_speed(found: list[Speed], size: Any) -> None:
             each.label,
             f"{each.prefill_ms:.0f} ms",
             f"{each.tokens_per_s:.1f}",
-            f"{each.tokens_per_s / found[0].tokens_per_s:.2f}×",
-            _bytes(each, found[0]),
+            f"{each.tokens_per_s / speeds[0].tokens_per_s:.2f}×",
+            _bytes(each, speeds[0]),
         ]
-        for each in found
+        for each in speeds
     ]
-    headers = ["served", "prefill", "tokens/s", f"over {found[0].label}", "all weights"]
+    headers = ["served", "prefill", "tokens/s", f"over {speeds[0].label}", "all weights"]
     print(drawn([headers, *rows]))
 
 
@@ -115,12 +115,12 @@ def _bytes(each: Any, first: Any) -> str:
     return f"{each.weight_bytes / 1e6:.1f} MB ({each.weight_bytes / first.weight_bytes:.0%})"
 
 
-def _write(out: Path, found: list[Quality], fast: list[Speed]) -> None:
-    rows = {"quality": [_row(each) for each in found], "speed": [_row(each) for each in fast]}
+def _write(out: Path, qualities: list[Quality], fast: list[Speed]) -> None:
+    rows = {"quality": [_row(each) for each in qualities], "speed": [_row(each) for each in fast]}
     out.mkdir(parents=True, exist_ok=True)
     (out / "serving.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     written = ["serving.json"]
-    report = found[1].report
+    report = qualities[1].report
     if report is not None:
         report.save(out / "serving.html")
         written.append("serving.html")

@@ -113,12 +113,12 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
     from mxcompile.analysis.explain.sweep import TOKENS, sweep
     from mxcompile.policy import Policy
 
-    found = sweep(report, options.sweep or TOKENS)
-    print(found)
+    result = sweep(report, options.sweep or TOKENS)
+    print(result)
     if any(rule.match.min_m or rule.match.max_m for rule in Policy.resolve(options.policy).rules):
         print("rules that ask for min_m or max_m were held against the tokens of the inputs alone")
     if options.output is not None:
-        found.plot(options.output)
+        result.plot(options.output)
         print(f"drawn: {options.output}")
     return 0
 

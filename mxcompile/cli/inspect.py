@@ -25,10 +25,10 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report.forms.tables import drawn, fitted
     from mxcompile.report.forms.words import byte_count, count
 
-    found = contents(options.path)
-    share = f", {found.mxfp8_bytes / found.num_bytes:.1%} of it in MXFP8" if found.num_bytes else ""
-    print(f"{found.path}: {count(found.num_files, 'file')}, {byte_count(found.num_bytes)}{share}")
-    print(f"layout: {found.layout}\n")
+    content = contents(options.path)
+    share = f", {content.mxfp8_bytes / content.num_bytes:.1%} of it in MXFP8" if content.num_bytes else ""
+    print(f"{content.path}: {count(content.num_files, 'file')}, {byte_count(content.num_bytes)}{share}")
+    print(f"layout: {content.layout}\n")
     rows = [
         [
             group.name,
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
             str(group.count),
             byte_count(group.num_bytes),
         ]
-        for group in found.groups
+        for group in content.groups
     ]
     headers = ["tensor", "stored as", "shape", "number", "bytes"]
     print(drawn(fitted([headers, *rows], ("tensor",))))

@@ -90,8 +90,8 @@ def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:
     """The module that a compiled function calls, if it calls just one."""
     stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
     outermost = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    found = [frame.evaluate(path) for path in outermost]
-    return found[0] if len(found) == 1 and isinstance(found[0], nn.Module) else None
+    candidates = [frame.evaluate(path) for path in outermost]
+    return candidates[0] if len(candidates) == 1 and isinstance(candidates[0], nn.Module) else None
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:

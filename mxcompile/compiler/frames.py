@@ -153,8 +153,8 @@ def _compiled(frame: FrameType) -> Any:
     """The frame that Dynamo is compiling, if `frame` is where it does."""
     if not frame.f_code.co_filename.endswith("convert_frame.py"):
         return None
-    found = frame.f_locals.get("frame")
-    return found if hasattr(found, "f_code") and hasattr(found, "f_locals") else None
+    inner_frame = frame.f_locals.get("frame")
+    return inner_frame if hasattr(inner_frame, "f_code") and hasattr(inner_frame, "f_locals") else None
 
 
 def _broken(gm: fx.GraphModule) -> Iterator[str]:

@@ -39,14 +39,14 @@ def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) 
         return Gathers()
     read = {joined(path, name) for given in inputs for name in (given.path, *given.others) if name}
     try:
-        found = [gathered for name, gathered in _parameters(root) if name in read]
+        gathers = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:
         log.warning("reports do not count what FSDP2 gathers with torch %s: %s", torch.__version__, error)
         return Gathers()
-    again = [gathered for gathered in found if gathered[2]]
+    again = [gathered for gathered in gathers if gathered[2]]
     return Gathers(
-        forward=sum(sent for sent, _, _ in found),
-        forward_without=sum(without for _, without, _ in found),
+        forward=sum(sent for sent, _, _ in gathers),
+        forward_without=sum(without for _, without, _ in gathers),
         backward=sum(sent for sent, _, _ in again),
         backward_without=sum(without for _, without, _ in again),
     )

@@ -92,22 +92,22 @@ def reduce_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -
     Engine's ``reduce_amax`` does; before saving it makes one rank's state dict good for all. Returns the
     number of histories.
     """
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)]
-    if found and dist.is_available() and dist.is_initialized():
-        device = found[0].device
-        joined = torch.cat([buffer.detach().flatten().to(device) for buffer in found])
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)]
+    if buffers and dist.is_available() and dist.is_initialized():
+        device = buffers[0].device
+        joined = torch.cat([buffer.detach().flatten().to(device) for buffer in buffers])
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
-        parts = joined.split([buffer.numel() for buffer in found])
-        for buffer, part in zip(found, parts, strict=True):
+        parts = joined.split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
-    return len(found)
+    return len(buffers)
 
 
-def tap(gm: fx.GraphModule, values: Sequence[Any], found: Capture, policy: Policy) -> Tapped | None:
+def tap(gm: fx.GraphModule, values: Sequence[Any], capture: Capture, policy: Policy) -> Tapped | None:
     """`gm` with the weights tapped that may need it under `policy`; None if none does."""
-    if found.backward or not needed(policy):
+    if capture.backward or not needed(policy):
         return None
-    weights = [index for index, given in enumerate(found.inputs) if given.static and given.path]
+    weights = [index for index, given in enumerate(capture.inputs) if given.static and given.path]
     return Tapped.of(gm, values, weights)
 
 
@@ -147,8 +147,8 @@ class Tapped:
         if trains:  # a call that computes no gradients moves nothing on: what it would see is not looked for
             output.args = ((*results, *seen),)
         gm.recompile()
-        made = tuple(_example(values[index], trains) for index in chosen)
-        return cls(gm=gm, states=made, positions=chosen, outputs=len(results))
+        examples = tuple(_example(values[index], trains) for index in chosen)
+        return cls(gm=gm, states=examples, positions=chosen, outputs=len(results))
 
 
 def _is_matrix(value: Any) -> bool:
@@ -212,8 +212,8 @@ class Stateful:
         with torch.no_grad():
             rows = [weights[0].new_zeros(3, dtype=torch.float32)] * len(weights)
             for index, history in histories.items():
-                said = self._read.pop(weights[index]) if again else history.amax(-1)
-                rows[index] = said.to(weights[index].device)
+                amax = self._read.pop(weights[index]) if again else history.amax(-1)
+                rows[index] = amax.to(weights[index].device)
             states = torch.stack(rows)
         if self._trains and torch.is_grad_enabled():
             if not _in_backward():
@@ -225,15 +225,15 @@ class Stateful:
     def _history(self, weight: Tensor, length: int) -> Tensor:
         """The buffer beside `weight`, new if the model has none of that length."""
         module, name = self._owner(weight)
-        found = module._buffers.get(name)
-        if found is None or found.shape != (3, length):
+        buffer = module._buffers.get(name)
+        if buffer is None or buffer.shape != (3, length):
             kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
-            if found is not None and found.ndim == 2:
-                count = min(length, found.shape[1])
-                kept[:, :count] = found[:, :count]
+            if buffer is not None and buffer.ndim == 2:
+                count = min(length, buffer.shape[1])
+                kept[:, :count] = buffer[:, :count]
             module.register_buffer(name, kept)
-            found = kept
-        return found
+            buffer = kept
+        return buffer
 
     def _owner(self, weight: Tensor) -> tuple[nn.Module, str]:
         """The module that has `weight`, and the name of the buffer beside it."""

@@ -112,14 +112,14 @@ class Located:
 
     def _owner(self, source: Any, outermost: bool = False) -> tuple[Any, str | None]:
         """The innermost module of the model that `source` goes through, or the outermost, and its path."""
-        found: tuple[Any, str | None] = None, None
+        match: tuple[Any, str | None] = None, None
         for base in _bases(source):
             path = self._model.modules.get(id(self._frame.evaluate(name_of(base))))
             if path is not None:
-                found = base, path
+                match = base, path
                 if not outermost:
                     break
-        return found
+        return match
 
 
 def _most(counted: Counter[str]) -> str:

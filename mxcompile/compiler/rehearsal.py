@@ -56,26 +56,28 @@ class Rehearsal(Generic[Mode]):
         call(self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found = dataclasses.replace(capture(gm, example_inputs, self.model), blocks=self.repeats.blocks)
-        return self.graph(found, gm, example_inputs)
+        current = dataclasses.replace(capture(gm, example_inputs, self.model), blocks=self.repeats.blocks)
+        return self.graph(current, gm, example_inputs)
 
-    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def graph(
+        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """Compile one graph as far as is wanted. Returns what Dynamo calls for it: the graph on fakes."""
-        self.traced(found, gm, example_inputs)
+        self.traced(capture, gm, example_inputs)
         return gm.forward
 
-    def traced(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
+    def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
         """The compile of one graph up to code generation."""
-        compilation = self.compilation(found, gm)
+        compilation = self.compilation(capture, gm)
         trace(compilation, gm, example_inputs)
         return compilation
 
-    def compilation(self, found: Capture, gm: fx.GraphModule, *, tapped: bool = False) -> Compilation:
+    def compilation(self, capture: Capture, gm: fx.GraphModule, *, tapped: bool = False) -> Compilation:
         """The state of the compile of one graph."""
-        after = functools.partial(self.after, found)
+        after = functools.partial(self.after, capture)
         return Compilation(
-            self.options, found, gm, self.target, self.repeats.count, tapped=tapped, after=after
+            self.options, capture, gm, self.target, self.repeats.count, tapped=tapped, after=after
         )
 
-    def after(self, found: Capture, graph: fx.Graph) -> None:
+    def after(self, capture: Capture, graph: fx.Graph) -> None:
         """Called with every joint or inference graph when the passes are done with it."""

@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 
 
-def noted(compiled: Compiled, found: Capture, places: Places) -> Compiled:
-    """`compiled`, of the graph of `found`; `places` is told what it runs for."""
-    if found.root is None:
+def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
+    """`compiled`, of the graph of `capture`; `places` is told what it runs for."""
+    if capture.root is None:
         return compiled
-    own = {user_path(raw) for raw, _ in found.root.named_parameters(remove_duplicate=False)}
-    paths = [joined(found.path, given.path) if given.static else "" for given in found.inputs]
+    own = {user_path(raw) for raw, _ in capture.root.named_parameters(remove_duplicate=False)}
+    paths = [joined(capture.path, given.path) if given.static else "" for given in capture.inputs]
     position = next((index for index, path in enumerate(paths) if path in own), None)
     if position is None:
         return compiled
-    return _Noted(compiled, found.root, named(found.root, found.prefix), position, places)
+    return _Noted(compiled, capture.root, named(capture.root, capture.prefix), position, places)
 
 
 class _Noted:

@@ -81,13 +81,13 @@ class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
         self.call(args, kwargs)
         return Uses(by_path=dict(self._uses), gemms=tuple(self._gemms))
 
-    def after(self, found: Capture, graph: fx.Graph) -> None:
-        for use in self._read(graph, found.inputs):
-            path = joined(found.path, use.path)
+    def after(self, capture: Capture, graph: fx.Graph) -> None:
+        for use in self._read(graph, capture.inputs):
+            path = joined(capture.path, use.path)
             for each in (path, *self.repeats.others(path)):
                 self._uses[each].append(use)
 
-    def traced(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
-        compilation = super().traced(found, gm, example_inputs)
+    def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:
+        compilation = super().traced(capture, gm, example_inputs)
         self._gemms += self.repeats.expanded(compilation.part.gemms)
         return compilation

@@ -102,8 +102,8 @@ class SeedComparison:
 
     def gap(self, label: str) -> float:
         """Mean of `gaps`."""
-        found = self.gaps(label)
-        return sum(found) / len(found)
+        gaps = self.gaps(label)
+        return sum(gaps) / len(gaps)
 
     @property
     def tells(self) -> bool:

@@ -11,20 +11,20 @@ _LINEAR = 0.5
 """Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
 
 
-def plot(found: SeedComparison, path: Path) -> None:
+def plot(comparison: SeedComparison, path: Path) -> None:
     """Write a PNG to `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained", dpi=130)
     left, right = figure.subplots(1, 2)
-    for index, label in enumerate(found.labels):
-        style = _style(label, index, found.baseline)
-        for number, run in enumerate(found.of(label)):
+    for index, label in enumerate(comparison.labels):
+        style = _style(label, index, comparison.baseline)
+        for number, run in enumerate(comparison.of(label)):
             named = label if number == 0 else None
             steps = sorted(run.validation)
             left.plot(steps, [run.validation[step] for step in steps], label=named, **style)
-            if label != found.baseline:
-                gaps = [100 * found.gaps(label, step)[number] for step in steps]
+            if label != comparison.baseline:
+                gaps = [100 * comparison.gaps(label, step)[number] for step in steps]
                 right.plot(steps, gaps, label=named, **style)
     left.set(xlabel="step", ylabel="nats per byte", title="Validation loss, a line for each seed")
     limit = 100 * GAP_LIMIT
@@ -32,7 +32,7 @@ def plot(found: SeedComparison, path: Path) -> None:
     right.axhline(0, color="#8a8f98", linewidth=1)
     right.set_yscale("symlog", linthresh=_LINEAR)
     right.yaxis.set_major_formatter("{x:g}")
-    right.set(xlabel="step", ylabel="%", title=f"Gap to {found.baseline} with the same seed")
+    right.set(xlabel="step", ylabel="%", title=f"Gap to {comparison.baseline} with the same seed")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

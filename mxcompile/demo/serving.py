@@ -260,21 +260,21 @@ def _bytes(x: Any) -> int:
 def _logits(model: Any, tokens: Tensor, *, cached: bool) -> Tensor:
     """Of one call; where keys and values are cached, attention reads them from there."""
     given = {"past_key_values": static_cache(model, tokens.shape[1])} if cached else {}
-    found: Tensor = model(input_ids=tokens, **given).logits.float()
-    return found
+    logits: Tensor = model(input_ids=tokens, **given).logits.float()
+    return logits
 
 
 def _loss(logits: Sequence[Tensor], given: Sequence[Tensor]) -> float:
     losses = [
-        nn.functional.cross_entropy(found.flatten(0, 1), each[:, 1:].flatten())
-        for found, each in zip(logits, given, strict=True)
+        nn.functional.cross_entropy(scores.flatten(0, 1), each[:, 1:].flatten())
+        for scores, each in zip(logits, given, strict=True)
     ]
     return float(torch.stack(losses).mean())
 
 
 def _gap(logits: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    found, wanted = torch.cat([*logits]), torch.cat([*expected])
-    return float((found - wanted).norm() / wanted.norm())
+    actual, wanted = torch.cat([*logits]), torch.cat([*expected])
+    return float((actual - wanted).norm() / wanted.norm())
 
 
 def _cache(model: Any, size: Wide, way: Way) -> Any:
@@ -291,7 +291,7 @@ def _cache(model: Any, size: Wide, way: Way) -> Any:
 def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any) -> Tensor:
     """`prompt` and `tokens` more, greedily."""
     cache.reset()
-    made: Tensor = model.generate(
+    output: Tensor = model.generate(
         prompt,
         past_key_values=cache,
         max_new_tokens=tokens,
@@ -301,11 +301,11 @@ def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any) -> Tensor:
         use_cache=True,
         disable_compile=True,
     )
-    return made
+    return output
 
 
 def _seconds(model: nn.Module, prompt: Tensor, tokens: int, cache: Any) -> float:
     start = time.perf_counter()
-    made = _generate(model, prompt, tokens, cache)
-    made[0, -1].item()  # waits for the device
+    output = _generate(model, prompt, tokens, cache)
+    output[0, -1].item()  # waits for the device
     return time.perf_counter() - start

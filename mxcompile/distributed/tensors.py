@@ -74,7 +74,7 @@ class MasterWeight(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor, cast: TileCast) -> MasterWeight:  # noqa: D102
-        made: MasterWeight = torch.Tensor._make_wrapper_subclass(
+        wrapper: MasterWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
             strides=values.stride(),
@@ -82,8 +82,8 @@ class MasterWeight(Tensor):
             dtype=values.dtype,
             device=values.device,
         )
-        made.master, made.cast = values, cast
-        return made
+        wrapper.master, wrapper.cast = values, cast
+        return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -189,10 +189,10 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
     assert isinstance(x, DTensor)
     held = change(x._local_tensor)
-    made: Tensor = DTensor.from_local(
+    result: Tensor = DTensor.from_local(
         held, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
-    return made
+    return result
 
 
 def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None) -> str:
@@ -226,11 +226,11 @@ class TiledWeight(Tensor):
     def __new__(  # noqa: D102
         cls, qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype
     ) -> TiledWeight:
-        made: TiledWeight = torch.Tensor._make_wrapper_subclass(
+        wrapper: TiledWeight = torch.Tensor._make_wrapper_subclass(
             cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device
         )
-        made.qdata, made.scale, made.rounding = qdata, scale, rounding
-        return made
+        wrapper.qdata, wrapper.scale, wrapper.rounding = qdata, scale, rounding
+        return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -240,8 +240,8 @@ class TiledWeight(Tensor):
     ) -> Any:
         first = args[0] if args else None
         if isinstance(first, TiledWeight) and _same(func, first, args):
-            made = TiledWeight(first.qdata, first.scale, first.rounding, first.dtype)
-            return return_and_correct_aliasing(func, args, kwargs or {}, made)
+            result = TiledWeight(first.qdata, first.scale, first.rounding, first.dtype)
+            return return_and_correct_aliasing(func, args, kwargs or {}, result)
         if func._schema.is_mutable and any(isinstance(written, TiledWeight) for written in args[:1]):
             raise FormatError(f"{func} would change a weight that was gathered in MXFP8; change its shards")
         plain_args, plain_kwargs = tree_map_only(TiledWeight, _dequantized, (tuple(args), kwargs or {}))

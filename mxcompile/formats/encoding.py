@@ -36,11 +36,11 @@ from mxcompile.formats.types import WHOLE, ElemType, Format, Rounding, Tile
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
     """How many elements of each dimension share a scale; `WHOLE` for all."""
     dim = block_dim % ndim
-    found = [WHOLE if tile == Tile.TENSOR else 1] * ndim
-    found[dim] = tile.along
+    sizes = [WHOLE if tile == Tile.TENSOR else 1] * ndim
+    sizes[dim] = tile.along
     if ndim > 1:
-        found[ndim - 2 if dim == ndim - 1 else ndim - 1] = tile.across
-    return found
+        sizes[ndim - 2 if dim == ndim - 1 else ndim - 1] = tile.across
+    return sizes
 
 
 def scale_shape(shape: Sequence[Any], block_dim: int, tile: Tile) -> list[Any]:

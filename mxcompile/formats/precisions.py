@@ -233,9 +233,9 @@ def label(word: str) -> str:
 
 def labels(words: Iterable[str]) -> str:
     """The quantized precisions among `words` in texts, in the order of the table."""
-    found = set(words)
+    precisions = set(words)
     rows = [row for row in PRECISIONS.values() if row.quantizes]
-    return " and ".join(row.label for row in rows if row.name in found) or rows[0].label
+    return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
 
 
 def elem_words() -> tuple[str, ...]:
@@ -245,11 +245,11 @@ def elem_words() -> tuple[str, ...]:
 
 def tile_words() -> tuple[str, ...]:
     """Every extent of a scale of the table."""
-    found: list[Tile] = []
+    all_tiles: list[Tile] = []
     for row in PRECISIONS.values():
-        found += [tile for tiles in row.tiles.values() for tile in (tiles.x, tiles.w)]
-        found += row.weight_blocks
-    return tuple(dict.fromkeys(map(str, found)))
+        all_tiles += [tile for tiles in row.tiles.values() for tile in (tiles.x, tiles.w)]
+        all_tiles += row.weight_blocks
+    return tuple(dict.fromkeys(map(str, all_tiles)))
 
 
 def derivation_words() -> tuple[str, ...]:

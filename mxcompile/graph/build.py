@@ -82,8 +82,8 @@ class Builder:
 
     def sizes(self, shape: Iterable[Any], like: fx.Node) -> list[Any] | None:
         """`shape` as arguments of a call: symbolic ones by inputs that are or have them, or None."""
-        found = [size if isinstance(size, int) else self._given(size, like) for size in shape]
-        return None if None in found else found
+        values = [size if isinstance(size, int) else self._given(size, like) for size in shape]
+        return None if None in values else values
 
     def _given(self, size: torch.SymInt, like: fx.Node) -> fx.Node | None:
         """An input of the graph that is `size`, or the length of one."""

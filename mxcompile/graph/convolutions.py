@@ -57,12 +57,12 @@ def convolution_words(node: fx.Node) -> str:
     """``convolution 3×3, stride 2, 32 groups``."""
     _, w, _, (stride, _, _, transposed, _, groups) = _parts(node)
     kernel = "×".join(str(size) for size in w.shape[2:]) if w is not None else "?"
-    said = [f"{'transposed ' if transposed else ''}convolution {kernel}"]
+    words = [f"{'transposed ' if transposed else ''}convolution {kernel}"]
     if any(step != 1 for step in stride):
-        said.append(f"stride {'×'.join(map(str, dict.fromkeys(stride)))}")
+        words.append(f"stride {'×'.join(map(str, dict.fromkeys(stride)))}")
     if groups != 1:
-        said.append(f"{groups} groups")
-    return ", ".join(said)
+        words.append(f"{groups} groups")
+    return ", ".join(words)
 
 
 def _is(wanted: int, size: Any) -> bool:

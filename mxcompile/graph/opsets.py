@@ -223,9 +223,9 @@ STREAM_SOURCES = _packets(aten, "embedding", "convolution", "_embedding_bag")
 
 def argument(node: fx.Node, index: int = 0) -> fx.Node:
     """The positional argument of `node` at `index`, which must be a node itself."""
-    found = node.args[index]
-    assert isinstance(found, fx.Node), f"argument {index} of {node.name} is no node"
-    return found
+    value = node.args[index]
+    assert isinstance(value, fx.Node), f"argument {index} of {node.name} is no node"
+    return value
 
 
 def permutation(node: fx.Node) -> list[int] | None:

@@ -155,15 +155,15 @@ def linear_layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
 
 def tensor(node: Any) -> torch.Tensor | None:
     """The fake tensor of `node`, or None if it is not a node or has another value."""
-    found = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor of `node`, which has one."""
-    found = tensor(node)
-    assert found is not None, f"{node} has no tensor"
-    return found
+    value = tensor(node)
+    assert value is not None, f"{node} has no tensor"
+    return value
 
 
 Sizes = tuple[Any, Any, Any, Any]
@@ -177,8 +177,8 @@ def hint(size: Any) -> int:
     """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard."""
     if isinstance(size, int):
         return size
-    found = size.node.hint if size.node.has_hint() else None
-    return int(found) if found is not None else 1
+    value = size.node.hint if size.node.has_hint() else None
+    return int(value) if value is not None else 1
 
 
 def numel(shape: Iterable[Any]) -> int:

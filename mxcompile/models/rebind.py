@@ -84,11 +84,11 @@ class Rebinder:
 
     def _rebound(self, value: Any) -> Any:
         """A copy of `value`, which leads to the model, made before what it holds: that may hold it."""
-        made: Any
+        result: Any
         match value:
             case FunctionType() if (inner := _compiled(value)) is not None:
-                made = self._copied(inner)
-                return torch.compiler.disable(made) if _is_disabled(value) else made
+                result = self._copied(inner)
+                return torch.compiler.disable(result) if _is_disabled(value) else result
             case FunctionType():
                 return self._function(value)
             case MethodType():
@@ -101,18 +101,18 @@ class Rebinder:
             case tuple():
                 return tuple(map(self._copied, value))
             case list():
-                made = self._memo[id(value)] = []
-                made += map(self._copied, value)
+                result = self._memo[id(value)] = []
+                result += map(self._copied, value)
             case set():
-                made = self._memo[id(value)] = set()
-                made.update(map(self._copied, value))
+                result = self._memo[id(value)] = set()
+                result.update(map(self._copied, value))
             case dict():
-                made = self._memo[id(value)] = type(value)()
-                made.update((self._copied(key), self._copied(one)) for key, one in value.items())
+                result = self._memo[id(value)] = type(value)()
+                result.update((self._copied(key), self._copied(one)) for key, one in value.items())
             case _:
-                made = self._memo[id(value)] = object.__new__(type(value))
-                vars(made).update((name, self._copied(one)) for name, one in vars(value).items())
-        return made
+                result = self._memo[id(value)] = object.__new__(type(value))
+                vars(result).update((name, self._copied(one)) for name, one in vars(value).items())
+        return result
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
@@ -120,17 +120,17 @@ class Rebinder:
         scope = function.__globals__
         if named:  # without a name it is not taken for the module that it is a copy of
             scope = {name: one for name, one in scope.items() if name != "__name__"}
-        made = FunctionType(function.__code__, scope, function.__name__, None, cells)
-        self._memo[id(function)] = made
+        function_copy = FunctionType(function.__code__, scope, function.__name__, None, cells)
+        self._memo[id(function)] = function_copy
         scope.update((name, self._copied(one)) for name, one in named.items())
         for cell, own in zip(cells, function.__closure__ or (), strict=True):
             for content in _content(own):
                 cell.cell_contents = self._copied(content) if self._leads(content) else content
-        made.__defaults__ = self._kept(function.__defaults__)
-        made.__kwdefaults__ = self._kept(function.__kwdefaults__)
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        vars(made).update((name, self._kept(one)) for name, one in vars(function).items())
-        return made
+        function_copy.__defaults__ = self._kept(function.__defaults__)
+        function_copy.__kwdefaults__ = self._kept(function.__kwdefaults__)
+        function_copy.__qualname__, function_copy.__module__ = function.__qualname__, function.__module__
+        vars(function_copy).update((name, self._kept(one)) for name, one in vars(function).items())
+        return function_copy
 
     def _leads(self, value: Any) -> bool:
         return id(value) in self._targets or id(value) in self._leading

@@ -92,12 +92,12 @@ def _without_pipelining(config: Any) -> Any | None:
 def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
     """The kernel of `tuner` in one configuration."""
     described = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    made: list[Any] = []
+    results: list[Any] = []
     compile_kernel = triton.compile
 
     def keep(*args: Any, **kwargs: Any) -> Any:
-        made.append(compile_kernel(*args, **kwargs))
-        return made[-1]
+        results.append(compile_kernel(*args, **kwargs))
+        return results[-1]
 
     try:
         with mock.patch.object(triton, "compile", keep):
@@ -106,7 +106,7 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
         log.info("%s does not compile for %s", name, target.name, exc_info=True)
         problem = f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return Binary(settings=described, num_configs=len(tuner.configs), problems=(problem,))
-    (kernel,) = made
+    (kernel,) = results
     return read_binary(
         kernel.asm, kernel.metadata, target, settings=described, num_configs=len(tuner.configs)
     )
@@ -137,12 +137,12 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
 
 
 def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]:
-    found = []
+    problems = []
     if shared_bytes > target.shared_bytes:
-        found.append(f"{shared_bytes} bytes of shared memory, {target.name} has {target.shared_bytes}")
+        problems.append(f"{shared_bytes} bytes of shared memory, {target.name} has {target.shared_bytes}")
     if tmem_columns > target.tmem_columns:
-        found.append(f"{tmem_columns} columns of tensor memory, {target.name} has {target.tmem_columns}")
-    return found
+        problems.append(f"{tmem_columns} columns of tensor memory, {target.name} has {target.tmem_columns}")
+    return problems
 
 
 def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int, int]:
@@ -161,10 +161,10 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
         shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
-    if found is None:
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
+    if match is None:
         return 0, 0
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 
@@ -178,7 +178,7 @@ def _spilled(ptx: str, arch: int) -> int:
         file.write(ptx)
         file.flush()
         command = [get_ptxas(arch).path, "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}"]
-        made = subprocess.run(
+        process = subprocess.run(
             [*command, file.name, "-o", "/dev/null"], capture_output=True, text=True, check=False
         )
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", made.stderr)))
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", process.stderr)))

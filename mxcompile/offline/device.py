@@ -149,8 +149,8 @@ class _Attention:
 
     def _swap_result(self, user: fx.Node, new: fx.Node) -> None:
         with self._graph.inserting_before(user):
-            made = self._call(operator.getitem, new, user.args[1], like=user)
-        user.replace_all_uses_with(made)
+            item = self._call(operator.getitem, new, user.args[1], like=user)
+        user.replace_all_uses_with(item)
         self._graph.erase_node(user)
 
     def _bias(self, q: fx.Node, k: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:

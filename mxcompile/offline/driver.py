@@ -86,12 +86,14 @@ class Driver(Rehearsal[FakeTensorMode]):
         self.parts: list[Part] = []
         self.generated: list[Generated] = []
 
-    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def graph(
+        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """Keep the code that would run, and go on with fake results."""
         policy = self.options.policy
-        tapped = histories.tap(gm, example_inputs, found, policy)
-        found = dataclasses.replace(found, device=DEVICE)
-        compilation = self.compilation(found, gm, tapped=histories.needed(policy))
+        tapped = histories.tap(gm, example_inputs, capture, policy)
+        capture = dataclasses.replace(capture, device=DEVICE)
+        compilation = self.compilation(capture, gm, tapped=histories.needed(policy))
         graph, inputs = gm, list(example_inputs)
         if tapped is not None:
             with self.mode:
@@ -103,7 +105,7 @@ class Driver(Rehearsal[FakeTensorMode]):
         self.parts.append(compilation.part)
         return gm.forward
 
-    def after(self, found: Capture, graph: fx.Graph) -> None:
+    def after(self, capture: Capture, graph: fx.Graph) -> None:
         """Fold constants as Inductor does, which computes; then off to the GPU."""
         remove_noop_ops(graph)
         if graph.owning_module is not None:
@@ -134,7 +136,8 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
         source=source,
         input_bytes={name: num_bytes(value) for name, value in values.items()},
         origins={
-            name: tuple(found) for name, found in debug._inductor_triton_kernel_to_post_grad_node_info.items()
+            name: tuple(node_names)
+            for name, node_names in debug._inductor_triton_kernel_to_post_grad_node_info.items()
         },
         gemms={node.name: tags_of(node) for node in nodes if tags_of(node)},
         operators={node.name: str(node.target) for node in nodes if node.op == "call_function"},

@@ -81,9 +81,9 @@ class Work:
 
     def as_data(self) -> dict[str, Any]:
         """Its fields that are not those of no work, times with five digits."""
-        found = dataclasses.asdict(self).items()
+        items = dataclasses.asdict(self).items()
         return {
-            key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in found if value
+            key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in items if value
         }
 
 

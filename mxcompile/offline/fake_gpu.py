@@ -26,9 +26,9 @@ def _getitem(x: FakeTensor, index: Any) -> Any:
     if x.device.type != "cuda":
         return Tensor.__getitem__(x, index)
     with no_dispatch():
-        found = _meta(x)[tree_map_only(Tensor, _meta, index)]
+        element = _meta(x)[tree_map_only(Tensor, _meta, index)]
     with x.fake_mode:
-        return torch.empty_strided(found.shape, found.stride(), dtype=x.dtype, device=x.device)
+        return torch.empty_strided(element.shape, element.stride(), dtype=x.dtype, device=x.device)
 
 
 def _copy(x: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -62,8 +62,8 @@ class Instruction:
     @property
     def left(self) -> int | None:
         """How many groups of copies may go on behind it, if it waits for copies into shared memory."""
-        found = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
-        return int(found[1], 16) if found else None
+        match = _WAIT_FOR_COPIES.match(self.operands) if self.opcode.startswith("DEPBAR") else None
+        return int(match[1], 16) if match else None
 
     @property
     def issues(self) -> bool:
@@ -178,11 +178,11 @@ def parse(text: str) -> MachineCode:
         if label is not None:
             labels[label[1]] = len(instructions)
             continue
-        found = _NVIDIA_LINE.match(line) or _AMD_LINE.match(line)
-        if found is None:
+        match = _NVIDIA_LINE.match(line) or _AMD_LINE.match(line)
+        if match is None:
             continue
-        instructions.append(Instruction(found["opcode"], found["rest"].strip()))
-        if found["opcode"] in ("EXIT", "s_endpgm") and not found["guard"]:
+        instructions.append(Instruction(match["opcode"], match["rest"].strip()))
+        if match["opcode"] in ("EXIT", "s_endpgm") and not match["guard"]:
             end = len(instructions)
     kept = tuple(instructions[:end])
     return MachineCode(kept, tuple(_loops(kept, labels)))

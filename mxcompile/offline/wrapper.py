@@ -180,9 +180,9 @@ class _ModuleReader:
     def _handle(self, line: int) -> str:
         """The handle in the comments right above a launch."""
         for above in reversed(self._lines[max(0, line - 8) : line - 1]):
-            found = _HANDLE.search(above)
-            if found:
-                return found.group(1)
+            match = _HANDLE.search(above)
+            if match:
+                return match.group(1)
         return ""
 
 
@@ -196,8 +196,8 @@ def _parameters(kernel: str, source: str) -> list[str]:
 
 def _mutated(source: str) -> frozenset[str]:
     """Parameters that a kernel is said to write to besides its outputs."""
-    found = _MUTATED.search(source)
-    return frozenset(ast.literal_eval(found.group(1))) if found else frozenset()
+    match = _MUTATED.search(source)
+    return frozenset(ast.literal_eval(match.group(1))) if match else frozenset()
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

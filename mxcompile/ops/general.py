@@ -115,13 +115,13 @@ def _spec_round_with(
 
 def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str) -> Tensor:
     form, dim = Format.of(fmt), block_dim % qdata.ndim
-    made = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    bytes_ = scale if form.rounding is not None else (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
     for each, extent in enumerate(extents(qdata.ndim, block_dim, form.tile)):
         per, size = (BLOCK, num_blocks(qdata.shape[each])) if each == dim else (1, qdata.shape[each])
-        made = made.repeat_interleave(extent // per, each).narrow(each, 0, size)
+        bytes_ = bytes_.repeat_interleave(extent // per, each).narrow(each, 0, size)
     if scale_layout == ScaleLayout.ROW_MAJOR:
-        return made.contiguous()
-    return tile_scale(made if dim == qdata.ndim - 1 else made.t())
+        return bytes_.contiguous()
+    return tile_scale(bytes_ if dim == qdata.ndim - 1 else bytes_.t())
 
 
 def _spec_block_bytes(

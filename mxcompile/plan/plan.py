@@ -63,10 +63,10 @@ class Plan:
     @cached_property
     def by_name(self) -> Layers:
         """The GEMMs of every name, in the order they run."""
-        found: defaultdict[str, list[GemmTag]] = defaultdict(list)
+        tags_by_name: defaultdict[str, list[GemmTag]] = defaultdict(list)
         for tag in self.tags:
-            found[tag.name].append(tag)
-        return {name: tuple(tags) for name, tags in found.items()}
+            tags_by_name[tag.name].append(tag)
+        return {name: tuple(tags) for name, tags in tags_by_name.items()}
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -165,9 +165,9 @@ def _planned(
         Classify().apply(graph)
         keep_products(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
-    found = {tag.layer: node for node in read for tag in tags_of(node)}
+    nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
-    obstacles = {tag.name: obstacle(found[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
+    obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
     return Plan(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},

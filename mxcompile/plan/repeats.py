@@ -68,9 +68,9 @@ class Repeats:
         gemms = tuple(self.expanded(part.gemms))
         return dataclasses.replace(part, gemms=gemms, outline=part.outline.widened(self.others))
 
-    def expanded(self, found: Iterable[Named]) -> Iterator[Named]:
-        """`found`, records or tags of the kept layers in order, with one for every layer."""
-        for keeper, group in itertools.groupby(found, key=lambda one: self._keeper(one.name)):
+    def expanded(self, entries: Iterable[Named]) -> Iterator[Named]:
+        """`entries`, records or tags of the kept layers in order, with one for every layer."""
+        for keeper, group in itertools.groupby(entries, key=lambda one: self._keeper(one.name)):
             run = list(group)
             yield from run
             for path in self.standing_for[keeper] if keeper is not None else ():
@@ -83,8 +83,10 @@ class Repeats:
         moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
         if isinstance(moved, GemmTag):
             return moved
-        said = {key: getattr(moved, key).replace(f"{keeper}.", f"{path}.") for key in ("evidence", "nearest")}
-        return dataclasses.replace(moved, **said)
+        changes = {
+            key: getattr(moved, key).replace(f"{keeper}.", f"{path}.") for key in ("evidence", "nearest")
+        }
+        return dataclasses.replace(moved, **changes)
 
     def others(self, path: str) -> Iterator[str]:
         """The paths that what is at `path` stands for, without its own."""

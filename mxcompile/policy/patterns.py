@@ -28,9 +28,9 @@ def starting(expression: str) -> str:
 def _within(expression: str, before: str) -> str:
     """`expression` after `before` and with anything behind it; flags that it sets for all stay first."""
     flags = ""
-    while found := _FLAGS.match(expression):
-        flags += found[1]
-        expression = expression[found.end() :]
+    while match := _FLAGS.match(expression):
+        flags += match[1]
+        expression = expression[match.end() :]
     prefix = f"(?{''.join(dict.fromkeys(flags))})" if flags else ""
     if "x" in flags:  # it may end in a comment
         return f"re:{prefix}{before}(?:{expression}\n).*"

@@ -131,8 +131,8 @@ def _table(words: Any) -> dict[str, Any]:
 
 def _words(key: str) -> list[str]:
     """The words of the tables of tiles that `key` takes."""
-    found = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
-    return list(dict.fromkeys(found))
+    tiles = [word for row in PRECISIONS.values() if row.tiles_key == key for word in row.tiles]
+    return list(dict.fromkeys(tiles))
 
 
 _BLOCKS = sorted(_words("block"), key=int)
@@ -180,8 +180,10 @@ def _precision(value: Any) -> Any:
         key, tiles, grad = preset.precision.tiles_key, preset.formats.tiles, preset.formats.grad_elem
         says = {"precision": preset.precision, **({key: tiles[0]} if tiles else {})}
         says |= {"grad_dtype": grad} if grad else {}
-        said = ", ".join(f"{key}: {word}" for key, word in says.items())
-        raise Invalid(f"{value!r} is a preset, of a whole policy ('preset: {value}'); a rule says {{{said}}}")
+        conditions = ", ".join(f"{key}: {word}" for key, word in says.items())
+        raise Invalid(
+            f"{value!r} is a preset, of a whole policy ('preset: {value}'); a rule says {{{conditions}}}"
+        )
     return _WORDS.read(value)
 
 

@@ -48,8 +48,8 @@ class Changes:
     @property
     def fell_back(self) -> tuple[str, ...]:
         """Names of the layers with a GEMM that was quantized and is in BF16."""
-        found = (name for change in self.changes if change.kind == "fell back" for name in change.names)
-        return tuple(dict.fromkeys(found))
+        names = (name for change in self.changes if change.kind == "fell back" for name in change.names)
+        return tuple(dict.fromkeys(names))
 
     @property
     def share_drop(self) -> float:

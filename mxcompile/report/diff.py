@@ -35,12 +35,12 @@ class Difference(Changes):
 def compare(old: ReportData, new: ReportData) -> Difference:
     """What changed from `old` to `new`."""
     before, after = dict(_keyed(old.gemms)), dict(_keyed(new.gemms))
-    found: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    groups: dict[tuple[str, ...], dict[str, set[str]]] = {}
     sentences: dict[tuple[str, ...], dict[str, None]] = {}
     for key in dict.fromkeys((*after, *before)):
         name, _, kind, _ = key
         for alike in _changes(before.get(key), after.get(key)):
-            found.setdefault(alike, {}).setdefault(name, set()).add(kind)
+            groups.setdefault(alike, {}).setdefault(name, set()).add(kind)
             sentences.setdefault(alike, {})[_sentence(after.get(key), alike)] = None
     changes = [
         Change(
@@ -54,7 +54,7 @@ def compare(old: ReportData, new: ReportData) -> Difference:
             code=code,
             reason=_joined(sentences[role, kind, what, a, b, code]),
         )
-        for (role, kind, what, a, b, code), layers in found.items()
+        for (role, kind, what, a, b, code), layers in groups.items()
         for gemms, names in _by_gemms(layers)
     ]
     first = {name: position for position, name in reversed([*enumerate(key[0] for key in (*after, *before))])}

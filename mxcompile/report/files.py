@@ -82,8 +82,8 @@ def rank() -> int | None:
 
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    said = os.environ.get("RANK", "")
-    return int(said) if said.isdecimal() else None
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdecimal() else None
 
 
 def of_rank(path: Path) -> Path:

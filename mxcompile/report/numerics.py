@@ -208,8 +208,8 @@ class Numerics:
 
 def lowest(values: Iterable[float]) -> float:
     """The least of `values`, of which there is one at least; nan if one is."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else min(found)
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else min(numbers)
 
 
 def _worst_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:

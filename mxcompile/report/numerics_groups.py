@@ -55,14 +55,14 @@ def _harm(group: Group) -> float:
 
 
 def _grouped(numerics: Numerics, key: Callable[[GemmNumerics | TensorNumerics], str]) -> list[Group]:
-    found: dict[str, _Members] = {}
+    groups: dict[str, _Members] = {}
     for gemm in numerics.gemms:
-        found.setdefault(key(gemm), _Members()).gemms.append(gemm)
+        groups.setdefault(key(gemm), _Members()).gemms.append(gemm)
     for tensor in numerics.tensors:
-        if key(tensor) in found:
-            found[key(tensor)].tensors.append(tensor)
+        if key(tensor) in groups:
+            groups[key(tensor)].tensors.append(tensor)
     total = sum(gemm.flops for gemm in numerics.gemms) or 1
-    return [_group(name, members, total) for name, members in found.items()]
+    return [_group(name, members, total) for name, members in groups.items()]
 
 
 def _group(name: str, members: _Members, total: int) -> Group:

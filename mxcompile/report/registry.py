@@ -138,8 +138,8 @@ class Registry:
         with self._lock:
             whose = _reference(model)
             same = [own for own in self._ledgers.values() if own.model == whose and own.group == group]
-            found = self._report(same).gemms if same else ()
-            return [gemm for gemm in found if gemm.kernel == NOT_COMPILED]
+            gemms = self._report(same).gemms if same else ()
+            return [gemm for gemm in gemms if gemm.kernel == NOT_COMPILED]
 
     def layers(self, group: str) -> list[GemmRecord]:
         """The records of all ledgers of `group`."""
@@ -191,5 +191,7 @@ def gather_reports() -> list[Report]:
     texts: list[list[str]] = [[] for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(texts, [report.to_json() for report in mine])
     most = max(map(len, texts))
-    found = [[Report.from_json(own[index]) for own in texts if index < len(own)] for index in range(most)]
-    return [Report.merged(same) for same in found]
+    by_position = [
+        [Report.from_json(own[index]) for own in texts if index < len(own)] for index in range(most)
+    ]
+    return [Report.merged(same) for same in by_position]

@@ -62,14 +62,14 @@ def opened(text: str, kind: str, version: int) -> dict[str, Any]:
     data = parse(text)
     if not isinstance(data, dict) or "schema" not in data:
         raise OptionError(f"$: not an mxcompile {kind}: no key 'schema'")
-    found, said = data.pop("schema"), _kind_of(data)
+    number, word = data.pop("schema"), _kind_of(data)
     data.pop("kind", None)
-    if said != kind:
-        raise OptionError(f"$.kind: this is an mxcompile {said}, where an mxcompile {kind} was expected")
-    if type(found) is not int or found != version:
-        newer = type(found) is int and found > version
+    if word != kind:
+        raise OptionError(f"$.kind: this is an mxcompile {word}, where an mxcompile {kind} was expected")
+    if type(number) is not int or number != version:
+        newer = type(number) is int and number > version
         hint = "; a newer mxcompile wrote it: read it with that version" if newer else ""
-        raise OptionError(f"$.schema: {shown(found)} is not {version}, which this mxcompile reads{hint}")
+        raise OptionError(f"$.schema: {shown(number)} is not {version}, which this mxcompile reads{hint}")
     return data
 
 
@@ -81,11 +81,11 @@ def kind_of(text: str) -> str:
 
 def _kind_of(data: dict[str, Any]) -> str:
     """``kind``, or what files were that did not say so."""
-    said = data.get("kind", "audit" if "numerics" in data else "report")
-    if said not in KINDS_OF_FILES:
+    kind = data.get("kind", "audit" if "numerics" in data else "report")
+    if kind not in KINDS_OF_FILES:
         allowed = ", ".join(KINDS_OF_FILES)
-        raise OptionError(f"$.kind: unknown word {shown(said)}; allowed: {allowed}")
-    return str(said)
+        raise OptionError(f"$.kind: unknown word {shown(kind)}; allowed: {allowed}")
+    return str(kind)
 
 
 def parse(text: str) -> Any:
@@ -101,12 +101,12 @@ def parse(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise OptionError(f"not a report: an object has the key {shown(twice)} twice")
-    return found
+    return mapping
 
 
 def _not_json(word: str) -> Any:

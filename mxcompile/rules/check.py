@@ -124,7 +124,7 @@ def _miss(match: Match, layers: Sequence[Layer]) -> str:
 
 
 def _overtaken(policy: Policy, fit: RuleFit) -> str:
-    by = sorted({found + 1 for x in fit.taken if (found := deciding_rule(policy, x)) is not None})
+    by = sorted({position + 1 for x in fit.taken if (position := deciding_rule(policy, x)) is not None})
     return (
         f"{policy.label}: rule {fit.number} decides nothing: {spelled(fit.taken)} went to {rule_words(by)};"
         " move it up"

@@ -37,11 +37,11 @@ class RuleFit:
 def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
     """How the rules of `policy` fall on `layers`. Attention products count only for rules with their role."""
     deciding = [deciding_rule(policy, layer) for layer in layers]
-    found = []
+    results = []
     for index, rule in enumerate(policy.rules):
         about = [(layer, by) for layer, by in zip(layers, deciding, strict=True) if _about(rule, layer)]
         missed = [(layer, by) for layer, by in about if rule.match.missed(layer) is not None]
-        found.append(
+        results.append(
             RuleFit(
                 number=index + 1,
                 rule=rule,
@@ -53,7 +53,7 @@ def fits(policy: Policy, layers: Sequence[Layer]) -> tuple[RuleFit, ...]:
                 ),
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def deciding_rule(policy: Policy, layer: Layer) -> int | None:

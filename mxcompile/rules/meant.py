@@ -51,8 +51,8 @@ def _left_open(pattern: str, names: Sequence[str]) -> str | None:
     """`pattern` with wildcards at its ends, if it matches inside a name: patterns cover the whole path."""
     if pattern.startswith("re:"):
         inside = re.compile(_expression(pattern))
-        found = any(inside.search(name) for name in names)
-        return searching(pattern.removeprefix("re:")) if found else None
+        match = any(inside.search(name) for name in names)
+        return searching(pattern.removeprefix("re:")) if match else None
     for candidate in (f"*{pattern}", f"{pattern}*", f"*{pattern}*"):
         if fnmatch.filter(names, candidate):
             return candidate

@@ -51,15 +51,17 @@ def choose(
     warned about. Raises `ModelError` where the model cannot be traced, and `PolicyError` for a policy that
     quantizes weights, but none to what they can be stored in.
     """
-    found = uses(model, policy, args, kwargs, weight_uses, training=False)
+    model_uses = uses(model, policy, args, kwargs, weight_uses, training=False)
     tables = {
-        path: _table(path) for path, each in found.by_path.items() if any(use.is_lookup for use in each)
+        path: _table(path) for path, each in model_uses.by_path.items() if any(use.is_lookup for use in each)
     }
-    check_mistakes(policy, found.gemms, strict=False, tables=[*tables.values()])
-    chosen = {path: _decided(each, _asking(policy, tables.get(path))) for path, each in found.by_path.items()}
+    check_mistakes(policy, model_uses.gemms, strict=False, tables=[*tables.values()])
+    chosen = {
+        path: _decided(each, _asking(policy, tables.get(path))) for path, each in model_uses.by_path.items()
+    }
     if any(each.elem_dtype for each in chosen.values()):
         return chosen
-    precisions = {gemm.precision for gemm in found.gemms if is_quantized(gemm.precision)}
+    precisions = {gemm.precision for gemm in model_uses.gemms if is_quantized(gemm.precision)}
     others = {OTHER_FORMAT.format(word) for word in precisions} & {each.reason for each in chosen.values()}
     if others:
         raise PolicyError(f"{policy.label} stores no weight: {'; '.join(sorted(others))}")
@@ -87,23 +89,23 @@ def _along_rows(use: WeightUse) -> WeightUse:
     return replace(use, elem_dtype=None, reason=OTHER_FORMAT.format(PRECISIONS["mxfp8"]))
 
 
-def _decided(found: Sequence[WeightUse], asking: str) -> StorageChoice:
+def _decided(weight_uses: Sequence[WeightUse], asking: str) -> StorageChoice:
     """One decision from all that is done with a weight: it is stored if that is one and the same cast.
 
     asking: the rule that asks for it as an embedding to be quantized, "" if none does.
     """
-    found = [_along_rows(use) for use in found]
-    layers = [use for use in found if not use.is_lookup]
-    apart = 0 < len(layers) < len(found) and not asking and all(use.elem_dtype for use in layers)
-    found = layers if apart else found
-    first = found[0]
-    keeping = next((use for use in found if use.elem_dtype is None), None)
+    weight_uses = [_along_rows(use) for use in weight_uses]
+    layers = [use for use in weight_uses if not use.is_lookup]
+    apart = 0 < len(layers) < len(weight_uses) and not asking and all(use.elem_dtype for use in layers)
+    weight_uses = layers if apart else weight_uses
+    first = weight_uses[0]
+    keeping = next((use for use in weight_uses if use.elem_dtype is None), None)
     if keeping is not None:
-        wanted = asking or next((use.reason for use in found if use.elem_dtype is not None), "")
+        wanted = asking or next((use.reason for use in weight_uses if use.elem_dtype is not None), "")
         obstacle = TABLE if keeping.is_lookup else f"{keeping.layer} keeps it"
         reason = f"{wanted}, but {obstacle}" if wanted else keeping.reason
         return StorageChoice(role=keeping.role, reason=reason)
-    formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in found}
+    formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in weight_uses}
     if len(formats) > 1:
         return StorageChoice(role=first.role, reason="its layers cast it in different ways")
     return StorageChoice(

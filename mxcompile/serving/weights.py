@@ -83,10 +83,10 @@ def chosen_weights(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     resolved = Policy.resolve("inference" if policy is None else policy)
-    found = choose(model, resolved, args, kwargs or {})
+    choices = choose(model, resolved, args, kwargs or {})
     unseen = StorageChoice(role="other", reason="no product of the traced call reads it as a matrix")
-    rest = (path for path, value in model.named_parameters() if value.ndim > 1 and path not in found)
-    return {**found, **dict.fromkeys(rest, unseen)}
+    rest = (path for path, value in model.named_parameters() if value.ndim > 1 and path not in choices)
+    return {**choices, **dict.fromkeys(rest, unseen)}
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -113,9 +113,9 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
         reason = obstacle or reason
         if not obstacle:
             stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
-            made = nn.Parameter(stored, requires_grad=False)
+            replacement = nn.Parameter(stored, requires_grad=False)
             for module, name in places:
-                module._parameters[name] = made
+                module._parameters[name] = replacement
     return StoredWeight(
         name=path,
         role=chosen.role,

@@ -53,7 +53,7 @@ class MXTensor(Tensor):
     @classmethod
     def _of(cls, qdata: Tensor, scale_bytes: Tensor, block_dim: int, dtype: torch.dtype) -> MXTensor:
         """The tensor of parts that belong together; scale_bytes: the scales as uint8."""
-        made: MXTensor = torch.Tensor._make_wrapper_subclass(
+        wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             qdata.shape,
             strides=qdata.stride(),
@@ -61,8 +61,8 @@ class MXTensor(Tensor):
             dtype=dtype,
             device=qdata.device,
         )
-        made.qdata, made.scale_bytes, made.block_dim = qdata, scale_bytes, block_dim
-        return made
+        wrapper.qdata, wrapper.scale_bytes, wrapper.block_dim = qdata, scale_bytes, block_dim
+        return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -174,10 +174,10 @@ def _rebuild(
     is_parameter: bool,
 ) -> Tensor:
     """Returns the tensor of a pickle, whose parts are checked like any others."""
-    made = MXTensor(
+    result = MXTensor(
         codes.view(elem_dtype), scale_bytes.view(torch.float8_e8m0fnu), block_dim, dtype
     ).requires_grad_(requires_grad)
-    return torch.nn.Parameter(made, requires_grad=requires_grad) if is_parameter else made
+    return torch.nn.Parameter(result, requires_grad=requires_grad) if is_parameter else result
 
 
 torch.serialization.add_safe_globals([MXTensor, _rebuild])

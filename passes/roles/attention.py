@@ -29,8 +29,8 @@ def _reaches_attention(site: Site) -> Found | Missing:
 def gates(site: Site, layer: object, kind: Source) -> bool:
     """Whether the input of `layer`, which follows `site`, is a gated result of a source of `kind`."""
     feeds = site.model.feeds
-    made = Site.at(layer, site.model).beyond  # type: ignore[arg-type]
-    return any(made[source] & GATED for source in feeds.sources(made, kind))
+    origins = Site.at(layer, site.model).beyond  # type: ignore[arg-type]
+    return any(origins[source] & GATED for source in feeds.sources(origins, kind))
 
 
 def from_attention(site: Site) -> bool:

@@ -73,12 +73,12 @@ def _labels(root: fx.Node, dims: frozenset[int]) -> int:
     value = tensor(root)
     if value is None:
         return 0
-    ndim, found = value.ndim, 0
+    ndim, labels = value.ndim, 0
     if packet(root) is aten.convolution:  # a pointwise one: channels are the columns, pixels the rows
         return sum({COLUMN if dim == 1 else ROW for dim in dims})
     for dim in dims:
-        found |= {ndim - 1: COLUMN, ndim - 2: ROW}.get(dim, BATCH)
-    return found
+        labels |= {ndim - 1: COLUMN, ndim - 2: ROW}.get(dim, BATCH)
+    return labels
 
 
 def _towards(node: fx.Node, root: fx.Node, through: Container[fx.Node]) -> fx.Node | None:

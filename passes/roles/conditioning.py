@@ -33,11 +33,11 @@ def _shifts_stream(site: Site) -> Found | Missing:
 
 
 def _is_pooled(site: Site) -> bool:
-    made = site.beyond
-    layers = [s for s in made if site.model.feeds.kind[s] is Source.LAYER]
+    origins = site.beyond
+    layers = [s for s in origins if site.model.feeds.kind[s] is Source.LAYER]
     for layer in layers:  # the first of the two layers of squeeze and excitation
-        made = {**made, **Site.at(layer, site.model).made}
-    streams = [marks for source, marks in made.items() if site.model.feeds.kind[source] in _POOLED]
+        origins = {**origins, **Site.at(layer, site.model).made}
+    streams = [marks for source, marks in origins.items() if site.model.feeds.kind[source] in _POOLED]
     return bool(streams) and not any(marks & WHOLE for marks in streams)
 
 

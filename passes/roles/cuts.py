@@ -60,16 +60,16 @@ def live(graph: fx.Graph) -> list[fx.Node]:
     A layer whose result nothing reads (the last one of a tower that another layer's result is taken of) is
     what it would be if something did.
     """
-    found = {
+    nodes = {
         node for _, node, descriptor in _outputs(graph) if "GradAOTOutput" not in type(descriptor).__name__
     }
-    if not found:
+    if not nodes:
         return [node for node in graph.nodes if node.op != "output"]
-    found.update(node for node in graph.nodes if not node.users and node.op == "call_function")
+    nodes.update(node for node in graph.nodes if not node.users and node.op == "call_function")
     for node in reversed(graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return [node for node in graph.nodes if node in found]
+        if node in nodes:
+            nodes.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in nodes]
 
 
 def _outputs(graph: fx.Graph) -> Iterator[tuple[int, fx.Node, Any]]:
@@ -85,8 +85,8 @@ def _outputs(graph: fx.Graph) -> Iterator[tuple[int, fx.Node, Any]]:
 def _position(descriptor: Any, index: int) -> int:
     while hasattr(descriptor, "base"):
         descriptor = descriptor.base
-    found = getattr(descriptor, "idx", index)
-    return found if isinstance(found, int) else index
+    position = getattr(descriptor, "idx", index)
+    return position if isinstance(position, int) else index
 
 
 def _is_in(position: int, positions: frozenset[int] | None) -> bool:

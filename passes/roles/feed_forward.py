@@ -50,12 +50,12 @@ def _is_combined(site: Site) -> Found | Missing:
 def _feeds_last(site: Site) -> Found | Missing:
     outs = [f for f in site.followers if f.activated and site.role_of(f) in _LAST]
     fused = [f for f in site.followers if f.activated and site.role_of(f) in _FUSED]
-    found = [f.layer for f in (*outs, *fused)]
-    if found:
-        return Found(f"{named(found)} reads its result through an activation or a gate")
-    made = site.model.together.get(site.node, {})
-    if made.get(site.node, 0) & GATED and not site.followers:
-        gated = [other for other, marks in made.items() if marks & GATED and _ends_network(other, site)]
+    layers = [f.layer for f in (*outs, *fused)]
+    if layers:
+        return Found(f"{named(layers)} reads its result through an activation or a gate")
+    origins = site.model.together.get(site.node, {})
+    if origins.get(site.node, 0) & GATED and not site.followers:
+        gated = [other for other, marks in origins.items() if marks & GATED and _ends_network(other, site)]
         if gated:
             return Found(f"its result gates that of {named(gated)}")
     return Missing("no layer that ends a feed-forward network reads its result through an activation")

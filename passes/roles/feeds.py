@@ -111,10 +111,10 @@ class _FeedsSweep:
         feeds = self.feeds
         arguments = node.all_input_nodes
         feeds.streams[node] = self._union_streams(arguments)
-        made = self._made(node, arguments)
+        origins = self._made(node, arguments)
         if node in self._streams.joins or node in self._streams.skips:
-            made = self._enter_stream(node, made)
-        feeds.made[node] = made
+            origins = self._enter_stream(node, origins)
+        feeds.made[node] = origins
 
     def _made(self, node: fx.Node, arguments: list[fx.Node]) -> Made:
         if node.op == "placeholder":
@@ -125,32 +125,32 @@ class _FeedsSweep:
             if kind is Kind.LINEAR or not traits & CONVOLUTION:
                 return self._matmul(node, kind)
         chosen = self.feeds.chosen
-        made = self._merged(arguments)
+        origins = self._merged(arguments)
         if traits & SELECTION or (chosen and not chosen.isdisjoint(arguments) and not self._restores(node)):
             chosen.add(node)
         if traits & LOOKUP and Depends.DATA not in self._depends[arguments[0]]:
             return self._source(node, Source.TABLE) if Depends.DATA in self._depends[node] else _NOTHING
-        if not made:
-            return made
+        if not origins:
+            return origins
         value = tensor(node)
         if value is not None and not (value.dtype in _NUMBERS or traits & ACTIVATION):
             return _NOTHING
         if traits & CONVOLUTION and not is_depthwise(node):
             return self._source(node, Source.CONVOLUTION)
-        if traits & SCAN and node not in chosen and self.feeds.sources(made, Source.LAYER):
+        if traits & SCAN and node not in chosen and self.feeds.sources(origins, Source.LAYER):
             return self._source(node, Source.SCAN)
-        recurrences = self._recurrences.visit(node, arguments, made)
+        recurrences = self._recurrences.visit(node, arguments, origins)
         if recurrences:
             self.feeds.kind.update(dict.fromkeys(recurrences, Source.SCAN))
             return dict.fromkeys(recurrences, WHOLE)
-        return self._marked(node, traits, made)
+        return self._marked(node, traits, origins)
 
     def _restores(self, node: fx.Node) -> bool:
         """Whether `node` puts results of layers back to the tokens that a top-k chose for them."""
         position = _PUTS.get(packet(node))
         rows = node.args[position] if position is not None else None
-        made = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
-        return bool(made) and all(self.feeds.kind[source] is Source.LAYER for source in made)
+        origins = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
+        return bool(origins) and all(self.feeds.kind[source] is Source.LAYER for source in origins)
 
     def _input(self, node: fx.Node) -> Made:
         value = tensor(node)
@@ -162,13 +162,13 @@ class _FeedsSweep:
         self.feeds.kind[node] = kind
         return {node: WHOLE}
 
-    def _enter_stream(self, node: fx.Node, made: Made) -> Made:
+    def _enter_stream(self, node: fx.Node, origins: Made) -> Made:
         """Make `node`, a sum of a stream or the value it starts with, a source of its own."""
-        self.feeds.before[node] = made
+        self.feeds.before[node] = origins
         self.feeds.chosen.discard(node)
         branch = self._streams.joins.get(node)
         kept = [arg for arg in node.all_input_nodes if arg is not branch]
-        sources = made if branch is None else self._merged(kept)
+        sources = origins if branch is None else self._merged(kept)
         numbers = self.feeds.number
         earlier = [numbers[source] for source in sources if source in numbers and source is not node]
         if not earlier:
@@ -198,7 +198,7 @@ class _FeedsSweep:
                     merged[source] = merged.get(source, 0) | marks
         return merged
 
-    def _marked(self, node: fx.Node, traits: int, made: Made) -> Made:
+    def _marked(self, node: fx.Node, traits: int, origins: Made) -> Made:
         added, kept = 0, ~0
         if traits & ACTIVATION:
             added |= ACTIVATED
@@ -212,11 +212,13 @@ class _FeedsSweep:
             kept = ~WHOLE
         if traits & SOFT and is_softmax(node):
             added |= SOFTMAXED
-            self.feeds.products.note_softmax(node, softmax_dim(node), self.feeds.sources(made, Source.LAYER))
+            self.feeds.products.note_softmax(
+                node, softmax_dim(node), self.feeds.sources(origins, Source.LAYER)
+            )
         if not added and kept == ~0:
-            return made
+            return origins
         return {
-            source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in made.items()
+            source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in origins.items()
         }
 
     def _adds_features(self, node: fx.Node) -> bool:
@@ -236,10 +238,10 @@ class _FeedsSweep:
 
     def _can_gate(self, node: fx.Node) -> bool:
         value = tensor(node)
-        made = self.feeds.made.get(node, _NOTHING)
+        origins = self.feeds.made.get(node, _NOTHING)
         one = value is None or not value.ndim or value.shape[-1] == 1
         return not one and any(
-            marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in made.items()
+            marks & WHOLE and self.feeds.kind[source] in _MULTIPLIED for source, marks in origins.items()
         )
 
     def _matmul(self, node: fx.Node, kind: Kind) -> Made:
@@ -259,28 +261,31 @@ class _FeedsSweep:
 
     def _linear(self, node: fx.Node) -> Made:
         feeds, data = self.feeds, data_operand(node)
-        made = feeds.made.get(data, _NOTHING)
-        scores = feeds.sources(made, Source.PRODUCT)
-        if made and len(scores) == len(made) and feeds.products.mixes_heads(node, data, scores):
-            return made
+        origins = feeds.made.get(data, _NOTHING)
+        scores = feeds.sources(origins, Source.PRODUCT)
+        if origins and len(scores) == len(origins) and feeds.products.mixes_heads(node, data, scores):
+            return origins
         feeds.layers.append(node)
         return self._source(node, Source.LAYER)
 
     def _product(self, node: fx.Node) -> Made:
         feeds = self.feeds
         pair = [arg for arg in operands(node) if isinstance(arg, fx.Node)]
-        made = [feeds.made[arg] for arg in pair]
+        origins = [feeds.made[arg] for arg in pair]
         dispatched = [arg in feeds.chosen for arg in pair]
         if any(dispatched):
             feeds.chosen.add(node)
-        if not all(made) or any(dispatched):
+        if not all(origins) or any(dispatched):
             return self._merged(pair)
-        for source in [*made[0], *made[1]]:  # keys normalised for a linear attention, which goes on here
+        for source in [
+            *origins[0],
+            *origins[1],
+        ]:  # keys normalised for a linear attention, which goes on here
             if feeds.products.rests_on_queries(source):
                 feeds.products.forget(source)
                 feeds.kind[source] = Source.PRODUCT
         for weights, values in ((0, 1), (1, 0)):
-            soft = {source: marks for source, marks in made[weights].items() if marks & SOFTMAXED}
+            soft = {source: marks for source, marks in origins[weights].items() if marks & SOFTMAXED}
             if soft and feeds.products.is_attention(node, soft, pair[values], feeds):
                 if feeds.products.rests_on_queries(node):
                     feeds.pooled.add(node)

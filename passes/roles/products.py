@@ -96,8 +96,8 @@ class Products:
 
     def rests_on_queries(self, node: fx.Node) -> bool:
         """Whether `node` is an attention for nothing but queries that are parameters."""
-        found = self.attentions.get(node)
-        return node in self.soft or (found is not None and not found.scores)
+        attention = self.attentions.get(node)
+        return node in self.soft or (attention is not None and not attention.scores)
 
     def forget(self, node: fx.Node) -> None:
         """`node` is no attention after all."""

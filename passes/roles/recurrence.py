@@ -43,21 +43,21 @@ class Recurrences:
         if self._taken.keys().isdisjoint(arguments):
             return []
         merged: dict[_Place, Any] = {}
-        found: dict[fx.Node, None] = {}
+        layers: dict[fx.Node, None] = {}
         for argument in arguments:
             for key, index in self._taken.get(argument, merged).items():
                 if merged.setdefault(key, index) != index and self._is_over_rows(key, sources):
                     merged[key] = index
-                    found[self._first.setdefault(key, node)] = None
+                    layers[self._first.setdefault(key, node)] = None
         if merged:
             self._taken[node] = merged
-        return list(found)
+        return list(layers)
 
     def _is_over_rows(self, key: _Place, sources: Iterable[fx.Node]) -> bool:
         if key not in self._over_rows:
             layers = [node for node in sources if (tag := tag_of(node)) and tag.kind is Kind.LINEAR]
-            found = [axes(*key, layer) for layer in layers]
-            self._over_rows[key] = any(axis & ROW and not axis & COLUMN for axis in found)
+            sides = [axes(*key, layer) for layer in layers]
+            self._over_rows[key] = any(axis & ROW and not axis & COLUMN for axis in sides)
         return self._over_rows[key]
 
 

@@ -72,8 +72,10 @@ class Model:
             uses=uses,
             followers=followers,
             reads=reads,
-            joined={source: feeds.number[sum_] for sum_, made in feeds.before.items() for source in made},
-            together={source: made for made in feeds.before.values() for source in made},
+            joined={
+                source: feeds.number[sum_] for sum_, origins in feeds.before.items() for source in origins
+            },
+            together={source: origins for origins in feeds.before.values() for source in origins},
             has_streams=has_streams,
             is_cut=is_cut,
         )
@@ -103,8 +105,8 @@ class Site:
         """The layer `node` of `model`."""
         tag = tag_of(node)
         assert tag is not None
-        made = model.feeds.made.get(data_operand(node), {})
-        return cls(node=node, tag=tag, model=model, made=made, beyond=_beyond(made, model.feeds))
+        origins = model.feeds.made.get(data_operand(node), {})
+        return cls(node=node, tag=tag, model=model, made=origins, beyond=_beyond(origins, model.feeds))
 
     def used(self, marks: int) -> bool:
         """Whether its result has one of the uses `marks`."""
@@ -167,19 +169,19 @@ class Site:
         )
 
 
-def _beyond(made: Made, feeds: Feeds) -> Made:
+def _beyond(origins: Made, feeds: Feeds) -> Made:
     for _ in range(_CHAIN):
-        linear = bool(made) and all(
-            feeds.kind[source] is Source.LAYER and not marks & BENT for source, marks in made.items()
+        linear = bool(origins) and all(
+            feeds.kind[source] is Source.LAYER and not marks & BENT for source, marks in origins.items()
         )
         if not linear:
             break
         inner: Made = {}
-        for source in made:
+        for source in origins:
             for other, marks in feeds.made.get(data_operand(source), {}).items():
                 inner[other] = inner.get(other, 0) | marks
-        made = inner
-    return made
+        origins = inner
+    return origins
 
 
 def named(nodes: Iterable[fx.Node]) -> str:

@@ -45,6 +45,6 @@ class Origins:
     made: dict[fx.Node, Made] = field(default_factory=dict)
     kind: dict[fx.Node, Source] = field(default_factory=dict)
 
-    def sources(self, made: Made, *kinds: Source) -> list[fx.Node]:
-        """Returns the sources in `made` that are of one of `kinds`."""
-        return [source for source in made if self.kind[source] in kinds]
+    def sources(self, origins: Made, *kinds: Source) -> list[fx.Node]:
+        """Returns the sources in `origins` that are of one of `kinds`."""
+        return [source for source in origins if self.kind[source] in kinds]

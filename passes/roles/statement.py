@@ -50,15 +50,15 @@ class Statement:
 
     def ask(self, site: Site) -> Answer:
         """Whether the layer at `site` has the role, and why or why not."""
-        said: list[str] = []
+        sentences: list[str] = []
         for count, clause in enumerate(self.clauses):
             match clause(site):
                 case Found(says):
-                    said += [says] if says else []
+                    sentences += [says] if says else []
                 case Missing(says):
-                    known = f"{'; '.join(said)}; but " if said else ""
+                    known = f"{'; '.join(sentences)}; but " if sentences else ""
                     return Answer(holds=False, clauses=count, says=f"{known}{says}")
-        return Answer(holds=True, clauses=len(self.clauses), says="; ".join(said))
+        return Answer(holds=True, clauses=len(self.clauses), says="; ".join(sentences))
 
 
 def joins_stream(site: Site) -> Found | Missing:

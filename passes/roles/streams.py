@@ -74,7 +74,7 @@ class _Sweep:
 
     def _bases_of(self, argument: Any) -> list[fx.Node]:
         """The values that `argument` of a sum still holds and that something else is made of too."""
-        found: list[fx.Node] = []
+        bases: list[fx.Node] = []
         pending = [(argument, False, _DEPTH)]
         while pending:
             node, forked, depth = pending.pop()
@@ -85,8 +85,8 @@ class _Sweep:
             if before:
                 pending += [(arg, forked, depth - 1) for arg in before]
             elif forked:
-                found.append(node)
-        return found
+                bases.append(node)
+        return bases
 
     def _held(self, node: fx.Node, forked: bool) -> list[Any]:
         """The arguments of `node` whose values it still has, up to a factor."""
@@ -141,11 +141,11 @@ class _Sweep:
         return Streams(joins=joins, skips=frozenset(skips))
 
     def _union(
-        self, found: dict[fx.Node, frozenset[fx.Node]], arguments: list[fx.Node], index: int
+        self, by_node: dict[fx.Node, frozenset[fx.Node]], arguments: list[fx.Node], index: int
     ) -> frozenset[fx.Node]:
         merged = _NONE
         for argument in arguments:
-            other = found[argument]
+            other = by_node[argument]
             if other and other is not merged:
                 merged = merged | other if merged else other
         if merged and any(self._last[base] < index for base in merged):
@@ -169,8 +169,8 @@ class _Sweep:
             if isinstance(branch, fx.Node) and branch in worked:
                 for base in bases:
                     overall = base.op == "placeholder" and branch in self._past_join
-                    made = base in worked[branch] and base not in direct[branch]
-                    if made and not overall and not self._is_mix(base, branch):
+                    computed = base in worked[branch] and base not in direct[branch]
+                    if computed and not overall and not self._is_mix(base, branch):
                         joins[node] = branch
                         skips.add(base)
 

@@ -59,10 +59,10 @@ _SETS = (
 def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """The traits of every node's operator, and whether the node is tagged; 0 for what is no call."""
     by_operator: dict[int, int] = {}
-    found: dict[fx.Node, int] = {}
+    marks: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op != "call_function":
-            found[node] = 0
+            marks[node] = 0
             continue
         key = id(node.target)
         traits = by_operator.get(key)
@@ -70,9 +70,9 @@ def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
             what = packet(node)
             traits = CALL | sum(trait for trait, members in _SETS if what in members)
             by_operator[key] = traits
-        found[node] = traits | MATMUL if KEY in node.meta else traits
-    seconds = [node for node in found if packet(node) is operator.getitem and node.args[1] == 1]
+        marks[node] = traits | MATMUL if KEY in node.meta else traits
+    seconds = [node for node in marks if packet(node) is operator.getitem and node.args[1] == 1]
     for source in (second.args[0] for second in seconds if second.users):  # where a maximum is, is a top-1
-        if isinstance(source, fx.Node) and source.target is aten.max.dim and source in found:
-            found[source] |= SELECTION
-    return found
+        if isinstance(source, fx.Node) and source.target is aten.max.dim and source in marks:
+            marks[source] |= SELECTION
+    return marks

@@ -132,24 +132,24 @@ class _UsesSweep:
         """Whether a stream starts with `skip`: no stream is what it was made of."""
         if self._feeds.number[skip] in self._endings:
             return False
-        made = self._feeds.before[skip]
-        return not any(self._feeds.kind[source] is Source.STREAM for source in made if source is not skip)
+        origins = self._feeds.before[skip]
+        return not any(self._feeds.kind[source] is Source.STREAM for source in origins if source is not skip)
 
     def _shifts(self, node: fx.Node, user: fx.Node, there: int) -> int:
         """Marks of a value that is an elementwise operand together with a stream."""
         others = [arg for arg in user.args if isinstance(arg, fx.Node) and arg is not node]
-        found = 0
+        marks = 0
         for other in others:
             beyond = self._feeds.streams.get(other)
             if beyond and there & ONWARD and not beyond <= self._feeds.streams[node]:
-                found |= SHIFTS
+                marks |= SHIFTS
             if packet(user) is aten.mul:
                 apart = self._feeds.made[other].keys().isdisjoint(self._feeds.made[node])
                 if beyond and apart and _size(other) > _size(node):  # a norm's factor is not apart
-                    found |= SCALES
+                    marks |= SCALES
                 if other in self._feeds.chosen:
-                    found |= WEIGHED
-        return found
+                    marks |= WEIGHED
+        return marks
 
 
 def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
@@ -167,8 +167,8 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
             elif feeds.kind[source] not in (Source.STREAM, Source.CONVOLUTION):
                 behind.discard(number)
     for layer in feeds.layers:
-        made = feeds.made.get(data_operand(layer), {})
-        behind -= {n for n in map(feeds.number.get, made) if n is not None and (layer, n) not in steps}
+        origins = feeds.made.get(data_operand(layer), {})
+        behind -= {n for n in map(feeds.number.get, origins) if n is not None and (layer, n) not in steps}
     for operand in feeds.products.read:
         behind -= {feeds.number[source] for source in feeds.sources(feeds.made[operand], Source.STREAM)}
     return frozenset(behind)
@@ -176,10 +176,10 @@ def _endings(feeds: Feeds, streams: Streams) -> frozenset[int]:
 
 def _reads(layer: fx.Node, feeds: Feeds) -> list[int | None]:
     """The number of the stream that `layer` reads, if it reads it straight and nothing else."""
-    made = feeds.made.get(data_operand(layer), {})
-    if len(made) != 1 or any(marks & BENT for marks in made.values()):
+    origins = feeds.made.get(data_operand(layer), {})
+    if len(origins) != 1 or any(marks & BENT for marks in origins.values()):
         return []
-    return [feeds.number.get(source) for source in made]
+    return [feeds.number.get(source) for source in origins]
 
 
 def _size(node: fx.Node) -> int:

@@ -26,9 +26,9 @@ def read(path: Path) -> tuple[Any, Origin]:
 
 
 def _unique(pairs: list[tuple[str, Any]], label: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         double = next(key for key in keys if keys.count(key) > 1)
         raise PolicyError(f"{label}: duplicate key {shown(double)}: remove one")
-    return found
+    return mapping

@@ -118,7 +118,7 @@ def _exact(names: list[str], path: Path, draft: Draft) -> list[_Named]:
 def _expressions(names: list[str]) -> list[_Named]:
     """Expressions as they match weights, then as they match modules, where that is something else."""
     expressions = [(name, name.removeprefix("re:")) for name in names if name.startswith("re:")]
-    weights = [(name, {"name": found}) for name, text in expressions if (found := _over_weights(text))]
+    weights = [(name, {"name": patterns}) for name, text in expressions if (patterns := _over_weights(text))]
     seen = {pattern for _, match in weights for pattern in match["name"]}
     modules = [(name, {"name": [f"re:{text}"]}) for name, text in expressions if f"re:{text}" not in seen]
     return [*weights, *modules]

@@ -22,14 +22,14 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     if not gemms:
         graphs = "a graph without matrix products" if summary.graphs else "nothing: no graph was captured"
         return [f"no matrix product was seen; what was compiled is {graphs}"]
-    said = _stored(gemms)
+    sentences = _stored(gemms)
     if summary.flop_share < LITTLE:
-        said += _reasons(gemms, summary.flop_share)
+        sentences += _reasons(gemms, summary.flop_share)
     unknown = Counter(" ".join(gemm.facts) for gemm in gemms if is_unknown(gemm))
     if unknown:
         named = _listed(f"opaque operator {name} (×{number})" for name, number in unknown.most_common())
-        said.append(f"not in the share, since their FLOPs are unknown: {named}")
-    return said
+        sentences.append(f"not in the share, since their FLOPs are unknown: {named}")
+    return sentences
 
 
 def _stored(gemms: Sequence[GemmRecord]) -> list[str]:

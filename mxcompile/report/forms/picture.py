@@ -88,12 +88,12 @@ def _block_paths(node: OutlineNode) -> tuple[str, ...]:
 
 def _blocks(outline: Outline, chosen: Sequence[int]) -> list[list[int]]:
     """The nodes of every block, of blocks with more than one node."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    by_block: dict[tuple[str, ...], list[int]] = {}
     for index in chosen:
         paths = _block_paths(outline.nodes[index])
         if paths[0]:
-            found.setdefault(paths, []).append(index)
-    return [members for members in found.values() if len(members) > 1]
+            by_block.setdefault(paths, []).append(index)
+    return [members for members in by_block.values() if len(members) > 1]
 
 
 def _frame(outline: Outline, layout: Layout, members: list[int]) -> str:
@@ -158,10 +158,10 @@ def _node(node: OutlineNode, index: int, box: Box) -> str:
     classes = " ".join(
         part for part in ("node", node.kind, tone(node.precision), f"role-{node.role}") if part
     )
-    said = ", ".join(part for part in (node.kind, node.label, node.role, node.gemm, word) if part)
+    text = ", ".join(part for part in (node.kind, node.label, node.role, node.gemm, word) if part)
     return (
         f'<g class="{escape(classes)}" data-node="{index}" tabindex="0" role="button"'
-        f' aria-label="{escape(said)}"><title>{escape(spelled(node.names) or node.label)}</title>{shown}</g>'
+        f' aria-label="{escape(text)}"><title>{escape(spelled(node.names) or node.label)}</title>{shown}</g>'
     )
 
 
