@@ -73,7 +73,7 @@ _SCHEDULER_PASSES = ("inductor.prologues", "inductor.winners")
 def config_patches(
     target: Target, uuid: str, tell: Callable[[Mapping[int, str]], None], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What Inductor's configuration needs for `target`.
+    """Returns the settings of Inductor's configuration that `target` needs.
 
     uuid: of mxcompile's code, for Inductor's caches. tell: takes the kernels that Inductor chooses by timing,
     by the index of their GEMM. asked: settings for this compile alone.
@@ -104,7 +104,7 @@ def obstacles(target: Target) -> list[str]:
 
 
 def run_joint(graph: fx.Graph, target: Target, device: torch.device) -> None:
-    """What has to be decided where forward and backward are one graph; then as `run`."""
+    """Makes the decisions that need forward and backward in one graph; then as `run`."""
     _apply(JOINT_LOWERING, graph, target, device)
 
 

@@ -18,7 +18,7 @@ from mxcompile.lowering.cpu.features import features
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """What the vendor's data sheet promises for dense products of one chip of a target.
+    """The vendor's data sheet for dense products of one chip of a target.
 
     chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
     they are native, of operands with a scale a block of 32 and with one a tensor or channel. fp32_tflops: of
@@ -258,7 +258,7 @@ def resolve(name: str, device: torch.device) -> Target:
 
 
 def of_device(device: torch.device) -> Target:
-    """What `device` is; a chip without a row is emulated under its own name."""
+    """Returns the target of `device`; a chip without a row is emulated under its own name."""
     if device.type != "cuda":
         return TARGETS.get(device.type, Target(name=device.type, device=device.type))
     properties = torch.cuda.get_device_properties(device)

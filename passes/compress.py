@@ -68,7 +68,7 @@ class _Copy:
 
 
 class _Crossing:
-    """What crosses between the two graphs of one partition."""
+    """The tensors that cross between the two graphs of one partition."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph, num_outputs: int) -> None:
         self._forward = Builder(forward, Compress.name)
@@ -83,7 +83,7 @@ class _Crossing:
         self._copies = _saved_copies(self._saved)
 
     def candidates(self) -> list[fx.Node]:
-        """What is saved and may be compressed."""
+        """Returns the saved tensors that may be compressed."""
         results = {viewed(node) for node in self._results if isinstance(node, fx.Node)}
         saved = (node for node in self._saved if isinstance(node, fx.Node) and node.op == "call_function")
         return [node for node in saved if viewed(node) not in results and self._is_castable(node)]

@@ -102,7 +102,7 @@ def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTa
 
 
 def obstacle(node: fx.Node) -> Reason | None:
-    """What keeps the operands of the GEMM `node` from being quantized, or None."""
+    """Returns the reason why the operands of the GEMM `node` cannot be quantized, or None."""
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return Reason(Code.OPERATOR, packet(node))
     for operand in operands(node):

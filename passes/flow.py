@@ -1,4 +1,4 @@
-"""What every value of a graph depends on, in one sweep."""
+"""Dependencies of every value of a graph, in one sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mxcompile.models.names import GraphInput
 
 
 class Depends(Flag):
-    """What a value was computed from; a constant has no flag."""
+    """The inputs that a value was computed from; a constant has no flag."""
 
     NOTHING = 0
     PARAMETER = auto()  # parameters and buffers

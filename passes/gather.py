@@ -151,7 +151,7 @@ def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
 def _dtypes(
     gather: fx.Node, steps: Iterable[fx.Node], casts: Iterable[fx.Node]
 ) -> tuple[torch.dtype, ...] | None:
-    """What `steps`, in graph order, convert the result of `gather` to; None if casts differ in that."""
+    """Returns the dtypes of the result of `gather` after `steps`, in graph order; None if casts differ."""
     dtypes: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
     for step in steps:
         known = {dtypes[arg] for arg in _tensors(step)}

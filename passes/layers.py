@@ -1,4 +1,4 @@
-"""What makes a matrix product a linear layer: one operand is a weight, and the result is not a distance.
+"""Linear layers among matrix products: one operand is a weight, and the result is not a distance.
 
 A weight is made from parameters alone and stored as a matrix, or picked from a stored stack of matrices, as
 experts are. Not a weight: parameters put side by side with what is computed from them, and the parameter of

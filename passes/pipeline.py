@@ -47,7 +47,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What the passes know of a joint or inference graph beside its nodes.
+    """The facts that the passes use about a joint or inference graph beside its nodes.
 
     inputs: of the captured graph. prefix: path of its module. first_index: of its first GEMM. blocks: the
     repeated ones of the model. cut: why the graph is only a part of a model, "" if it is all of one. known:

@@ -53,7 +53,7 @@ _Casts = tuple[_CastForm, _CastForm]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewrite:
-    """What to do is in the tags. tapped: whether weights come with states."""
+    """The pass does what the tags say. tapped: whether weights come with states."""
 
     name: ClassVar[str] = "rewrite"
     tapped: bool = False
@@ -292,7 +292,7 @@ def _same(source: fx.Node) -> Any:
 
 
 def _result(node: fx.Node) -> torch.Tensor:
-    """What the GEMM `node` returns, as the item that is read of it if it returns several."""
+    """Returns the result of the GEMM `node`, as the item that is read of it if it returns several."""
     return value_of(next(iter(node.users)) if HALF in node.meta else node)
 
 

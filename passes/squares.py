@@ -26,7 +26,7 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileUse:
-    """What one graph does with the weight of a layer.
+    """The use of a layer's weight in one graph.
 
     path: of the parameter, relative to the graph's frame. role: of the layer. elem_dtype, rounding: of the
     one cast to tiles that reads it; None and "" if something else does. reason: for either.

@@ -1,4 +1,4 @@
-"""What the casts of a graph read and leave of the state of scales that follow from calls before.
+"""State of scales that follow from calls before: the casts of a graph read it, and leave it anew.
 
     scale of x, w or dy  ←  state of the layer            slot of the layer  ←  what its casts saw
 

@@ -103,7 +103,7 @@ def _reached(
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What `node` is computed from; of an attention q, k and v alone."""
+    """Returns the nodes that `node` is computed from; of an attention q, k and v alone."""
     if packet(node) in ATTENTION_FORWARD:
         return [arg for arg in node.args[:3] if isinstance(arg, fx.Node)]
     return node.all_input_nodes

@@ -31,7 +31,7 @@ OTHER_FORMAT = "stored weights are MXFP8 with a scale for 32 elements along K, w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUse:
-    """What one forward GEMM, or the lookup of an embedding, does with a weight.
+    """The use of a weight in one forward GEMM, or in the lookup of an embedding.
 
     path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
     non-negative dimension of the parameter that is contracted; rank: how many it has. elem_dtype, rounding:
@@ -110,7 +110,7 @@ def _path(node: Any, inputs: Sequence[GraphInput]) -> str:
 
 
 def _source(node: Any, dim: int = -1) -> tuple[Any, int | None]:
-    """What `node` is a view, cast or copy of, and the dimension of it that is dimension `dim` of `node`.
+    """Returns the node of which `node` is a view, cast or copy, and its dimension that is `dim` of `node`.
 
     None if no dimension of the source has those elements, all of them.
     """

@@ -1,4 +1,4 @@
-"""What this machine's CPU multiplies well: the one place that knows.
+"""Data types that this machine's CPU multiplies fast: the one place that knows.
 
 A CPU without matrix instructions for BF16 (or FP16) computes such products in a loop of scalar conversions,
 4 to 40 times slower than the same product in FP32 (pytorch issue 146508). So the dtypes without instructions
@@ -47,7 +47,7 @@ _VECTORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """What a CPU has instructions for.
+    """The instructions that a CPU has.
 
     vectors: its widest vector instructions, such as "AVX2". bf16, fp16: those that multiply matrices or
     vectors of BF16 or FP16, "" if it has none. int8: those that multiply bytes on ARM ("I8MM"), for `env`.
@@ -71,7 +71,7 @@ class Features:
 
     @property
     def consequence(self) -> str:
-        """What follows for what mxcompile compiles, in one line."""
+        """Returns in one line how mxcompile compiles for this CPU."""
         matrices = ", ".join(filter(None, (self.bf16, self.fp16, self.int8)))
         has = f"{self.vectors}, {matrices}" if matrices else self.vectors
         slow = [word for word, own in (("BF16", self.bf16), ("FP16", self.fp16)) if not own]

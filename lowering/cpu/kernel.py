@@ -34,7 +34,7 @@ C_TYPES = {torch.bfloat16: "mxcompile::Bfloat16", torch.float32: "float"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CppBody:
-    """What a kernel does.
+    """The body of a kernel.
 
     header: of this folder, with the function that does it. body: statements, from `Words` for what they name.
     """

@@ -112,7 +112,7 @@ class CachedAttention(LoweringPass):
 
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
-    """What the form of `node`, an attention of a CPU, has that the kernel has not; "" if nothing."""
+    """Returns the feature of `node`, an attention of a CPU, that the kernel lacks; "" if it lacks none."""
     given = _arguments(node)
     if given.get("dropout_p") or given.get("is_causal"):
         return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
@@ -165,7 +165,7 @@ def _part(node: fx.Node) -> _Held:
 
 
 def _held(node: fx.Node) -> _Held | None:
-    """What a cache holds, of which `node` is the values, repeated for heads that share them or not."""
+    """Returns the data of a cache of which `node` is the values, repeated for shared heads or not."""
     dequantize = Dequantize.of(_unrepeated(node))
     if dequantize is None:
         return None
@@ -207,7 +207,7 @@ def _cached(node: fx.Node) -> bool:
 
 
 def _mask(node: fx.Node) -> fx.Node | None:
-    """What is added to the scores, before it is expanded."""
+    """Returns the tensor that is added to the scores, before it is expanded."""
     given = _arguments(node)
     mask = given.get("attn_mask", given.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:

@@ -83,7 +83,7 @@ class Collect(LoweringPass):
         return NO_REASONS
 
     def _cast(self, node: fx.Node) -> _ReadCast | None:
-        """What `node` is, if the template makes it."""
+        """Returns the cast that `node` is, if the template makes it."""
         cast = Cast.of(node) if node.target in _FORMS and node.users else None
         value = None if cast is None else tensor(cast.x)
         if cast is None or value is None:

@@ -76,7 +76,7 @@ class Couple(LoweringPass):
 
 
 def _made(cast: fx.Node, order: dict[fx.Node, int]) -> _ComputedCast | None:
-    """What `cast` casts, if it makes both copies of a matrix that elementwise operators compute for it."""
+    """Returns the cast and its source, if it makes both copies of an elementwise result."""
     if not _takes_another(cast):
         return None
     source = argument(cast)

@@ -36,7 +36,7 @@ _EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
 
 @dataclass(kw_only=True, slots=True)
 class _Casts:
-    """What a graph casts of one matrix in one format.
+    """The casts that a graph makes of one matrix in one format.
 
     first: of these nodes. row, column: `encode` along rows or both ways, and along columns. down:
     `encode_transposed`. largest: the node that asks for the largest magnitude.
@@ -116,7 +116,7 @@ def _is_pointwise(key: _Key, casts: _Casts) -> bool:
 
 
 def _reading(cast: fx.Node | None) -> list[fx.Node]:
-    """What reads the elements of `cast`."""
+    """Returns the nodes that read the elements of `cast`."""
     return [user for node in _results(cast, 0) for user in node.users]
 
 
@@ -148,7 +148,7 @@ def _results(cast: fx.Node | None, index: int) -> list[fx.Node]:
 
 
 def _write(build: Builder, key: _Key, casts: _Casts) -> None:
-    """What stands for `casts`, at the current place, in theirs."""
+    """Writes the operators that replace `casts`, at the current place."""
     _, word, _ = key
     elements = _results(casts.row, 0)
     readers = _reading(casts.row)

@@ -125,7 +125,7 @@ def _scales(
 
 
 class _Copies:
-    """What was made of matrices: their transposes copied, or their elements as another type."""
+    """Copies made of matrices so far: their transposes, or their elements as another type."""
 
     def __init__(self, build: Builder, transposes: bool, fnuz: bool) -> None:
         self.build = build

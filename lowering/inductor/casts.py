@@ -150,7 +150,7 @@ def lower_quantize_dequantize(
     square: bool,
     dtype: torch.dtype,
 ) -> ir.TensorBox:
-    """What the quantized tensor stands for, in `dtype`."""
+    """Returns the values of the quantized tensor, in `dtype`."""
     if (result := cpp.quantize_dequantize(x, block_dim, elem_dtype, rounding, square, dtype)) is not None:
         return result
     cast = _TensorCast(x, _dims(x, block_dim, square), elem_type(elem_dtype), Rounding(rounding))

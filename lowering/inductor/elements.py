@@ -82,7 +82,7 @@ def _round_bits(y: Any, elem: ElemType) -> Any:
 
 
 def store(value: Any, elem: ElemType, target: Target) -> Any:
-    """What is stored of `value`, which `rounded` made: FP8, or the code as a byte."""
+    """Returns the stored form of `value`, which `rounded` made: FP8, or the code as a byte."""
     if target.stores_fp8 and not elem.is_coded:
         return inductor.to_dtype(value, elem.dtype)
     bits = inductor.to_dtype_bitcast(value, _I32, _F32)

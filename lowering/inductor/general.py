@@ -104,7 +104,7 @@ class _Scaled:
             self._word = stochastic.words(self.blocks.shape, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
-        """What multiplies an E8M0 block's elements, or divides others': FP32, of each block."""
+        """The factor of an E8M0 block's elements, or the divisor: FP32, of each block."""
         load = self._scale.make_loader()
         if self.form.rounding is None:
             return load

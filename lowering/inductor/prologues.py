@@ -60,7 +60,7 @@ def _is_cast(node: BaseSchedulerNode) -> bool:
 
 
 def _producers(cast: BaseSchedulerNode, producers: dict[str, BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """What makes the tensors that `cast` reads, where only it reads them and they read little themselves."""
+    """Returns the producers of what `cast` reads that only it reads and that read little themselves."""
     assert isinstance(cast.node, ir.TritonTemplateBuffer)
     inlined = []
     for name in cast.node.get_allowed_prologue_inps():

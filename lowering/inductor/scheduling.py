@@ -1,4 +1,4 @@
-"""What the passes over Inductor's scheduler share: the user's own pass first, identity for the caches."""
+"""Passes over Inductor's scheduler: the user's own pass runs first; an identity for the caches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SchedulerPass(CustomSchedulerPass):
         self._user = user
 
     def __call__(self, nodes: Nodes) -> Nodes:
-        """What is scheduled after both, from `nodes`."""
+        """Returns the schedule after both, from `nodes`."""
         return self.apply(nodes if self._user is None else self._user(nodes))
 
     def apply(self, nodes: Nodes) -> Nodes:
-        """What is scheduled in the place of `nodes`."""
+        """Returns the schedule in the place of `nodes`."""
         return nodes
 
     def uuid(self) -> Any:

@@ -136,7 +136,7 @@ def _emax(elem):
 
 @triton.constexpr_function
 def _up(elem, rounding):
-    """What is added to a block's largest value before its exponent is taken."""
+    """The constant that is added to a block's largest value before its exponent is taken."""
     even = 1 << (6 - formats.ELEM_TYPES[elem].mantissa_bits)
     return {"floor": 0, "rceil": 0x1F, "ceil": 0x7F, "even": even}[rounding]
 

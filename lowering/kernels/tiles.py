@@ -62,7 +62,7 @@ def _exponent_bits(elem, above):
 
 @triton.constexpr_function
 def _magic_bits(elem):
-    """What makes 1.5 · 2^(e + dropped bits) of the FP32 bits of 2^e."""
+    """Returns 1.5 · 2^(e + dropped bits) of the FP32 bits of 2^e."""
     return (_dropped_bits(elem) << 23) | 0x400000
 
 
@@ -229,7 +229,7 @@ def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: t
 
 @triton.jit
 def round_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
-    """What a tile [R, C] of any float type stands for once quantized in blocks of 32 along C: FP32, exact."""
+    """Returns the values of a tile [R, C], quantized in blocks of 32 along C: FP32, exact."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))

@@ -38,17 +38,17 @@ class ProductKernel(TritonTemplateKernel):
 
 
 def dense(operands: Sequence[Any]) -> dict[int, Make]:
-    """What makes the examples of a, its scale, b and its scale, by position."""
+    """Returns makers of the examples of a, its scale, b and its scale, by position."""
     return dict.fromkeys(range(len(operands[:4])), _side)
 
 
 def stored(operands: Sequence[Any]) -> dict[int, Make]:
-    """What makes those of b and its scale, behind an operand that is not cast yet."""
+    """Returns makers of the examples of b and its scale, behind an operand that is not cast yet."""
     return dict.fromkeys(range(1, len(operands[:3])), _side)
 
 
 def grouped(operands: Sequence[Any], length: Any) -> dict[int, Make]:
-    """What makes each operand's example, by its position.
+    """Returns the maker of each operand's example, by its position.
 
     operands: a, its scale, b, its scale, ends of the groups. length: of the dimension that is grouped.
     """

@@ -1,4 +1,4 @@
-"""What the templates share whose programs walk over tiles that the tensor memory accelerator loads.
+"""The part of templates whose programs walk over tiles that the tensor memory accelerator loads.
 
 A template's own part makes the descriptors and chooses, for each tile, where it begins: `kernels.tma_tile`
 computes it, `PARTS` takes it apart into 2^HALVINGS parts of its columns, which bounds the registers that an

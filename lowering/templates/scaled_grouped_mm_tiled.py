@@ -133,7 +133,7 @@ K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, sour
 
 
 def arguments(operands: Sequence[Any], tile: TiledConfig, groups: int) -> dict[str, Any]:
-    """What both templates take for `tile`. operands: a, its scale, b, its scale, offs."""
+    """Returns the arguments of both templates for `tile`. operands: a, its scale, b, its scale, offs."""
     a, _, b, *_ = operands
     return {
         **persistent.arguments(tile),
@@ -145,7 +145,7 @@ def arguments(operands: Sequence[Any], tile: TiledConfig, groups: int) -> dict[s
 
 
 def majorness(a: Any, b: Any) -> dict[str, bool]:
-    """What the template of groups of rows takes beside them, but for COLUMNS, of a [M, K] and b [G, K, N]."""
+    """Returns further arguments of the template of groups of rows, but COLUMNS; a is [M, K], b [G, K, N]."""
     return {
         "A_K_MAJOR": configs.contiguous(a.get_stride()) == 1,
         "B_K_MAJOR": configs.contiguous(b.get_stride()[1:]) == 0,

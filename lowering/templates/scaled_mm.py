@@ -182,7 +182,7 @@ def lower_scaled_mm(
 
 
 def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What to try, with its arguments; what `defaults` says alone unless autotuning."""
+    """Returns the choices with their arguments; unless autotuning, the one that `defaults` names."""
     m, n, k = map(V.graph.sizevars.optimization_hint, (*layout.size, operands[0].get_size()[1]))
     shared = {
         "BIASED": len(operands) > 4,

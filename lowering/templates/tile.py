@@ -1,4 +1,4 @@
-"""What the templates of many products share: the part of a kernel that computes one tile, and its arguments.
+"""The part that the templates of many products share: it computes one tile of a kernel, and its arguments.
 
 A template's own part chooses, for its program, the operands, the rows and the range of K; `TILE` computes
 that tile with `lowering.kernels.scaled_tile`, and `STORE` hands it to Inductor, with what is fused behind.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its tensors, elements and scales as one, equal ones folded."""
+"""The contents of a checkpoint: its tensors, elements and scales as one, equal ones folded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Contents:
 
 
 def contents(path: str | Path) -> Contents:
-    """What the checkpoint at `path` holds, from its headers. Raises `CheckpointError` for a damaged one."""
+    """Returns the contents of the checkpoint at `path`, from its headers. Raises `CheckpointError`."""
     checkpoint = Checkpoint.open(path)
     alike: dict[tuple[str, tuple[int, ...]], list[tuple[str, int]]] = {}
     layout, weights = named(checkpoint)

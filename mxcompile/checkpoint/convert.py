@@ -149,7 +149,7 @@ class _Work:
         write_json(self._journal, {"job": self._job, "done": self._done})
 
     def table(self) -> StoredWeights:
-        """What became of the weights."""
+        """The outcome for each weight."""
         rows = [each for rows in self._done.values() for each in rows]
         return StoredWeights(
             weights=tuple(StoredWeight(**{**each, "shape": tuple(each["shape"])}) for each in rows)
@@ -214,7 +214,7 @@ def _convert_file(
 
 
 def _empty(entry: Entry, chosen: StorageChoice | None) -> Tensor:
-    """What becomes of a tensor, without its values."""
+    """Returns the result of a tensor's conversion, without its values."""
     if chosen is None or chosen.elem_dtype is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     blocks = (*entry.shape[:-1], num_blocks(entry.shape[-1]))

@@ -104,7 +104,7 @@ _UNSEEN = "no product of the traced call reads it as a matrix"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Use:
-    """What the forward does with a weight. how: the one cast that all its layers make of it, None without.
+    """The use of a weight in forward. how: the one cast that all its layers make of it, None without.
 
     reason: for that.
     """

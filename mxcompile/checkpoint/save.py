@@ -92,7 +92,7 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
 
 
 def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a file holds for the tensors `state` of a model, and its metadata."""
+    """Returns the entries of a file for the tensors `state` of a model, and its metadata."""
     parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
     kinds = {
         name: (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
@@ -102,7 +102,7 @@ def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str
 
 
 def packed(name: str, value: Tensor, layout: FileLayout) -> dict[str, Tensor]:
-    """What a file holds for one tensor of a model."""
+    """Returns the entries of a file for one tensor of a model."""
     return layout.pack(name, value) if isinstance(value, MXTensor) else {name: value.contiguous()}
 
 

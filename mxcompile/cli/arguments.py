@@ -54,7 +54,7 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
 
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_model` asks beside the name of the model, for `load_model`."""
+    """Returns the arguments of `load_model` that `add_model` asks for beside the name of the model."""
     return {"batch": options.batch, "length": options.length, "dtype": options.dtype}
 
 

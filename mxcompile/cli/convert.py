@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, before: int, after: int) -> str:
-    """What all tensors take, those that stay as they are too."""
+    """Returns the bytes of all tensors in words, those included that stay as they are."""
     from mxcompile.report.forms.words import byte_count
 
     share = f" ({after / before:.0%})" if before else ""

@@ -61,7 +61,7 @@ def serve(options: argparse.Namespace, bar: Any) -> None:
 
 
 def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) -> Iterator[Any]:
-    """What is measured, with its progress: a step for each way of serving."""
+    """Yields the measurements, with their progress: a step for each way of serving."""
     bar.reset(total=len(ways))
     bar.set_postfix_str("")
     for way in ways:

@@ -1,4 +1,4 @@
-"""What a command shows while it works: not other libraries' advice, and on a terminal for how long."""
+"""Quiet commands: no advice of other libraries, and on a terminal how long the work takes."""
 
 from __future__ import annotations
 

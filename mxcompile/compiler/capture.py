@@ -1,4 +1,4 @@
-"""What the backend learns about a captured graph: its inputs, where it sits in the model, its identity."""
+"""A captured graph as the backend sees it: its inputs, its place in the model, its identity."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _hash(parts: Iterable[Any]) -> str:
 
 
 def _identity(gm: fx.GraphModule, about: Any) -> Iterator[Any]:
-    """What tells apart graphs that compute alike but are named or decided differently."""
+    """Returns what tells apart graphs that compute alike but are named or decided differently."""
     yield about
     for node in gm.graph.nodes:
         yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)

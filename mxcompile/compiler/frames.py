@@ -84,7 +84,7 @@ class Frame:
         )
 
     def evaluate(self, source: str) -> Any:
-        """What Dynamo's name of a source refers to; None if that cannot be told from here."""
+        """Returns the object that Dynamo's name of a source refers to; None if this frame cannot tell."""
         try:
             return eval(source, {"L": self.locals, "G": self.globals, "getattr": getattr})
         except Exception:  # names of Dynamo's own, and whatever a property raises
@@ -164,7 +164,7 @@ def _broken(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _split(frame: FrameType) -> Iterator[str]:
-    """What `frame`, if it is torch's own, says of graphs that are split by something other than Dynamo.
+    """Returns what `frame`, one of torch's own, says of graphs that another tool than Dynamo splits.
 
     The locals of others are left alone: reading them keeps what they hold alive for as long as the frame.
     """

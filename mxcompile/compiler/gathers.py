@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of the weights that a compiled graph reads: bytes that this rank gives.
+"""Bytes that this rank sends to FSDP2's gathers of the weights that a compiled graph reads.
 
     its shard of each of them     once in forward, and in backward too unless reshard_after_forward=False
 

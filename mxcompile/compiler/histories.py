@@ -208,7 +208,7 @@ class Stateful:
         return outputs
 
     def _states(self, weights: list[Tensor], histories: dict[int, Tensor], *, again: bool) -> Tensor:
-        """What the histories say, [weights, 3]; their gradient moves them on."""
+        """Returns the histories' figures, [weights, 3]; their gradient moves them on."""
         with torch.no_grad():
             rows = [weights[0].new_zeros(3, dtype=torch.float32)] * len(weights)
             for index, history in histories.items():

@@ -123,7 +123,7 @@ class Located:
 
 
 def _most(counted: Counter[str]) -> str:
-    """What is counted most often, "" if nothing is."""
+    """Returns the key with the largest count, "" if there is none."""
     return counted.most_common(1)[0][0] if counted else ""
 
 

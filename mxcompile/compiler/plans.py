@@ -31,7 +31,7 @@ class Planned:
     missing: str = ""
 
     def below(self, prefix: str) -> tuple[Any, ...]:
-        """What the plan says of the module at `prefix`, for comparing."""
+        """Returns what the plan says of the module at `prefix`, for comparing."""
         if self.plan is None:
             return (self.missing,)
         tags = self.plan.tags
@@ -69,7 +69,7 @@ def _owned(root: nn.Module, paths: set[str]) -> set[str]:
 
 
 def no_plan(root: nn.Module, missing: str) -> str:
-    """What there is to say where `root` has no plan."""
+    """Returns the reason why `root` has no plan."""
     return f"{type(root).__name__} has no plan, so its parts decide for themselves: {missing}"
 
 

@@ -1,4 +1,4 @@
-"""What a compile tells torch's structured trace (``TORCH_TRACE``), which tlparse makes pages of.
+"""Artifacts of a compile for torch's structured trace (``TORCH_TRACE``), of which tlparse makes pages.
 
     mxcompile_before_passes, mxcompile_after_passes     the joint or inference graph as text
     mxcompile_report                                    a line for each GEMM: decision, kernel, reason

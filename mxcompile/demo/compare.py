@@ -35,7 +35,7 @@ class Variant:
 
     @property
     def backend(self) -> tuple[str, dict[str, Any] | None]:
-        """What ``torch.compile`` is given: backend and options."""
+        """Returns the backend and options for ``torch.compile``."""
         return ("inductor", None) if self.policy is None else ("mxfp8", {"policy": self.policy})
 
 

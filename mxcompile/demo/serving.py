@@ -69,7 +69,7 @@ def ways(dtype: torch.dtype) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """What a model of text is worth, served one way.
+    """The quality of a model of text, served one way.
 
     perplexity: e to the mean loss a byte. logits_gap: distance from the first way's over their norm.
     weight_bytes: of all parameters. report: of what was compiled, None without mxcompile.
@@ -247,7 +247,7 @@ class _Served:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What all parameters of `model` take, of those that are made of several tensors all of them."""
+    """Returns the bytes of all parameters of `model`; one made of several tensors counts all of them."""
     return sum(_bytes(parameter) for parameter in model.parameters())
 
 

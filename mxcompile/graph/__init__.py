@@ -1,1 +1,1 @@
-"""What the layers above share about FX graphs: operator sets, names, tags, shapes, node building."""
+"""Tools for FX graphs that the rooms above share: operator sets, names, tags, shapes, node building."""

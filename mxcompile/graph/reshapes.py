@@ -39,7 +39,7 @@ def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
 
 
 def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
-    """What `steps` have made `end` of; None if a size is not at hand."""
+    """Returns the node that `steps` have made `end` of; None if a size is not at hand."""
     result: fx.Node | None = end
     for step in reversed(steps):
         if result is not None:

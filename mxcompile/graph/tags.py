@@ -1,4 +1,4 @@
-"""What the passes find out about a matmul, and how it travels: on the node itself."""
+"""The tags of matmuls: the passes write them on the node itself, and they travel with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATE_KEY = "mx_state"
 
 
 class Kind(Enum):
-    """What kind of matmul a node is."""
+    """The kind of matmul that a node is."""
 
     LINEAR = auto()  # one operand depends on parameters alone
     PRODUCT = auto()  # of two activations, or of none

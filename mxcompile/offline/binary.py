@@ -80,7 +80,7 @@ def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary
 
 
 def _without_pipelining(config: Any) -> Any | None:
-    """What Inductor comes to when all configurations lack resources; None if `config` is that already."""
+    """Returns Inductor's choice when all configurations lack resources; None if `config` is that already."""
     if config.num_stages <= 1 and config.kwargs.get("NUM_STAGES", 1) <= 1:
         return None
     last = copy.deepcopy(config)
@@ -113,7 +113,7 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
 
 
 def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: Any) -> Binary:
-    """What Triton compiled, with the fields of `Binary` that are `known`."""
+    """Returns Triton's binary, with the fields of `Binary` that are `known`."""
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
     if "cubin" in image:

@@ -57,7 +57,7 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """What Inductor wrote for one graph.
+    """The code that Inductor wrote for one graph.
 
     phase: "forward", "backward" or "inference". source: the Python module. input_bytes: of the graph's
     tensors, by their names in the module. origins: for each kernel, as ``name:place`` where the place is its

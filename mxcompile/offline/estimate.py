@@ -27,7 +27,7 @@ REASONS = ("memory", "issue", "mma", "latency")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a launch has to do, apart from how fast its chip does it.
+    """The work of a launch, apart from how fast its chip does it.
 
     num_bytes: of device memory. issue_us: of its instructions if every slot were used. mma_us: of its
     products at the data sheet's rate. product: the kind of `rates` that these reach, "" without products.
@@ -106,7 +106,7 @@ class Estimate:
 
     @property
     def by(self) -> str:
-        """What makes most of it: "memory", "issue", "mma" or "latency"."""
+        """The largest part: "memory", "issue", "mma" or "latency"."""
         return max(REASONS, key=lambda name: float(getattr(self, f"{name}_us")))
 
 

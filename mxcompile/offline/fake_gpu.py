@@ -1,4 +1,4 @@
-"""What fake GPU tensors cannot do without a GPU, for as long as a context lasts.
+"""Fake GPU tensors do what needs a GPU, for as long as a context lasts.
 
 Some of torch's Python operators, ``~x``, ``x[…]`` and ``x.copy_``, enter the device of `x` before they
 dispatch, which fails where there is none. Here they dispatch, or work out the shape on the meta device.

@@ -1,4 +1,4 @@
-"""What a generated kernel has to do, read from its machine code: the work that `estimate` turns into times.
+"""The work of a generated kernel, read from its machine code; `estimate` turns the work into times.
 
     issue      programs · warps · instructions, each as often as its loops go round
     mma        tiles of a processor · operations of a tile, and what it waits for, and what runs between two
@@ -50,7 +50,7 @@ _BLOCKS_OF_A_PROCESSOR = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is read of a launched kernel.
+    """The facts that are read of a launched kernel.
 
     work: for `estimate`. programs: blocks launched. resident: of them a processor holds at once.
     instructions: a warp issues. per_element: instructions of a thread by elements it casts, of a cast alone.

@@ -169,7 +169,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def parse(text: str) -> MachineCode:
-    """What `disassemble` or AMD's compiler gives, as data. Empty text is a program without instructions."""
+    """Returns the output of `disassemble` or AMD's compiler as data. Empty text has no instructions."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     end = 0

@@ -1,4 +1,4 @@
-"""What share of its data sheet a chip sustains, by kind of work: low, centre and high, each with its source.
+"""Shares of its data sheet that a chip sustains, by kind of work: low, centre and high, each with its source.
 
     memory                           bytes of device memory
     issue                            slots of the vector units

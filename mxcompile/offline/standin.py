@@ -73,7 +73,7 @@ def _capability(target: Target) -> tuple[int, int]:
 
 
 def _properties(target: Target) -> SimpleNamespace:
-    """What ``torch.cuda.get_device_properties`` says of the chip."""
+    """Returns the chip's properties as ``torch.cuda.get_device_properties`` does."""
     major, minor = _capability(target)
     return SimpleNamespace(
         name=target.peak.chip if target.peak else target.name,

@@ -36,7 +36,7 @@ _ACCUMULATE_BYTES = 2 + 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """What a layer has to do for the tokens of a micro-batch. Pairs of the kind of a launch and its work."""
+    """The work of a layer for the tokens of a micro-batch. Pairs of the kind of a launch and its work."""
 
     forward: tuple[tuple[str, Work], ...]
     backward: tuple[tuple[str, Work], ...]

@@ -74,7 +74,7 @@ class Plan:
         return tuple(tag.as_layer() for tag in self.tags)
 
     def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
-        """What `policy` decides for the forward of every layer, and what becomes of every product."""
+        """Returns the decision of `policy` for each forward GEMM, and a record for every product."""
         return tuple(record_of(self._decided(tag, policy)) for tag in self.tags)
 
     def _decided(self, tag: GemmTag, policy: Policy) -> GemmTag:
@@ -83,7 +83,7 @@ class Plan:
         return decided(tag, policy.decide(tag.as_layer()), self.obstacles.get(tag.name))
 
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
-        """What is known, and of `other`, of another call of the model, the layers that only that one runs.
+        """Returns this plan with the layers of `other`, a plan of another call, that this one does not run.
 
         read: parameters that count as read by either.
         """

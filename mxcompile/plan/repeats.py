@@ -101,7 +101,7 @@ LeaveOut = Callable[[nn.Module, Policy], Repeats]
 
 
 def some_or_all(model: nn.Module, traced: Callable[[LeaveOut], _Traced]) -> _Traced:
-    """What `traced` makes of `model` with some layers standing for others; with all if it does not run so."""
+    """Returns `traced` of `model` with some layers standing for others, or with all if that does not run."""
     try:
         return traced(fold)
     except ModelError as error:

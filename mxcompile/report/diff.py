@@ -1,4 +1,4 @@
-"""What changed between two reports of a model.
+"""The changes between two reports of a model.
 
 GEMMs are matched by layer name and kind, the n-th of one report with the n-th of the other; the two products
 of an attention by their roles too. A GEMM that was quantized and is in BF16 fell back; what is only in one
@@ -33,7 +33,7 @@ class Difference(Changes):
 
 
 def compare(old: ReportData, new: ReportData) -> Difference:
-    """What changed from `old` to `new`."""
+    """Returns the changes from `old` to `new`."""
     before, after = dict(_keyed(old.gemms)), dict(_keyed(new.gemms))
     groups: dict[tuple[str, ...], dict[str, set[str]]] = {}
     sentences: dict[tuple[str, ...], dict[str, None]] = {}
@@ -116,7 +116,7 @@ def _changes(old: GemmRecord | None, new: GemmRecord | None) -> Iterator[tuple[s
 
 
 def _code(gemm: GemmRecord) -> str:
-    """What reasons are grouped by: the sentence, where a file has no code."""
+    """Returns the code by which reasons are grouped: the sentence, where a file has no code."""
     return gemm.code or gemm.reason
 
 

@@ -51,7 +51,7 @@ def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
 
 
 def load(path: str | Path, what: str, read: Callable[[str], _T]) -> _T:
-    """What `read` makes of the text in `path`. Raises `OptionError` that names `what` it is and the file."""
+    """Returns what `read` makes of the text in `path`. Raises `OptionError` with `what` and the file."""
     try:
         return read(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -68,7 +68,7 @@ def spelled(names: Iterable[str]) -> str:
 
 
 def _likeness(records: list[GemmRecord]) -> tuple[object, ...]:
-    """What two layers must have in common to be one row."""
+    """Returns the features that two layers must share to be one row."""
     path = _path(records[0].name)
     return tuple(_ANY if isinstance(step, frozenset) else step for step in path), tuple(
         (g.role, g.gemm, g.batch, g.m, g.n, g.k, g.precision, g.formats, g.kernel, g.reason) for g in records

@@ -1,4 +1,4 @@
-"""What an audit measures, as data: per cast tensor, per quantized GEMM, per gradient, and of the whole model.
+"""The data of an audit: per cast tensor, per quantized GEMM, per gradient, and of the whole model.
 
     sqnr_db    10 · log10(Σ x² / Σ (q − x)²)      inf: no error at all; nan: x or q is not finite
     rel_error  √(Σ (q − x)² / Σ x²)

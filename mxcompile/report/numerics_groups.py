@@ -1,4 +1,4 @@
-"""What an audit measured, by role or by repeated block: where in a model its error is.
+"""Errors of an audit by role or by repeated block: where in a model they are.
 
 The error of a group is √(Σ FLOPs · rel_error² / Σ FLOPs) of its GEMMs; its underflow is the mean of its
 casts', weighted by FLOPs too.

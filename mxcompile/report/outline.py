@@ -1,4 +1,4 @@
-"""What a report knows of a model's graph: enough to draw it, and no more.
+"""The part of a model's graph that a report draws.
 
 A node is a matmul, an attention, a cast of an activation or gradient, or everything else that lies between
 those, one node per module and place in the flow ("glue": a norm, an activation, a residual sum). Weights,
@@ -58,7 +58,7 @@ class Outline:
     omitted: int = 0
 
     def fault(self) -> str:
-        """What cannot be drawn in an outline from a file, as JSON path and sentence; "" if nothing."""
+        """Returns what in an outline from a file cannot be drawn, as JSON path and sentence; else ""."""
         for index, node in enumerate(self.nodes):
             if not node.names:
                 return f".nodes[{index}].names: expected at least one name"
@@ -155,7 +155,7 @@ def _places(nodes: Sequence[OutlineNode], outer: str, kinds: dict[Any, int]) -> 
 
 
 def _likeness(node: OutlineNode, block: str) -> tuple[str, ...]:
-    """What a node has in common with its like in a block that equals `block`."""
+    """Returns the features that a node shares with its like in a block that equals `block`."""
     path = node.names[0].removeprefix(block)
     return path, node.kind, node.label, node.detail, node.shape, node.role, node.gemm, node.precision
 

@@ -139,7 +139,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What is known of one compiled graph: its records, its picture, its share of the summary's numbers.
+    """The records of one compiled graph, its picture, and its share of the summary's numbers.
 
     prefix: path of the module that the graph was compiled for. twins: path and
     block of the modules that run the same code. histories: of the tapped weights whose scales follow
@@ -166,7 +166,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportData:
-    """What a report holds, in no form: one record per GEMM and attention product, and a summary.
+    """The data of a report, in no form: one record per GEMM and attention product, and a summary.
 
     graph: a picture of every compiled graph, at the position that the records of the graph carry.
     """

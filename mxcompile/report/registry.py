@@ -134,7 +134,7 @@ class Registry:
             return any(own.model == whose and own.group == group for own in self._ledgers.values())
 
     def pending(self, model: nn.Module, group: str) -> list[GemmRecord]:
-        """What is planned of `model` under the options `group`, and in no graph that was compiled."""
+        """Returns the GEMMs planned for `model` under the options `group` that no compiled graph has."""
         with self._lock:
             whose = _reference(model)
             same = [own for own in self._ledgers.values() if own.model == whose and own.group == group]

@@ -99,7 +99,7 @@ class Report(ReportData):
         return files.load(path, "report", cls.from_json)
 
     def why(self, layer: str = "*") -> tuple[Reasons, ...]:
-        """What the roles of the layers that the glob `layer` fits rest on, equal layers folded.
+        """Returns the evidence for the roles of the layers that the glob `layer` fits, equal layers folded.
 
         layer: over whole names, as a policy has it; ``re:`` and a regular expression are allowed too.
         Raises `OptionError` if it fits no layer, with the names that come nearest.
@@ -107,7 +107,7 @@ class Report(ReportData):
         return reasons(self.gemms, layer)
 
     def since(self, old: ReportData) -> Difference:
-        """What changed from the report `old` to this one."""
+        """Returns the changes from the report `old` to this one."""
         return compare(old, self)
 
     def save(self, path: str | Path) -> None:

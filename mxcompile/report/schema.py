@@ -55,7 +55,7 @@ _SCHEMA_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number",
 
 
 def opened(text: str, kind: str, version: int) -> dict[str, Any]:
-    """What `text` holds beside its kind and version. Raises `OptionError` if it is another kind or version.
+    """Returns the data of `text` without kind and version. Raises `OptionError` if either is another.
 
     kind: "report" or "audit". version: the form that is read here.
     """
@@ -74,7 +74,7 @@ def opened(text: str, kind: str, version: int) -> dict[str, Any]:
 
 
 def kind_of(text: str) -> str:
-    """What an mxcompile JSON file says it is, "report" or "audit". Raises `OptionError` if it is no JSON."""
+    """Returns the kind of an mxcompile JSON file, "report" or "audit". Raises `OptionError` for others."""
     data = parse(text)
     return _kind_of(data) if isinstance(data, dict) else "report"
 
@@ -126,7 +126,7 @@ def read(owner: type[_T], data: Any, place: str = "$") -> _T:
 
 
 class _FaultError(Exception):
-    """What is wrong, and on its way out of the data also where."""
+    """A fault in the data; on its way out it learns its place."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -162,7 +162,7 @@ def _readers(owner: Any) -> dict[str, _Reader]:
 
 
 def _reader(hint: Any, choices: tuple[str, ...] | None) -> _Reader:
-    """What reads a value of type `hint`."""
+    """Returns the function that reads a value of type `hint`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _OPTIONAL:
         inner = _reader(arguments[0], choices)

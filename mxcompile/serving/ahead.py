@@ -26,7 +26,7 @@ from mxcompile.policy import Gemm
 
 
 def aoti_configs(target: str = "auto") -> dict[str, Any]:
-    """What ``torch._inductor.aoti_compile_and_package`` takes as ``inductor_configs``.
+    """Returns the ``inductor_configs`` for ``torch._inductor.aoti_compile_and_package``.
 
     target: as for ``torch.compile``. A pass that Inductor is configured with runs before. Raises
     `TargetError` for an unknown target.

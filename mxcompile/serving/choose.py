@@ -27,7 +27,7 @@ TABLE = "it is the table of an embedding"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageChoice:
-    """What is decided for one parameter.
+    """The decision for one parameter.
 
     role: of its layers, the first of several. reason: why it is stored in MXFP8, or why not. block_dim: the
     dimension its blocks run along, negative. elem_dtype: None where it is not stored in MXFP8. rounding: of
@@ -45,7 +45,7 @@ class StorageChoice:
 def choose(
     model: nn.Module, policy: Policy, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, StorageChoice]:
-    """What `policy` decides for every weight of a linear layer or embedding of `model`, by parameter path.
+    """Returns the decision of `policy` for each linear weight or embedding of `model`, by parameter path.
 
     args, kwargs: what the model is called with; their values are not looked at. Rules that do nothing are
     warned about. Raises `ModelError` where the model cannot be traced, and `PolicyError` for a policy that

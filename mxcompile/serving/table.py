@@ -1,4 +1,4 @@
-"""What became of a model's weights, as a value and as a table."""
+"""The outcome for each weight of a model, as a value and as a table."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class StoredWeight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """What became of every weight of a model's linear layers and embeddings; printed, equal ones in a row."""
+    """The outcome for each weight of a model's linear layers and embeddings; printed, equal ones in a row."""
 
     weights: tuple[StoredWeight, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """What the stored ones take."""
+        """Bytes of the stored weights."""
         return sum(weight.num_bytes for weight in self.weights if weight.stored)
 
     @property
     def bytes_bf16(self) -> int:
-        """What the stored ones would take in BF16."""
+        """Bytes of the stored weights in BF16."""
         return sum(weight.bytes_bf16 for weight in self.weights if weight.stored)
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ def chosen_weights(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, StorageChoice]:
-    """What a policy decides for the weights of `model`, by parameter path. Raises as `quantize_weights_`."""
+    """Returns the decision of a policy for each weight of `model`, by path. Raises as `quantize_weights_`."""
     _refuse_sharded(model)
     if not args and not kwargs:
         kwargs = example_inputs(model)
@@ -128,7 +128,7 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
 
 
 def _obstacle(parameter: Tensor) -> str:
-    """What keeps a parameter from being stored, "" if nothing."""
+    """Returns why a parameter cannot be stored, "" if it can."""
     if type(parameter) not in (nn.Parameter, Tensor):
         return f"its type is {type(parameter).__name__}"
     if parameter.dtype not in _SOURCES:

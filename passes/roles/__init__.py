@@ -1,1 +1,1 @@
-"""What every matrix product of a model is: dataflow that all roles share, and one statement for each role."""
+"""Roles of matrix products: dataflow that all roles share, and one statement for each role."""

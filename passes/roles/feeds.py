@@ -1,4 +1,4 @@
-"""What every value of the forward is made of, back to the nearest sources, in one sweep.
+"""The sources that every value of the forward is made of, back to the nearest, in one sweep.
 
 A source is a layer, an attention, another product of activations, a convolution, a residual stream, a table,
 an input. How a value was made from each source travels with it as marks. Beside that a value knows the
@@ -56,7 +56,7 @@ _MOST_STREAMS = 16
 
 @dataclass(kw_only=True, slots=True)
 class Feeds(Origins):
-    """What the sweep finds.
+    """The results of the sweep.
 
     before: the sources of the skips of residual streams, which are themselves sources. streams: what each
     value depends on, by the number of the stream, the latest `_MOST_STREAMS`. pooled: attentions whose
@@ -81,7 +81,7 @@ def sweep(
     streams: Streams,
     cut: frozenset[fx.Node],
 ) -> Feeds:
-    """What the values `nodes`, the forward of a graph in order, are made of. cut: inputs that are cuts."""
+    """Returns the sources of the values `nodes`, the forward of a graph in order. cut: cut inputs."""
     sweeper = _FeedsSweep(depends, traits, streams, cut)
     for node in nodes:
         sweeper.visit(node)

@@ -1,4 +1,4 @@
-"""What the products are that are no linear layers, though some have a parameter for an operand.
+"""Products that are not linear layers, though some have a parameter for an operand.
 
     softmax(q·kᵀ)·v         attention, spelled out; q may be a parameter, or kᵀ
     mix·softmax(mix'·q·kᵀ)  a parameter that mixes the scores of the heads
@@ -41,7 +41,7 @@ class Attention:
 
 @dataclass(kw_only=True, slots=True)
 class Products:
-    """What became of the products.
+    """The products of a graph, and the use of their results.
 
     attentions: by the product with v. read: operands q, k, v of attention operators. biases: what is added
     to their scores. soft: products with weights that a layer made, by a softmax over its features: attentions

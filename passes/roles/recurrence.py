@@ -23,7 +23,7 @@ _Place = tuple[fx.Node, int]
 
 
 class Recurrences:
-    """What was selected from where on the way to every value seen so far."""
+    """The selections on the way to every value seen so far, with their sources."""
 
     def __init__(self) -> None:
         self._taken: dict[fx.Node, dict[_Place, Any]] = {}

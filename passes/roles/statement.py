@@ -1,4 +1,4 @@
-"""What a statement about a role is, and what comes of asking it.
+"""Statements about roles, and their answers.
 
 A statement is a list of clauses, all of which must hold. A clause looks at one layer and says in words what
 it found, or what is missing; so a role comes with its evidence, and a role that nearly held with what it
@@ -34,7 +34,7 @@ Clause = Callable[[Site], Found | Missing]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a statement says of one layer: whether it holds, how many clauses do, and the words."""
+    """The answer of a statement for one layer: whether it holds, how many clauses do, and the words."""
 
     holds: bool
     clauses: int

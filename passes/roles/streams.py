@@ -204,7 +204,7 @@ def _both(
     direct: dict[fx.Node, frozenset[fx.Node]],
     worked: dict[fx.Node, frozenset[fx.Node]],
 ) -> frozenset[fx.Node]:
-    """What one and the same of `arguments` was made of both with and without a layer in between."""
+    """Returns the base that `arguments` share both with and without a layer in between."""
     return _NONE.union(*(direct[arg] & worked[arg] for arg in arguments))
 
 

@@ -1,4 +1,4 @@
-"""What the operators of a graph are, looked up once per operator: a sum of the sets of `opsets` it is in."""
+"""Traits of the operators of a graph, looked up once per operator: a sum of the sets of `opsets` it is in."""
 
 from __future__ import annotations
 

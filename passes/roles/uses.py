@@ -1,4 +1,4 @@
-"""What becomes of every value of the forward before the next layer, in one sweep from the end.
+"""Uses of every value of the forward before the next layer, in one sweep from the end.
 
     QKV       operand q, k or v of an attention          BRANCH    a term of a residual sum
     SCORES    a bias of scores, or scores                 STARTS    what a residual stream starts with
@@ -83,7 +83,7 @@ class _UsesSweep:
         self.uses[node] = here
 
     def _from(self, node: fx.Node, user: fx.Node, there: int) -> int:
-        """What the use of `node` by `user` adds, `there` being the uses of `user`."""
+        """Returns the uses that `user` adds to those of `node`, `there` being the uses of `user`."""
         if user in self._layers:
             return LAYER
         traits = self._traits[user]

@@ -21,7 +21,6 @@ VALIDATOR = jsonschema.Draft202012Validator(json.loads(json_schema.PATH.read_tex
 NOT_STRUCTURE = (
     "shadowed: ",
     "types: fraction for version",
-    "meaning: copies in ",
     "meaning: no size between",
     "meaning: bad regular",
     "meaning: repetition",

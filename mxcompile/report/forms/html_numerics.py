@@ -1,4 +1,4 @@
-"""What an audit measured, as the figures of the HTML form: most harm first."""
+"""Errors of an audit as the figures of the HTML form: most harm first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _figures(numerics: Numerics) -> Iterator[tuple[str, str, str, None]]:
 
 
 def _order(value: float) -> float:
-    """What a cell of `value` sorts by: a NaN is larger than all."""
+    """Returns the key that sorts a cell of `value`: a NaN is larger than all."""
     return 1e300 if math.isnan(value) else value
 
 

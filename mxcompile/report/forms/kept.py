@@ -1,4 +1,4 @@
-"""What stays in BF16, said where a report begins: the reasons by FLOPs, and what could not be counted."""
+"""Sentences on layers that stay in BF16, which begin a report: reasons by FLOPs, uncounted products."""
 
 from __future__ import annotations
 
