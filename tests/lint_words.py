@@ -24,15 +24,18 @@ IS_NO = re.compile(
     r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|larger|smaller|faster|slower|wider)\b)"
 )
 THAT_OF = re.compile(r"\b(?:that|those) of\b")
-ROOMS = ("distributed", "formats", "ops", "policy", "rules", "storage")
+ROOMS = ("demo", "distributed", "formats", "graph", "models", "ops", "plan", "policy", "rules", "storage")
 """Rooms of mxcompile/ whose docstrings follow the rules. Add a room once it does."""
+NOUN_ROOMS = ("demo", "formats", "graph", "models", "ops", "plan", "rules", "serving", "storage")
+"""Rooms of mxcompile/ whose variables have none of the names `NO_NOUNS`."""
+NO_NOUNS = ("found", "made", "said")
 
 COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline")
 
 
 def main() -> int:
     """Returns 1 if a page or a docstring breaks a rule, else 0."""
-    faults = [*pages(), *docstrings()]
+    faults = [*pages(), *docstrings(), *variables()]
     for fault in faults:
         print(fault)  # noqa: T201
     return bool(faults)
@@ -60,6 +63,16 @@ def docstrings() -> Iterator[str]:
                     if text.startswith("What "):
                         line = getattr(node, "lineno", 1)
                         yield f"{file.relative_to(ROOT)}:{line}: begins with What: {text.splitlines()[0]}"
+
+
+def variables() -> Iterator[str]:
+    """Yields a line for each variable of `NOUN_ROOMS` that is called by a participle."""
+    for room in NOUN_ROOMS:
+        for file in sorted((ROOT / "mxcompile" / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
+                if name in NO_NOUNS:
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}: {name} is not a noun"
 
 
 def faults_of(sentence: str, defined: set[str]) -> Iterator[str]:

@@ -149,7 +149,9 @@ class Precision:
         elif amax.stateful and not (fp32 and tiles.x == tiles.w == Tile.TENSOR):
             amax = MAX
 
-        def made(elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST) -> Format:
+        def operand_format(
+            elem: ElemType, tile: Tile, elements: ElemRounding = ElemRounding.NEAREST
+        ) -> Format:
             return Format(
                 elem=elem,
                 rounding=rounding,
@@ -161,9 +163,9 @@ class Precision:
             )
 
         return Operands(
-            x=made(elem or default, tiles.x),
-            w=made(elem or default, block or tiles.w),
-            dy=made(grad_elem or default, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
+            x=operand_format(elem or default, tiles.x),
+            w=operand_format(elem or default, block or tiles.w),
+            dy=operand_format(grad_elem or default, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
         )
 
 
