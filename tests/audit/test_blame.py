@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mxcompile.analysis.audit import Session, audit
 from mxcompile.analysis.blame import Blamed, Spread, blame
 from mxcompile.analysis.blame.effects import exceeds, falls_short, together
-from mxcompile.analysis.blame.plan import LEAST, Plan
+from mxcompile.analysis.blame.plan import LEAST, RunPlan
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.policy import Policy
@@ -219,11 +219,11 @@ def test_a_plan_never_exceeds_the_runs_that_are_allowed() -> None:
         (1, 2, 3, 7, 30, 126, 1000), (1, 2, 3), (1, 3), (0, 1)
     ):
         for max_runs in (LEAST * repeats, LEAST * repeats + 1, 40, 64, 1000):
-            plan = Plan.of(layers, gemms, repeats=repeats, max_runs=max_runs, more=more)
+            plan = RunPlan.of(layers, gemms, repeats=repeats, max_runs=max_runs, more=more)
             assert plan.runs <= max_runs
             assert min(plan.alone, plan.worst) >= 1
             assert min(plan.left_out, plan.kinds, plan.gemms) >= 0
-    exhaustive = Plan.of(30, 3, repeats=1, max_runs=100, more=0)
+    exhaustive = RunPlan.of(30, 3, repeats=1, max_runs=100, more=0)
     assert exhaustive.alone == exhaustive.left_out == 30
 
 

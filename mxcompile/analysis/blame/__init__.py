@@ -1,8 +1,8 @@
 """Blame: which layers and GEMMs make the difference between two policies on a batch."""
 
-from mxcompile.analysis.blame.blamed import Blamed, Part
+from mxcompile.analysis.blame.blamed import Blamed, BlamedPart
 from mxcompile.analysis.blame.effects import MEASURES, Effect, Spread
 from mxcompile.analysis.blame.measure import blame
 from mxcompile.analysis.blame.plan import check, check_different
 
-__all__ = ["MEASURES", "Blamed", "Effect", "Part", "Spread", "blame", "check", "check_different"]
+__all__ = ["MEASURES", "Blamed", "BlamedPart", "Effect", "Spread", "blame", "check", "check_different"]

@@ -18,7 +18,7 @@ from mxcompile.report.forms.words import count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class BlamedPart:
     """A layer, or a group of neighbours, and those of its GEMMs that were quantized or left out together.
 
     layers: paths. gemms: "fprop", "dgrad", "wgrad". alone: the effect of these alone. left_out: of all but
@@ -54,9 +54,9 @@ class Blamed:
     remove: float
     whole: Effect
     left: Effect
-    parts: tuple[Part, ...] = ()
-    kinds: tuple[Part, ...] = ()
-    gemms: tuple[Part, ...] = ()
+    parts: tuple[BlamedPart, ...] = ()
+    kinds: tuple[BlamedPart, ...] = ()
+    gemms: tuple[BlamedPart, ...] = ()
     worst: tuple[tuple[str, str], ...] = ()
     num_layers: int
     num_gemms: int
@@ -158,8 +158,8 @@ class Blamed:
         measures = [self.measure, *(each for each in MEASURES if each != self.measure)]
         measures = [each for each in measures if getattr(self.whole, each) is not None]
         left_out = any(part.left_out for part in self.parts)
-        everything = Part(layers=(), gemms=("all",), alone=self.whole)
-        of_layers: dict[tuple[str, ...], list[Part]] = {}
+        everything = BlamedPart(layers=(), gemms=("all",), alone=self.whole)
+        of_layers: dict[tuple[str, ...], list[BlamedPart]] = {}
         for part in self.gemms:
             of_layers.setdefault(part.layers, []).append(part)
         rows = [("(all)", everything), *(("(all)", kind) for kind in self.kinds)]
@@ -169,7 +169,7 @@ class Blamed:
         headers = ["layer", "GEMMs", "of all", *measures, *(["without"] if left_out else [])]
         return [headers, *(self._row(name, part, measures, left_out) for name, part in rows)]
 
-    def _row(self, name: str, part: Part, measures: list[str], left_out: bool) -> list[str]:
+    def _row(self, name: str, part: BlamedPart, measures: list[str], left_out: bool) -> list[str]:
         whole = self.whole.on(self.measure).size
         size = None if part.alone is None else part.alone.on(self.measure).size
         share = "" if size is None or whole in (0.0, float("inf")) else f"{size / whole:.0%}"

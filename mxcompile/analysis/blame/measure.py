@@ -13,10 +13,10 @@ from mxcompile.analysis.audit.session import LossFunction
 from mxcompile.analysis.blame import plan as plans
 from mxcompile.analysis.blame.blamed import Blamed
 from mxcompile.analysis.blame.effects import MEASURES, Effect
-from mxcompile.analysis.blame.plan import Plan
+from mxcompile.analysis.blame.plan import RunPlan
 from mxcompile.analysis.blame.search import Findings, Search
-from mxcompile.analysis.blame.trials import Trials
-from mxcompile.analysis.tune.measure import Call
+from mxcompile.analysis.blame.trials import BlameTrials
+from mxcompile.analysis.tune.measure import ModelCall
 from mxcompile.errors import ModelError, OptionError, not_allowed
 from mxcompile.models.arguments import ModelInput, keywords
 from mxcompile.policy import Policy
@@ -68,14 +68,14 @@ def blame(
     plans.check_different(asked, reference)
     tell = announce or (lambda _: None)
     tell(f"blame: at most {max_runs} runs of the model")
-    call = Call(model=model, args=args, kwargs=named, loss_fn=loss_fn)
+    call = ModelCall(model=model, args=args, kwargs=named, loss_fn=loss_fn)
     with tqdm(desc="blame: tracing", unit="run", disable=None, leave=False) as bar:
 
         def on_run(what: str) -> None:
             bar.set_description(f"blame: {what}", refresh=False)
             bar.update()
 
-        trials = Trials(call, asked, reference, of in (None, "gradients"), on_run)
+        trials = BlameTrials(call, asked, reference, of in (None, "gradients"), on_run)
         plan = _plan(trials, max_runs, repeats)
         bar.total = plan.runs
         trials.repeat(plan.repeats)
@@ -92,10 +92,10 @@ def blame(
     return _blamed(trials, plan, findings, measure, asked, reference, remove, notes)
 
 
-def _plan(trials: Trials, max_runs: int, repeats: int | None) -> Plan:
+def _plan(trials: BlameTrials, max_runs: int, repeats: int | None) -> RunPlan:
     """Returns the runs that what differs in `trials` takes."""
     different = trials.differences
-    return Plan.of(
+    return RunPlan.of(
         len({name for name, _ in different.keys}),
         len({gemm for _, gemm in different.keys}) if different.switched else 1,
         repeats=plans.repeats_of(repeats, trials.drew, max_runs),
@@ -104,7 +104,7 @@ def _plan(trials: Trials, max_runs: int, repeats: int | None) -> Plan:
     )
 
 
-def _obstacles(trials: Trials, own: Effect, measure: str, asked: Policy, reference: Policy) -> list[str]:
+def _obstacles(trials: BlameTrials, own: Effect, measure: str, asked: Policy, reference: Policy) -> list[str]:
     """Returns why there is nothing to search for; `own` is the effect of the reference on itself."""
     if not trials.differences.keys:
         return [f"nothing differs: {asked.label} treats all GEMMs of this run as {reference.label} does"]
@@ -135,8 +135,8 @@ def _measure(own: Effect, of: str | None) -> str:
 
 
 def _blamed(
-    trials: Trials,
-    plan: Plan,
+    trials: BlameTrials,
+    plan: RunPlan,
     findings: Findings,
     measure: str,
     asked: Policy,

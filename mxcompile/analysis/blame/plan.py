@@ -17,7 +17,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RunPlan:
     """How many effects each step may measure; every one takes a run for each repeat.
 
     alone: of layers, or groups of them, quantized alone. left_out: of all but them. worst: of all but the
@@ -34,7 +34,7 @@ class Plan:
     more: int = 0
 
     @classmethod
-    def of(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> Plan:
+    def of(cls, layers: int, gemms: int, *, repeats: int, max_runs: int, more: int) -> RunPlan:
         """Returns the plan for `layers` with `gemms` kinds of GEMMs that are told apart.
 
         max_runs: at least `LEAST` for each repeat. more: runs that the reference needs beside its repeats.

@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mxcompile.analysis.blame.blamed import Part
+from mxcompile.analysis.blame.blamed import BlamedPart
 from mxcompile.analysis.blame.effects import Effect, exceeds, together
-from mxcompile.analysis.blame.plan import Plan
-from mxcompile.analysis.blame.trials import Keys, Trials
+from mxcompile.analysis.blame.plan import RunPlan
+from mxcompile.analysis.blame.trials import BlameTrials, Keys
 from mxcompile.policy import Gemm
 from mxcompile.report.fold import spelled
 
@@ -44,9 +44,9 @@ class Findings:
     """
 
     whole: Effect
-    kinds: tuple[Part, ...] = ()
-    parts: tuple[Part, ...] = ()
-    gemms: tuple[Part, ...] = ()
+    kinds: tuple[BlamedPart, ...] = ()
+    parts: tuple[BlamedPart, ...] = ()
+    gemms: tuple[BlamedPart, ...] = ()
     worst: Keys = frozenset()
     left: Effect
 
@@ -54,7 +54,7 @@ class Findings:
 class _Step:
     """The effects that one step of a search may measure; left: how many more."""
 
-    def __init__(self, trials: Trials, effects: int) -> None:
+    def __init__(self, trials: BlameTrials, effects: int) -> None:
         self._trials = trials
         self.left = effects
 
@@ -71,7 +71,7 @@ class _Step:
 class Search:
     """One search by the effect on `measure`, for what makes the share `remove` of it."""
 
-    def __init__(self, trials: Trials, plan: Plan, measure: str, remove: float) -> None:
+    def __init__(self, trials: BlameTrials, plan: RunPlan, measure: str, remove: float) -> None:
         self._trials, self._plan, self._measure = trials, plan, measure
         self._keys = frozenset(trials.differences.keys)
         self._layers = tuple(dict.fromkeys(name for name, _ in trials.differences.keys))
@@ -85,7 +85,8 @@ class Search:
             return Findings(whole=self._whole, left=self._nothing)
         alone = self._groups(_Step(self._trials, self._plan.alone), self._alone, self._size)
         parts = [
-            Part(layers=names, gemms=self._kinds(names), alone=effect) for names, effect in alone.items()
+            BlamedPart(layers=names, gemms=self._kinds(names), alone=effect)
+            for names, effect in alone.items()
         ]
         if exceeds(self._whole.on(self._measure), together(self._measure, alone.values())):
             parts = self._with_left_out(parts)
@@ -143,13 +144,13 @@ class Search:
     def _rest(self, step: _Step, names: Names) -> Effect:
         return step.effect(self._keys - self._of(names), f"all but {spelled(names)}")
 
-    def _with_left_out(self, parts: Sequence[Part]) -> list[Part]:
+    def _with_left_out(self, parts: Sequence[BlamedPart]) -> list[BlamedPart]:
         """Returns `parts`, and groups that are not among them, with the effects of all but them."""
         rests = self._groups(_Step(self._trials, self._plan.left_out), self._rest, self._drop)
         known = {part.layers: part for part in parts}
         both = [dataclasses.replace(part, left_out=rests.get(part.layers)) for part in parts]
         more = [
-            Part(layers=names, gemms=self._kinds(names), left_out=effect)
+            BlamedPart(layers=names, gemms=self._kinds(names), left_out=effect)
             for names, effect in rests.items()
             if names not in known and len(rests) > 1
         ]
@@ -160,14 +161,14 @@ class Search:
         whole, rest = self._size(self._whole), self._size(effect)
         return 0.0 if whole == rest else whole - rest
 
-    def _harm(self, part: Part) -> float:
+    def _harm(self, part: BlamedPart) -> float:
         """What `part` does alone or takes with it when it is left out, whichever is more."""
         alone = 0.0 if part.alone is None else self._size(part.alone)
         return max(alone, 0.0 if part.left_out is None else self._drop(part.left_out))
 
     # the worst ----------------------------------------------------------------------------------------
 
-    def _worst(self, parts: Sequence[Part]) -> tuple[Keys, Effect]:
+    def _worst(self, parts: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
         """Returns the GEMMs of the first few of `parts` to leave alone, and the effect of the others.
 
         It is on target; the few are the least number found, and all parts always do.
@@ -188,7 +189,7 @@ class Search:
                 fails, guess = number, number + 1
         return result
 
-    def _guess(self, parts: Sequence[Part]) -> int:
+    def _guess(self, parts: Sequence[BlamedPart]) -> int:
         """How many of `parts` have to go if the effects of the others add up."""
         sizes = [0.0 if part.alone is None else self._size(part.alone) for part in parts]
         whole = math.hypot(*filter(math.isfinite, sizes))
@@ -199,7 +200,7 @@ class Search:
 
     # GEMMs --------------------------------------------------------------------------------------------
 
-    def _single(self, names: Names, step: _Step) -> Iterator[Part]:
+    def _single(self, names: Names, step: _Step) -> Iterator[BlamedPart]:
         """Each kind of GEMMs of the layers `names` alone, if they have several and `step` allows all."""
         kinds = {
             gemm: frozenset(key for key in self._of(names) if key[1] == gemm) for gemm in self._kinds(names)
@@ -209,9 +210,9 @@ class Search:
             return
         for gemm, keys in kinds.items():
             effect = step.effect(keys, f"{gemm} of {spelled(names)} alone")
-            yield Part(layers=names, gemms=(gemm,), alone=effect)
+            yield BlamedPart(layers=names, gemms=(gemm,), alone=effect)
 
-    def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[Part]) -> tuple[Keys, Effect]:
+    def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
         """Returns those of `worst` that do most of their layer's harm, if that is enough, and the rest's."""
         small: set[tuple[str, str]] = set()
         most: dict[Names, float] = {}

@@ -15,7 +15,7 @@ from mxcompile.analysis.audit.interpreter import Key
 from mxcompile.analysis.audit.keep import drawing
 from mxcompile.analysis.blame.effects import Effect, effect_of
 from mxcompile.analysis.tune.candidates import BF16, Candidate, Option, by_use, mixed, stated
-from mxcompile.analysis.tune.measure import Call
+from mxcompile.analysis.tune.measure import ModelCall
 from mxcompile.formats import ElemRounding, is_quantized
 from mxcompile.policy import Gemm, Layer, Policy, Use
 from mxcompile.policy.model import Decision, Saved
@@ -62,7 +62,7 @@ def _differ(gemm: Gemm, one: Decision, other: Decision) -> bool:
     return (a.precision, a.formats) != (b.precision, b.formats)
 
 
-class Trials:
+class BlameTrials:
     """Runs of `call` between the policies `against` and `policy`, each set of GEMMs once.
 
     backward: whether gradients are measured, if there are any. on_run: called before every run. runs: how
@@ -71,7 +71,12 @@ class Trials:
     """
 
     def __init__(
-        self, call: Call, policy: Policy, against: Policy, backward: bool, on_run: Callable[[str], object]
+        self,
+        call: ModelCall,
+        policy: Policy,
+        against: Policy,
+        backward: bool,
+        on_run: Callable[[str], object],
     ) -> None:
         self.runs = 0
         self._call, self._policy, self._against = call, policy, against
