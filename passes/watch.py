@@ -31,6 +31,9 @@ from mxcompile.ops.view import Cast, Encode, Product, result_of, results_of
 KEPT = 1 << 16
 """How many elements of the cast of a weight are compared from sample to sample."""
 
+DUMPED = 1 << 16
+"""How many elements of an operand are kept for a rule that writes them."""
+
 _GATHERS = frozenset({"_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"})
 
 
@@ -49,7 +52,8 @@ class Site:
     """One cast to be measured.
 
     source, seed, scale: names of nodes; "" for none. scales: the name of the cast's own. dim: the contraction
-    dimension. fmt: the format's word. missing: why it cannot be measured, "" if it can.
+    dimension. fmt: the format's word. sizes: of the source, if an excerpt of it is kept, else empty.
+    missing: why it cannot be measured, "" if it can.
     """
 
     readers: tuple[Reader, ...]
@@ -60,6 +64,7 @@ class Site:
     stream: int = 0
     scale: str = ""
     scales: str = ""
+    sizes: tuple[int, ...] = ()
     missing: str = ""
 
     @property
@@ -71,11 +76,17 @@ class Site:
     def word(self) -> str:
         """What `deliver` says of it; `read` reads that."""
         readers = [asdict(reader) for reader in self.readers]
-        return json.dumps({"readers": readers, "format": self.fmt, "dim": self.dim, "missing": self.missing})
+        about = {"format": self.fmt, "dim": self.dim, "sizes": self.sizes, "missing": self.missing}
+        return json.dumps({"readers": readers, **about})
 
 
-def sites(graph: fx.Graph, watched: Callable[[str], bool]) -> list[Site]:
-    """The casts of the joint graph `graph`, after all passes, for layers whose names are `watched`."""
+def sites(
+    graph: fx.Graph, watched: Callable[[str], bool], dumped: Callable[[Reader], bool] = lambda _: False
+) -> list[Site]:
+    """The casts of the joint graph `graph`, after all passes, for layers whose names are `watched`.
+
+    dumped: whether an excerpt of the operand is to be kept.
+    """
     casts: dict[fx.Node, list[Reader]] = {}
     missing: list[Site] = []
     for tag, operand, cast in _operands(graph):
@@ -86,7 +97,8 @@ def sites(graph: fx.Graph, watched: Callable[[str], bool]) -> list[Site]:
             missing.append(Site(readers=(reader,), missing="it is stored or gathered as codes"))
         else:
             casts.setdefault(cast, []).append(reader)
-    return [*(_site(cast, readers) for cast, readers in casts.items()), *missing]
+    found = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())
+    return [*found, *missing]
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
@@ -110,7 +122,13 @@ def _cast_of(qdata: fx.Node) -> fx.Node | None:
         qdata = argument(qdata)
 
 
-def _site(cast: fx.Node, readers: Sequence[Reader]) -> Site:
+def _sizes(source: fx.Node) -> tuple[int, ...]:
+    """Those of `source`; none if they are not known before the graph runs."""
+    sizes = tuple(value_of(source).shape)
+    return sizes if all(isinstance(size, int) for size in sizes) else ()
+
+
+def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
     given = tuple(dict.fromkeys(readers))
     scales = next((result.name for place, result in results_of(cast) if place == 1), "")
     encode = Encode.of(cast)
@@ -125,11 +143,19 @@ def _site(cast: fx.Node, readers: Sequence[Reader]) -> Site:
             stream=encode.stream,
             scale=scale,
             scales="" if encode.form.amax.stateful else scales,
+            sizes=_sizes(encode.x) if is_dumped else (),
         )
     view = Cast.read(cast)
     tile = Tile.SQUARE if view.square else Tile.ROW
     form = Format(elem=elem_type(view.elem_dtype), rounding=Rounding(view.rounding), tile=tile)
-    return Site(readers=given, source=view.x.name, dim=view.block_dim, fmt=str(form), scales=scales)
+    return Site(
+        readers=given,
+        source=view.x.name,
+        dim=view.block_dim,
+        fmt=str(form),
+        scales=scales,
+        sizes=_sizes(view.x) if is_dumped else (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +210,16 @@ class _Writer:
         with self._graph.inserting_after(call):
             results = [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
         self._results += results
+        if site.sizes:
+            self._results += self._excerpt(source, site, results[-1])
         self._words.append(site.word)
         return True
+
+    def _excerpt(self, source: fx.Node, site: Site, after: fx.Node) -> list[fx.Node]:
+        with self._graph.inserting_after(after):
+            call = self._build.call(ops.excerpt, source, site.dim, DUMPED, like=source)
+        with self._graph.inserting_after(call):
+            return [self._build.pick(call, index, f"{call.name}_{index}") for index in (1, 0)][::-1]
 
     def guard(self, name: str, site: Site) -> bool:
         """Tell of NaN and Inf in the node called `name`, if it is made here."""

@@ -20,7 +20,9 @@ def add_to(commands: Any) -> None:
         description="Read the samples that a watch has written: NaN and Inf, the operands whose casts are"
         " worst, and those that changed most. Exit status 1 if the run has met NaN or Inf.",
     )
-    command.add_argument("file", type=Path, metavar="FILE.jsonl", help="what a watch has written")
+    command.add_argument(
+        "file", type=Path, metavar="FILE", help="what a watch has written: samples, or operands (.pt)"
+    )
     command.add_argument(
         "-n", "--top", type=positive, default=10, metavar="N", help="show N operands (default: 10)"
     )
@@ -35,7 +37,12 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.report.files import form_of, save
+    from mxcompile.watch import Dump
     from mxcompile.watch.look import Look, lines
+
+    if options.file.suffix == ".pt":
+        print("\n".join(Dump.load(options.file).lines()))
+        return 0
 
     check_output(options, lambda path: form_of(path, {".html": None}, "page"))
     while True:

@@ -27,7 +27,7 @@ from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import guard, watched
+from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
@@ -124,7 +124,8 @@ def compile_graph(
     """Compile one captured graph and put it in the report."""
     warn_once()
     found = capture(gm, example_inputs, root)
-    remember(found.root, options.policy)
+    options = follow(options, found)
+    remember(found.root, options.policy, options.group)
     tapped = histories.tap(gm, example_inputs, found, options.policy)
     compilation = Compilation(
         options, found, gm, resolve(options.target, found.device), tapped=histories.needed(options.policy)

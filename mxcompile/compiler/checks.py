@@ -48,7 +48,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
             checked[planned.missing] = None
         return
     options = compilation.options
-    if checked.get(options.fingerprint()) is plan:
+    if checked.get(options.group) is plan:
         return
     outside = _outside(plan, options, parts) if parts is not None else []
     refused = [*_refused(plan, options), *outside] if options.strict else []
@@ -60,8 +60,8 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
         raise UnsupportedError("\n".join([said, *(complaints(options.policy, layers) if layers else ())]))
     if layers:
         check_layers(options.policy, layers, strict=options.strict)
-    checked[options.fingerprint()] = plan
-    REGISTRY.plan(root, options.fingerprint(), plan.records(options.policy))
+    checked[options.group] = plan
+    REGISTRY.plan(root, options.group, plan.records(options.policy))
 
 
 def check_ran(compilation: Compilation) -> None:
@@ -83,7 +83,7 @@ def check_call(
     parts: paths of the modules that were to be compiled. Strict mode raises `UnsupportedError`, else there is
     a warning, for layers that ran outside of compiled code, or if nothing was compiled.
     """
-    if REGISTRY.knows(root, options.fingerprint()):
+    if REGISTRY.knows(root, options.group):
         plan = known_plan(root)
         if plan is not None:
             _check_ran(root, options, plan)
@@ -91,14 +91,14 @@ def check_call(
     plan = planned(root, args, kwargs).plan
     if plan is not None:
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-        REGISTRY.plan(root, options.fingerprint(), plan.records(options.policy))
+        REGISTRY.plan(root, options.group, plan.records(options.policy))
         REGISTRY.open(
             object(),
             Ledger(
                 target=resolve(options.target, device).name,
                 policy=options.policy.label,
                 path=options.report,
-                group=options.fingerprint(),
+                group=options.group,
                 model=root,
             ),
         )
@@ -123,12 +123,12 @@ def _tell(said: str, options: Options) -> None:
 
 
 def _check_ran(root: nn.Module, options: Options, plan: Plan) -> None:
-    settle(root, options.fingerprint())
+    settle(root, options.group)
     ran = _RAN.setdefault(root, {})
-    if ran.get(options.fingerprint()) is plan:
+    if ran.get(options.group) is plan:
         return
-    ran[options.fingerprint()] = plan
-    pending = REGISTRY.pending(root, options.fingerprint())
+    ran[options.group] = plan
+    pending = REGISTRY.pending(root, options.group)
     names = [gemm.name for gemm in pending if is_quantized(gemm.precision)]
     if not names:
         return

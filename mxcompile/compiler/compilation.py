@@ -103,7 +103,7 @@ class Compilation:
         mode = list_mode_options(self.options.mode) if self.options.mode else {}
         asked = {**mode, **dict(self.options.inductor)}
         if self._watch is not None:
-            base = f"{base} watch {self._watch.layers} {self._only_nonfinite}"
+            base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
             asked["triton.cudagraphs"] = False  # what is measured is handed to Python
         return {
             **asked,
@@ -152,7 +152,7 @@ class Compilation:
             raise self._with_rules(error, graph) from None
         trace_graph(graph, "after")
         if self._watch is not None:
-            self._sites += sites(graph, self._watch.watches)
+            self._sites += sites(graph, self._watch.watches, self._watch.dumps)
         gathers = Gathers() if self.traced else self.found.gathers
         drawn = outline(graph, self.found.inputs, self.found.path)
         self.traced = True

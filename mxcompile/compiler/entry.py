@@ -78,7 +78,7 @@ class _Entry:
             target=compilation.target.name,
             policy=options.policy.label,
             path=options.report,
-            group=options.fingerprint(),
+            group=options.group,
             model=found.root,
         )
         key, plan = CompileContext.try_get() or object(), found.planned.plan

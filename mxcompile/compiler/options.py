@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ class Options:
 
     policy: what decides. report: file to keep the report in. target: "auto" or a name of
     `lowering.targets.TARGETS`. strict: raise instead of falling back, and for rules that do nothing. mode: as
-    for Inductor. inductor: overrides of ``torch._inductor.config``. watch: what is measured of a run.
+    for Inductor. inductor: overrides of ``torch._inductor.config``. watch: what is measured of a run. given:
+    the policy as its user gave it, where the watch has changed it since.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -35,6 +36,7 @@ class Options:
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
     watch: Watch | None = None
+    given: Policy | None = None
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -66,8 +68,21 @@ class Options:
 
     def fingerprint(self) -> str:
         """Everything that can change what is compiled, as one string."""
-        parts = (self.policy.fingerprint(), self.target, self.strict, self.mode, self.inductor)
-        return repr(parts)
+        return self._fingerprint(self.policy)
+
+    @property
+    def group(self) -> str:
+        """Equal for all that is in one report: the fingerprint before a watch changed the policy."""
+        return self._fingerprint(self.given or self.policy)
+
+    def _fingerprint(self, policy: Policy) -> str:
+        return repr((policy.fingerprint(), self.target, self.strict, self.mode, self.inductor))
+
+    def now(self) -> Options:
+        """These options with the policy as rules of the watch have changed it until now."""
+        if self.watch is None:
+            return self
+        return replace(self, policy=self.watch.over(self.policy), given=self.policy)
 
 
 def _report(value: Any) -> Path | None:

@@ -11,13 +11,14 @@ from mxcompile.models.wrappers import users_own
 from mxcompile.policy import Policy
 
 _POLICIES: WeakKeyDictionary[nn.Module, dict[str, Policy]] = WeakKeyDictionary()
-"""By the user's model: policies by fingerprint, in the order they were first used."""
+"""By the user's model: policies, in the order they were first used. One that a watch has changed takes the
+place of the one it came from."""
 
 
-def remember(root: nn.Module | None, policy: Policy) -> None:
-    """Note that a graph of `root` was compiled with `policy`."""
+def remember(root: nn.Module | None, policy: Policy, given: str) -> None:
+    """Note that a graph of `root` was compiled with `policy`. given: fingerprint of the one it came from."""
     if root is not None:
-        _POLICIES.setdefault(users_own(root), {})[policy.fingerprint()] = policy
+        _POLICIES.setdefault(users_own(root), {})[given] = policy
 
 
 def compiled_policy(model: nn.Module) -> Policy:

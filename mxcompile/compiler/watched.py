@@ -17,12 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import GlobalStateSource
+from torch._guards import Guard, TracingContext
 
+from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import running
+from mxcompile.compiler.options import Options
 from mxcompile.compiler.sharing import named
 from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import plain_class
+from mxcompile.rules import layers_of
 from mxcompile.watch import Watch, calls
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,43 @@ def watched(
     return _Watched(code, sampled, compilation, watch)
 
 
+def follow(options: Options, found: Capture) -> Options:
+    """`options` as rules of their watch have changed the policy, for the graph of `found`.
+
+    The code that Dynamo is compiling is guarded: it is compiled again when a rule changes its part of the
+    policy. Code that runs for several modules without Dynamo telling them apart does not change.
+    """
+    watch, context = options.watch, TracingContext.try_get()
+    if watch is None or not watch.can_change or context is None or found.backward:
+        return options
+    if found.prefix and found.owner is None:
+        log.warning(
+            "watch: rules that put GEMMs into BF16 do nothing in %s, whose code cannot be kept to it; compile"
+            " the model with mxcompile.compile(model, watch=…)",
+            found.path,
+        )
+        return options
+    root, expected = found.root, watch.below(found.prefix)
+    paths = {} if root is None else {id(module): user_path(raw) for raw, module in root.named_modules()}
+
+    def holds(module: object) -> bool:
+        return watch.below(paths.get(id(module), "") if found.prefix else "") == expected
+
+    source = found.owner if found.prefix else GlobalStateSource()
+    context.guards_context.dynamo_guards.add(Guard(source, _install(holds, whole=not found.prefix)))
+    return options.now()
+
+
+def _install(holds: Callable[[object], bool], *, whole: bool) -> Callable[[Any, Guard], None]:
+    """What puts a guard into the code: of the frame, or of the module at its source."""
+
+    def rules(builder: Any, guard: Guard) -> None:
+        manager = builder.guard_manager.root if whole else builder.get_guard_manager(guard)
+        manager.add_lambda_guard(holds, ["mxcompile: rules of a watch"], None)
+
+    return rules
+
+
 def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
     """Let the code of `compilation`, which is yet to be compiled, tell of NaN and Inf if its options ask."""
     watch = compilation.options.watch
@@ -79,9 +121,11 @@ class _Watched:
         self._compiled = found.prefix
         self._root = None if found.root is None else weakref.ref(found.root)
         self._class = None if found.root is None else plain_class(named(found.root, found.prefix))
+        options, plan = compilation.options, found.planned.plan
         self._recorder = watch.attach(
             found.root,
-            policy=compilation.options.policy.label,
+            options.given or options.policy,
+            layers_of(compilation.part.gemms) if plan is None else plan.layers,
             target=compilation.target.name,
             torch=torch.__version__,
         )

@@ -44,6 +44,7 @@ from mxcompile.ops.state import slot as slot
 from mxcompile.ops.state import tapped as tapped
 from mxcompile.ops.watch import cast_statistics as cast_statistics
 from mxcompile.ops.watch import deliver as deliver
+from mxcompile.ops.watch import excerpt as excerpt
 from mxcompile.ops.watch import nonfinite as nonfinite
 
 CASTS = frozenset(

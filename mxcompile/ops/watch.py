@@ -1,6 +1,7 @@
 """Operators of a graph that is watched: statistics of a cast, and the call that hands them over.
 
     cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep]
+    excerpt          x → its rows, along a dimension, of the largest magnitudes, and their places, INT64
     nonfinite        scales, or x → how many are NaN or Inf, FP64 [1]; E8M0 bytes say so by 255
     deliver          statistics of one run of a graph → whoever listens
 
@@ -128,6 +129,35 @@ cast_statistics = define(
 )
 
 
+def excerpt_sizes(sizes: Sequence[int], block_dim: int, limit: int) -> tuple[int, int]:
+    """Rows along `block_dim`, and elements of each, of the excerpt of a tensor of `sizes`."""
+    length = sizes[block_dim]
+    rows = math.prod(sizes) // length if length else 0
+    count = min(rows, max(1, limit // length)) if rows else 0
+    return count, min(length, limit)
+
+
+def _excerpt(x: Tensor, block_dim: int, limit: int) -> tuple[Tensor, Tensor]:
+    count, length = excerpt_sizes(x.shape, block_dim, limit)
+    rows = x.movedim(block_dim, -1).reshape(-1, x.shape[block_dim])
+    if not count:
+        return x.new_zeros(0, length), torch.zeros(0, dtype=torch.int64, device=x.device)
+    size = torch.maximum(rows.amax(1), -rows.amin(1)).to(torch.float32).nan_to_num(math.inf)
+    places = size.topk(count).indices.sort().values
+    return rows[places, :length].clone(), places
+
+
+excerpt = define(
+    "excerpt(Tensor x, int block_dim, int limit) -> (Tensor values, Tensor rows)",
+    _excerpt,
+    lambda x, block_dim, limit: [
+        (excerpt_sizes(x.shape, block_dim, limit), x.dtype),
+        (excerpt_sizes(x.shape, block_dim, limit)[:1], torch.int64),
+    ],
+    torch.Tag.flexible_layout,
+)
+
+
 def _nonfinite(x: Tensor) -> Tensor:
     bad = x == SCALE_NAN if x.dtype is torch.uint8 else ~x.isfinite()
     return bad.sum(dtype=torch.float64).reshape(1)
@@ -138,7 +168,7 @@ nonfinite = define(
 )
 
 Listener = Callable[[Sequence[Tensor], Sequence[str]], object]
-"""Takes results of `nonfinite`, or pairs of results of `cast_statistics`, and a word for each of them."""
+"""Takes results of `nonfinite`, or those of `cast_statistics` and `excerpt`, and a word for each cast."""
 
 _LISTENERS: list[Listener] = []
 

@@ -1,5 +1,6 @@
 """Policies: which GEMMs are quantized and in which format, as rules a user writes."""
 
+from mxcompile.policy.kept import keeping
 from mxcompile.policy.model import (
     ATTENTION_PRODUCTS,
     Block,
@@ -35,4 +36,5 @@ __all__ = [
     "Rule",
     "Saved",
     "Use",
+    "keeping",
 ]

@@ -237,10 +237,11 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """`use` for the layers `match` fits."""
+    """`use` for the layers `match` fits. kept: GEMMs that a watch has put into their own dtype, and why."""
 
     match: Match
     use: Use
+    kept: tuple[tuple[Gemm, str], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,7 +117,7 @@ class Policy:
         self, gemm: Gemm, wanted: Precision | None, layer: Layer, index: int | None, formats: Choices
     ) -> Choice:
         if wanted is not None:
-            reason = Reason(Code.RULE, (index or 0) + 1)
+            reason = self._of_rule(index or 0, gemm)
         elif not self.base.gemms:
             wanted, reason = KEPT, Reason(Code.PRESET, self.base.name)
         elif layer.role not in self.base.roles:
@@ -135,6 +135,10 @@ class Policy:
         near_miss = self._near_miss(gemm, layer, index)
         return Choice(precision=wanted.name, reason=Reason(Code.LIMIT, near_miss) if near_miss else reason)
 
+    def _of_rule(self, index: int, gemm: Gemm) -> Reason:
+        why = dict(self.rules[index].kept).get(gemm)
+        return Reason(Code.RULE, index + 1) if why is None else Reason(Code.WATCH, why)
+
     def _small_side(self, layer: Layer) -> str | None:
         """Returns the side of the layer's weight that the preset finds too small, ``n=4`` say, or None.
 
@@ -151,14 +155,17 @@ class Policy:
             "rules": [_rule_to_dict(rule) for rule in self.rules],
         }
 
+    def to_yaml(self) -> str:
+        """The policy as the text of a file that `load` reads back as an equal policy."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+
     def dump(self, path: str | Path) -> None:
         """Write the policy to `path` as YAML that `load` reads back as an equal policy.
 
         Raises `PolicyError` if the file cannot be written.
         """
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(self.to_yaml(), encoding="utf-8")
         except OSError as error:
             raise PolicyError(f"{path}: cannot be written: {error.strerror}") from None
 

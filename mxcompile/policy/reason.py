@@ -29,6 +29,7 @@ class Code(StrEnum):
     FACTORS = "factors"
     CUT = "part of a model"
     NO_HISTORY = "no history"
+    WATCH = "watch"
 
 
 _WORDS = {
@@ -52,6 +53,7 @@ _WORDS = {
     Code.FACTORS: "unsupported alpha or beta",
     Code.CUT: "of the model in sight: {}",
     Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
+    Code.WATCH: "watch: {}",
 }
 
 

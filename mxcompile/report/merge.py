@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
+from mxcompile.policy import Code
 from mxcompile.report.fold import fold
 from mxcompile.report.outline import Outline
 from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part, Summary, flop_share
@@ -34,17 +35,25 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
     """The parts of `compiles` without the records that a later compile of the same frame repeats.
 
     compiles: frames, None for one that is not known, and their parts, oldest first. Parts left without a
-    record are left out.
+    record are left out. Of a GEMM that a watch has put into BF16, no record from before stands.
     """
     known: dict[object, set[_Key]] = {}
+    fallen: set[tuple[str, str]] = set()
     kept: list[Part] = []
     for frame, parts in reversed(compiles):
         later = known.setdefault(frame, set())
         for part in reversed(parts):
-            stands = tuple(gemm for gemm in part.gemms if frame is None or _key(gemm) not in later)
+            stands = tuple(
+                gemm
+                for gemm in part.gemms
+                if (frame is None or _key(gemm) not in later) and (gemm.name, gemm.gemm) not in fallen
+            )
             if stands or not part.gemms:
                 kept.append(dataclasses.replace(part, gemms=stands))
         later.update(_key(gemm) for part in parts for gemm in part.gemms)
+        fallen.update(
+            (gemm.name, gemm.gemm) for part in parts for gemm in part.gemms if gemm.code == Code.WATCH
+        )
     return tuple(reversed(kept))
 
 

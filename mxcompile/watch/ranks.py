@@ -2,8 +2,12 @@
 
     rank r: store[step, r] = its tallies          the first rank: waits for them in a thread, joins, writes
 
-No rank waits for another in a step. A rank that does not send in time, as one without watched layers, is not
-waited for again. The record says how many ranks sent.
+No rank waits for another in a step, unless there are rules: these look at the joined sample, and all ranks
+are to do the same in the same step, so each waits at the end of a sampled step for what the first one finds.
+A rank that does not send in time, as one without compiled layers, is not waited for until it sends again.
+The record says how many ranks sent.
+
+    rank r: told += 1, store[told] = a record     the first rank: looks for records in the thread, writes them
 """
 
 from __future__ import annotations
@@ -16,44 +20,75 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mxcompile.watch.recorder import Sample
-from mxcompile.watch.tally import Tally, join
+from mxcompile.watch.actions import Fired
+from mxcompile.watch.tally import Sample, Tally, join
 
 _PREFIX = "mxcompile_watch"
+_TOLD = f"{_PREFIX}/told"
 _WAIT_S = 60.0
+_CLOSE_S = 120.0
 _POLL_S = 0.02
+_LOOK_S = 1.0
 
 Written = Callable[[int, Sample, int], None]
 Warn = Callable[[str, Exception], None]
+Judge = Callable[[Sample], list[Fired]]
+Record = dict[str, Any]
 
 
 class Ranks:
-    """The ranks of one watch. write: takes step, sample and number of ranks, on the first rank."""
+    """The ranks of one watch.
 
-    def __init__(self, write: Written, warn: Warn) -> None:
+    write: takes step, sample and number of ranks, on the first rank. send: takes a record of any rank, there
+    as well. judge: gives what fires in a joined sample; None without rules.
+    """
+
+    def __init__(
+        self, write: Written, warn: Warn, send: Callable[[Record], None], judge: Judge | None = None
+    ) -> None:
         self._write = write
         self._warn = warn
+        self._send = send
+        self._judge = judge
+        self._heard = 0
         self._queue: queue.Queue[tuple[int, Sample] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._silent: set[int] = set()
+        self._told = ""
 
-    def gather(self, step: int, sample: Sample) -> None:
-        """Join `sample` of this rank with those of the others, and write it if this is the first rank."""
+    def gather(self, step: int, sample: Sample) -> list[Fired]:
+        """Join `sample` of this rank with those of the others, and write it if this is the first rank.
+
+        Returns what fires in it, the same on all ranks.
+        """
         rank, count = _place()
         if count == 1:
-            self._write(step, sample, 1)
-            return
+            if sample:
+                self._write(step, sample, 1)
+            return self._judge(sample) if self._judge is not None else []
         try:
             if rank:
                 _store().set(_key(step, rank), _packed(sample))
-                return
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="mxcompile-watch", daemon=True)
-                self._thread.start()
-                atexit.register(self.close)
+                return self._hear(step) if self._judge is not None else []
+            if self._judge is not None:
+                return self._rule(step, sample, self._judge)
+            self.start()
             self._queue.put((step, sample))
         except Exception as error:
             self._warn("a sample did not reach the first rank", error)
+        return []
+
+    def tell(self, record: Record) -> None:
+        """Send `record` on, by the first rank."""
+        rank, _ = _place()
+        if not rank:
+            self._send(record)
+            return
+        try:
+            number = _store().add(_TOLD, 1)
+            _store().set(f"{_TOLD}/{number}", json.dumps(record))
+        except Exception as error:
+            self._warn(f"a {record['kind']} record did not reach the first rank", error)
 
     def close(self) -> None:
         """Wait until all that this rank has gathered is written."""
@@ -61,21 +96,72 @@ class Ranks:
         if thread is not None:
             atexit.unregister(self.close)
             self._queue.put(None)
-            thread.join(timeout=2 * _WAIT_S)
+            thread.join(timeout=_CLOSE_S)
+
+    def start(self) -> None:
+        """Look for records of other ranks from now on, if this is the first of several."""
+        rank, count = _place()
+        if rank == 0 and count > 1 and self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="mxcompile-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            step, sample = item
+        is_open = True
+        while is_open:
+            item: tuple[int, Sample] | None
             try:
-                sent = self._join(step, sample)
-                self._write(step, sample, sent)
+                item = self._queue.get(timeout=_LOOK_S)
+                is_open = item is not None
+            except queue.Empty:
+                item = None
+            try:
+                if item is not None:
+                    step, sample = item
+                    sent = self._join(step, sample)
+                    self._write(step, sample, sent)
+                self._collect()
             except Exception as error:
-                self._warn(f"the sample of step {step} was lost", error)
+                self._warn("a sample or a record of another rank was lost", error)
+
+    def _collect(self) -> None:
+        """Send on what other ranks have told since the last time."""
+        store = _store()
+        last = store.add(_TOLD, 0)
+        while self._heard < last and store.check([f"{_TOLD}/{self._heard + 1}"]):
+            self._heard += 1
+            key = f"{_TOLD}/{self._heard}"
+            self._send(json.loads(store.get(key)))
+            store.delete_key(key)
+
+    def _rule(self, step: int, sample: Sample, judge: Judge) -> list[Fired]:
+        """Join, write, and tell the other ranks what fires."""
+        found: list[Fired] = []
+        try:
+            sent = self._join(step, sample)
+            self._write(step, sample, sent)
+            found = judge(sample)
+        finally:
+            if self._told and not self._silent:  # all have heard of that, for they have sent since
+                _store().delete_key(self._told)
+            self._told = _verdict(step)
+            _store().set(self._told, json.dumps(found))
+        return found
+
+    def _hear(self, step: int) -> list[Fired]:
+        """What the first rank finds in the joined sample. Raises `TimeoutError`."""
+        store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
+        while not store.check([key]):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the first rank did not tell what its rules find in step {step}")
+            time.sleep(_POLL_S)
+        return [(place, row) for place, row in json.loads(store.get(key))]
 
     def _join(self, step: int, sample: Sample) -> int:
         """Add to `sample` what other ranks send. Returns how many ranks it is of."""
         _, count = _place()
         store, end, sent = _store(), time.monotonic() + _WAIT_S, 1
+        self._silent = {rank for rank in self._silent if not store.check([_key(step, rank)])}
         waiting = set(range(1, count)) - self._silent
         while waiting and time.monotonic() < end:
             arrived = [rank for rank in waiting if store.check([_key(step, rank)])]
@@ -109,6 +195,10 @@ def _store() -> Any:
 
 def _key(step: int, rank: int) -> str:
     return f"{_PREFIX}/{step}/{rank}"
+
+
+def _verdict(step: int) -> str:
+    return f"{_PREFIX}/{step}/rules"
 
 
 def _packed(sample: Sample) -> str:

@@ -21,26 +21,26 @@ from mxcompile.errors import WatchError
 from mxcompile.ops.watch import FIELDS, listen
 from mxcompile.watch import calls
 from mxcompile.watch.calls import Call
+from mxcompile.watch.dump import Excerpt
 from mxcompile.watch.steps import Steps, in_backward
-from mxcompile.watch.tally import Key, Tally
+from mxcompile.watch.tally import Key, Sample, Tally
 
 log = logging.getLogger(__name__)
 
 _NAN, _INF = FIELDS.index("nan"), FIELDS.index("inf")
 
-Sample = dict[Key, Tally]
-
 Count = tuple[Key, int]
 """A cast, and how many NaN and Inf its scales have, or, where they do not tell, its elements."""
 
-Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor]]
-"""Of one run of a graph: the casts, what was measured of each, and parts of the casts of weights."""
+Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor], list[Excerpt | None]]
+"""Of one run of a graph: the casts, what was measured of each, parts of the casts of weights, excerpts."""
 
 
 class Recorder:
     """Of one watch.
 
     is_sampled: whether a step is. finished: takes the number of a sampled step and what was measured in it.
+    left_out: operands that are not measured, and why. excerpts: of the step that has ended, for `finished`.
     tripped: takes the number of a step with NaN or Inf, and how many scales of each cast have them, in the
     order of the run; None if nobody asks.
     """
@@ -54,6 +54,7 @@ class Recorder:
     ) -> None:
         self.steps = Steps(first, self._end)
         self.left_out: dict[Key, str] = {}
+        self.excerpts: dict[Key, Excerpt] = {}
         self._is_sampled = is_sampled
         self._finished = finished
         self._tripped = tripped
@@ -61,6 +62,7 @@ class Recorder:
         self._counted: set[tuple[str, int]] = set()
         self._kept: dict[Key, Tensor] = {}
         self._warned: set[str] = set()
+        self._ended = -1
         self._lock = threading.Lock()
 
     def begin(self, compiled: str, running: Callable[[], str], code: int) -> Call | None:
@@ -89,17 +91,25 @@ class Recorder:
         )
 
     def take(self, call: Call, values: Sequence[Tensor], words: Sequence[str]) -> None:
-        """A graph delivers `values`, pairs of results of ``cast_statistics``, and a word for each pair."""
-        sites = [json.loads(word) for word in words]
-        step = 2 if call.is_sampled else 1
-        for site in sites[len(values) // step :]:
-            for reader in site["readers"]:
-                self.left_out.setdefault(_key(call, reader), site["missing"])
-        if values:
-            measured = torch.stack(list(values[::step]))
-            kept = [value.clone() for value in values[1::2]] if call.is_sampled else []
+        """A graph delivers `values`, one or several for each cast, and a word for each cast."""
+        sites, given = [json.loads(word) for word in words], iter(values)
+        measured: list[Tensor] = []
+        kept: list[Tensor] = []
+        excerpts: list[Excerpt | None] = []
+        for site in sites:
+            first = next(given, None)
+            if first is None:
+                for reader in site["readers"]:
+                    self.left_out.setdefault(_key(call, reader), site["missing"])
+                continue
+            measured.append(first)
+            if call.is_sampled:
+                kept.append(next(given).clone())
+                excerpts.append((next(given), next(given), site) if site["sizes"] else None)
+        if measured:
+            delivery = call, sites[: len(measured)], torch.stack(measured), kept, excerpts
             with self._lock:
-                self._pending.append((call, sites[: len(measured)], measured, kept))
+                self._pending.append(delivery)
 
     def warn(self, what: str, error: Exception) -> None:
         """Warn of `error`, once for each kind."""
@@ -112,13 +122,14 @@ class Recorder:
         with self._lock:
             pending, self._pending = self._pending, []
         self._counted.clear()
-        if not pending:
+        step, counts = self.steps.number, []
+        if not pending and step == self._ended:
             return
-        step, counts = pending[0][0].step, []
+        self._ended = step
         try:
             if self._tripped is not None:
                 counts = _counts(pending)
-            if pending[0][0].is_sampled:
+            if self._is_sampled(step):
                 self._finished(step, self._joined(pending))
         except WatchError:
             raise
@@ -129,10 +140,13 @@ class Recorder:
 
     def _joined(self, pending: Iterable[Delivery]) -> Sample:
         sample: Sample = {}
-        for call, sites, measured, kept in pending:
-            for site, numbers, part in zip(sites, measured.tolist(), kept, strict=True):
+        self.excerpts = {}
+        for call, sites, measured, kept, excerpts in pending:
+            for site, numbers, part, excerpt in zip(sites, measured.tolist(), kept, excerpts, strict=True):
                 for reader in site["readers"]:
                     key, tally = _key(call, reader), Tally.of(reader["role"], site["format"], numbers)
+                    if excerpt is not None and _is_worse(tally, sample.get(key)):
+                        self.excerpts[key] = excerpt
                     if key not in sample:
                         self._compare(key, tally, part)
                         sample[key] = tally
@@ -153,10 +167,18 @@ class Recorder:
             tally.changed = int(differs.sum())
 
 
+def _is_worse(tally: Tally, before: Tally | None) -> bool:
+    """Whether the call of `tally` has larger or more broken values than all calls `before` it."""
+    if before is None:
+        return True
+    now, then = tally.sums, before.sums
+    return now["nan"] + now["inf"] > 0 == then["nan"] + then["inf"] or now["amax"] > then["amax"]
+
+
 def _counts(pending: Iterable[Delivery]) -> list[Count]:
     """NaN and Inf of all casts of a step, in the order of the run."""
     counts: list[Count] = []
-    for call, sites, measured, _ in pending:
+    for call, sites, measured, *_ in pending:
         bad = measured[:, _NAN : _INF + 1].sum(1) if call.is_sampled else measured[:, 0]
         for site, count in zip(sites, bad.tolist(), strict=True):
             counts += [(_key(call, reader), int(count)) for reader in site["readers"]]

@@ -3,8 +3,7 @@
     {"when": {"underflow": "> 0.3", "over": 5}, "operand": "dy", "do": "warn"}
 
 A rule fires for an operand when all its conditions have held in `over` samples in a row, once. It can fire
-again after a sample in which they do not hold. Rules look at the sample of their own rank, before ranks are
-joined.
+again after a sample in which they do not hold. Of many ranks the first looks at the joined sample.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.policy import Match
 from mxcompile.watch.tally import Key
 
-ACTIONS = ("warn", "stop")
-"""What a rule may do: "stop" raises `WatchError` before the optimizer steps."""
+ACTIONS = ("warn", "bf16", "dump", "stop")
+"""What a rule may do (see `actions`), before the optimizer steps."""
 
 NUMBERS = (
     "amax", "smallest", "underflow", "saturated", "error", "sqnr", "scale_min", "scale_median", "scale_max",
@@ -94,12 +93,16 @@ class Rule:
             do=do,
         )
 
+    def covers(self, layer: str, role: str, gemm: str) -> bool:
+        """Whether the rule is about `gemm` of `layer`, which has `role`."""
+        return self.match.names(layer) and self.role in ("", role) and self.gemm in ("", gemm)
+
     def fires(self, row: Mapping[str, Any]) -> bool:
         """Whether the rule fires for an operand, of which `row` is the next sample."""
         key = row["layer"], row["gemm"], row["operand"]
-        asked = {"role": self.role, "gemm": self.gemm, "operand": self.operand}
-        if not self.match.names(row["layer"]) or any(
-            word and row[name] != word for name, word in asked.items()
+        if not self.covers(row["layer"], row["role"], row["gemm"]) or self.operand not in (
+            "",
+            row["operand"],
         ):
             return False
         held = self._held.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0

@@ -3,7 +3,7 @@
     forward … backward …  (again, for every micro-batch)  optimizer.step()  │  forward …      the next step
 
 The hooks are torch's own, of all optimizers of the process; an optimizer counts if it has a parameter of a
-watched model. One that steps within the backward has its sample written when the next step begins. Several
+watched model. One that steps within the backward has its sample written when the backward is over. Several
 optimizers of one model are one step, for a step begins with a forward.
 """
 
@@ -72,6 +72,8 @@ class Steps:
             return
         if not in_backward():
             self._close()
+        elif not self._has_stepped:
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
         self._has_stepped = True
 
     def _close(self) -> None:

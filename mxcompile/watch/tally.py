@@ -123,7 +123,11 @@ class Tally:
         )
 
 
-def join(tallies: dict[Key, Tally], more: Mapping[Key, Tally]) -> None:
+Sample = dict[Key, Tally]
+"""Of one step, in the order of the run."""
+
+
+def join(tallies: Sample, more: Mapping[Key, Tally]) -> None:
     """Add `more` to `tallies`."""
     for key, tally in more.items():
         if key in tallies:

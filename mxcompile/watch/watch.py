@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from torch import nn
 
-from mxcompile.errors import NonFiniteError, OptionError, WatchError, not_allowed, shown
-from mxcompile.policy import Match
+from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
+from mxcompile.passes.watch import Reader
+from mxcompile.policy import Layer, Match, Policy
 from mxcompile.report.files import rank
+from mxcompile.watch.actions import Actions, fired
+from mxcompile.watch.dump import Dumps
+from mxcompile.watch.fallback import Below, Fallbacks
 from mxcompile.watch.ranks import Ranks
-from mxcompile.watch.recorder import Count, Recorder, Sample
-from mxcompile.watch.rules import Rule, rules_of
-from mxcompile.watch.tally import STATS, row
+from mxcompile.watch.recorder import Count, Recorder
+from mxcompile.watch.rules import rules_of
+from mxcompile.watch.tally import STATS, Sample, row
 from mxcompile.watch.tripwire import finding, sentence
 from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writer
 
@@ -40,7 +44,9 @@ class Watch:
     layers: globs or ``re:`` expressions of names of layers, all by default. stats: those of `STATS` that
     records have. first: the number of the first step; a run that goes on from a checkpoint has a later one.
     nonfinite: what a NaN or Inf in any step does, before an optimizer has stepped: "warn" or "stop", which
-    raises `NonFiniteError`; None does not look. rules: see `mxcompile.watch.rules`.
+    raises `NonFiniteError`; None does not look. rules: see `mxcompile.watch.rules`. policy: the file in which
+    rules keep what they put into BF16, by default ``run.policy.yaml`` beside ``run.jsonl``. dump: the folder
+    into which rules write operands, by default ``run.dump``.
 
     A step ends when an optimizer of the model begins to step. Without one, call `step`. Of many ranks the
     first writes, for all. Raises `OptionError`.
@@ -58,12 +64,15 @@ class Watch:
         first: int = 0,
         nonfinite: str | None = None,
         rules: Sequence[Mapping[str, Any]] = (),
+        policy: str | Path | None = None,
+        dump: str | Path | None = None,
     ) -> None:
         self.every = None if every is None else _number("every", every, least=1)
         if nonfinite is not None and nonfinite not in ACTIONS:
             raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
         self.nonfinite = nonfinite
         self._rules = rules_of(rules)
+        self.can_change = any(rule.do == "bf16" for rule in self._rules)
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)
         self.layers = (layers,) if isinstance(layers, str) else tuple(layers)
@@ -72,7 +81,11 @@ class Watch:
         self._writers = [_writer(each) for each in _listed(to)]
         tripped = self._trip if nonfinite else None
         self._recorder = Recorder(_number("first", first), self._is_sampled, self._finish, tripped)
-        self._ranks = Ranks(self._write, self._recorder.warn)
+        judge = functools.partial(fired, self._rules) if self._rules else None
+        self._ranks = Ranks(self._write, self._recorder.warn, self._send, judge)
+        self._fallbacks = Fallbacks(self._place("bf16", "policy", policy, ".policy.yaml"))
+        self._dumps = Dumps(self._place("dump", "dump", dump, ".dump"))
+        self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._tell, self._recorder.warn)
         self._about: Record = {}
         self._is_begun = False
         self._recorder.steps.listen()
@@ -102,11 +115,51 @@ class Watch:
         """Whether the layer called `layer` is looked at."""
         return self._match.names(layer)
 
-    def attach(self, model: nn.Module | None, **about: Any) -> Recorder:
-        """Look at compiled code of `model`. about: said of the run in its first record."""
+    @property
+    def identity(self) -> str:
+        """Equal for watches that measure the same of a graph."""
+        dumps = [(rule.match.name, rule.role, rule.gemm) for rule in self._rules if rule.do == "dump"]
+        return f"{self.layers} {dumps}"
+
+    def dumps(self, reader: Reader) -> bool:
+        """Whether a rule may write the operand that is `reader`."""
+        return any(
+            rule.do == "dump" and rule.covers(reader.layer, reader.role, reader.gemm) for rule in self._rules
+        )
+
+    def over(self, policy: Policy) -> Policy:
+        """`policy` as rules have changed it until now."""
+        return self._fallbacks.over(policy)
+
+    def below(self, path: str) -> Below:
+        """What rules have put into BF16 of the module at `path`."""
+        return self._fallbacks.below(path)
+
+    def attach(
+        self, model: nn.Module | None, policy: Policy, layers: Iterable[Layer], **about: Any
+    ) -> Recorder:
+        """Look at compiled code of `model`, whose `layers` follow `policy`.
+
+        about: said of the run in its first record.
+        """
         self._recorder.steps.follow(model)
-        self._about = self._about | about
+        if self.nonfinite:
+            self._ranks.start()
+        self._fallbacks.learn(policy, layers)
+        self._about = self._about | about | {"policy": policy.label}
         return self._recorder
+
+    def _place(self, action: str, option: str, given: str | Path | None, suffix: str) -> Path | None:
+        """Where rules with `action` write; None if there are none. Raises `OptionError`."""
+        if not any(rule.do == action for rule in self._rules):
+            return None
+        files = (writer.path.with_suffix(suffix) for writer in self._writers if isinstance(writer, JsonLines))
+        path = next(files, None) if given is None else Path(given).absolute()
+        if path is None:
+            raise OptionError(
+                f"a watch rule with do: {action} writes a file: say where, Watch({option}='run{suffix}')"
+            )
+        return path
 
     def _is_sampled(self, step: int) -> bool:
         if self.every is None or step < self.start or (self.stop is not None and step >= self.stop):
@@ -123,26 +176,14 @@ class Watch:
     def _trip(self, step: int, counts: list[Count]) -> None:
         found = finding(counts)
         message = sentence(step, found)
-        self._send(_record("nonfinite", step=step, rank=rank() or 0, **found))
+        self._ranks.tell(_record("nonfinite", step=step, rank=rank() or 0, **found))
         if self.nonfinite == "stop":
             raise NonFiniteError(message)
         log.warning("%s", message)
 
     def _finish(self, step: int, sample: Sample) -> None:
-        fired = list(self._fired(sample)) if self._rules else []
-        self._ranks.gather(step, sample)
-        for rule, numbers in fired:
-            message = rule.sentence(step, numbers)
-            self._send(_record("rule", step=step, rank=rank() or 0, do=rule.do, message=message))
-            if rule.do == "stop":
-                raise WatchError(message)
-            log.warning("%s", message)
-
-    def _fired(self, sample: Sample) -> Iterator[tuple[Rule, dict[str, Any]]]:
-        """The rules that fire in the sample of this rank, with the operand that they fire for."""
-        for key, tally in sample.items():
-            numbers = row(key, tally, frozenset(STATS))
-            yield from ((rule, numbers) for rule in self._rules if rule.fires(numbers))
+        excerpts, self._recorder.excerpts = self._recorder.excerpts, {}
+        self._actions.act(step, self._ranks.gather(step, sample), excerpts)
 
     def _write(self, step: int, sample: Sample, ranks: int) -> None:
         """Write the sample of `step`, that of all ranks. ranks: how many of them it has."""
@@ -151,6 +192,9 @@ class Watch:
             self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
         self._send(_record("sample", step=step, ranks=ranks, rows=rows))
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        self._send(_record(kind, **values))
 
     def _send(self, record: Record) -> None:
         for writer in self._writers:

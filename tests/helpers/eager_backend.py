@@ -23,7 +23,7 @@ from mxcompile.compiler.entry import publish
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
 from mxcompile.compiler.trace import copied
-from mxcompile.compiler.watched import guard, watched
+from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.graph.printer import print_ir
 from mxcompile.lowering.targets import TARGETS
 
@@ -55,15 +55,14 @@ class EagerBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         found = capture(gm, example_inputs, self.root)
-        remember(found.root, self.options.policy)
-        tapped = histories.tap(gm, example_inputs, found, self.options.policy)
-        compilation = Compilation(
-            self.options, found, gm, TARGETS["cpu"], tapped=histories.needed(self.options.policy)
-        )
+        options = follow(self.options, found)
+        remember(found.root, options.policy, options.group)
+        tapped = histories.tap(gm, example_inputs, found, options.policy)
+        compilation = Compilation(options, found, gm, TARGETS["cpu"], tapped=histories.needed(options.policy))
         if tapped is not None:
             gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
         check_plan(compilation, self.parts)
-        sharing.guard(found, self.options.policy, unlimited=self.parts is not None)
+        sharing.guard(found, options.policy, unlimited=self.parts is not None)
 
         guard(compilation, example_inputs)
         compiled = self._compiled(gm, example_inputs, compilation)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from torch import Tensor
 from watched_models import Model, batch
 
+import mxcompile
+from mxcompile.compiler.policies import compiled_policy
 from mxcompile.errors import OptionError, WatchError
-from mxcompile.watch import Watch
+from mxcompile.watch import Watch, read
 from mxcompile.watch.rules import Rule
 
 
@@ -94,3 +98,106 @@ def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):
     assert [message[:40] for message in caplog.messages] == ["step 1: x of blocks.0.up fprop: amax > 1"]
     kinds = [(record["kind"], record.get("step")) for record in records]
     assert kinds == [("run", None), ("sample", 0), ("sample", 1), ("rule", 1), ("sample", 2), ("rule", 2)]
+
+
+def fallback_run(model: Model, steps: int, **given: Any) -> list[Tensor]:
+    """Gradients of a run whose second step has a large output gradient."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=EagerBackend(root=model, **given))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for step in range(steps):
+        (compiled(batch(step)) * (1e3 if step == 1 else 1.0)).sum().backward()
+        optimizer.step()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+    return found
+
+
+LARGE = {"when": {"amax": "> 100"}, "layer": "blocks.1.down", "gemm": "dgrad", "operand": "dy", "do": "bf16"}
+POLICY = {
+    "version": 1,
+    "rules": [
+        {"match": {"name": "blocks.1.down"}, "use": {"precision": "mxfp8", "rounding": "floor"}},
+        {"match": {"name": "blocks.*"}, "use": {"precision": "mxfp8", "grad_dtype": "e5m2"}},
+    ],
+}
+
+
+def test_a_rule_puts_a_gemm_into_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """From the next step on, by one compile; report, samples and a policy file for a restart say so."""
+    torch.manual_seed(0)
+    model = Model()
+    mxcompile.clear_reports()
+    watch = Watch(tmp_path / "run.jsonl", every=1, rules=[LARGE])
+    backend_compiles = torch._dynamo.utils.counters["stats"]
+    before = backend_compiles["unique_graphs"]
+    with caplog.at_level(logging.WARNING, "mxcompile.watch"):
+        found = fallback_run(model, 4, watch=watch, policy=POLICY)
+    assert backend_compiles["unique_graphs"] - before == 2
+    (report,) = mxcompile.reports()
+    precisions = {(gemm.name, gemm.gemm): gemm.precision for gemm in report.gemms}
+    assert len(precisions) == len(report.gemms)
+    assert [key for key, precision in precisions.items() if precision != "mxfp8"] == [
+        ("blocks.1.down", "dgrad")
+    ]
+    (kept,) = (gemm for gemm in report.gemms if gemm.precision != "mxfp8")
+    assert kept.code == "watch"
+    assert kept.reason.startswith("watch: step 1: dy of blocks.1.down dgrad: amax > 100 (")
+    assert compiled_policy(model).rules[0].kept
+    records = [*read(tmp_path / "run.jsonl")]
+    assert [(record["kind"], record.get("step")) for record in records] == [
+        ("run", None), ("sample", 0), ("sample", 1), ("rule", 1), ("sample", 2), ("sample", 3),
+    ]  # fmt: skip
+    assert records[3]["effect"] == "blocks.1.down dgrad is in BF16 from the next step"
+    assert records[3]["policy"] == str(tmp_path / "run.policy.yaml")
+    keys = {(row["layer"], row["gemm"]) for row in records[4]["rows"]}
+    assert ("blocks.1.down", "dgrad") not in keys
+    assert ("blocks.1.down", "wgrad") in keys
+    assert len(caplog.messages) == 1
+    policy = mxcompile.Policy.load(tmp_path / "run.policy.yaml")
+    again = fallback_run(model, 4, policy=policy)
+    plain = fallback_run(model, 4, policy=POLICY)
+    count = len(found) // 4
+    assert all(map(torch.equal, found[: 2 * count], plain[: 2 * count]))
+    assert all(map(torch.equal, found[2 * count :], again[2 * count :]))
+    assert not all(map(torch.equal, found[2 * count :], plain[2 * count :]))
+
+
+def test_blocks_compiled_one_by_one(tmp_path: Path):
+    """Only the block with the layer is compiled again, and only that changes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mxcompile.clear_reports()
+    model = Model()
+    watch = Watch(tmp_path / "run.jsonl", every=1, rules=[LARGE])
+    backend = EagerBackend(root=model, parts=("blocks.0", "blocks.1"), watch=watch)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for scale in (1.0, 1e3, 1.0, 1.0):
+        (model(batch(0).requires_grad_()) * scale).sum().backward()
+        watch.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    (report,) = mxcompile.reports()
+    kept = [(gemm.name, gemm.gemm) for gemm in report.gemms if gemm.precision != "mxfp8"]
+    assert kept == [("blocks.1.down", "dgrad")]
+    assert len(report.gemms) == 12
+    last = [record for record in read(tmp_path / "run.jsonl") if record["kind"] == "sample"][-1]
+    keys = {(row["layer"], row["gemm"]) for row in last["rows"]}
+    assert len(keys) == 11
+
+
+def test_a_policy_that_cannot_be_written_ends_no_run(caplog: pytest.LogCaptureFixture):
+    torch.manual_seed(0)
+    model, records = Model(), []
+    watch = Watch(records.append, every=1, rules=[LARGE], policy="/proc/nowhere/run.policy.yaml")
+    with caplog.at_level(logging.WARNING, "mxcompile.watch"):
+        fallback_run(model, 3, watch=watch)
+    assert "the policy is not kept in /proc/nowhere/run.policy.yaml" in caplog.text
+    assert [record["kind"] for record in records] == ["run", "sample", "sample", "rule", "sample"]
+    assert ("blocks.1.down", "dgrad") not in {(row["layer"], row["gemm"]) for row in records[-1]["rows"]}
+
+
+def test_a_rule_needs_a_place_for_its_policy():
+    with pytest.raises(OptionError, match=r"Watch\(policy='run.policy.yaml'\)"):
+        Watch(print, rules=[LARGE])

@@ -106,8 +106,12 @@ def sample(amax: float) -> ranks.Sample:
 
 def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPatch):
     """Sums and maxima of two ranks; one that sends nothing is left out, with one warning."""
-    place, written, warned = Place(monkeypatch), [], []
-    first, second = (ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of)) for _ in "ab")
+    place, written, warned, told = Place(monkeypatch), [], [], []
+    first, second = (
+        ranks.Ranks(lambda *of: written.append(of), lambda *of: warned.append(of), told.append) for _ in "ab"
+    )
+    place.rank = 1
+    second.tell({"kind": "nonfinite", "rank": 1})
     for step in range(3):
         if step < 1:
             place.rank = 1
@@ -125,6 +129,29 @@ def test_the_first_rank_joins_what_the_others_send(monkeypatch: pytest.MonkeyPat
     )
     ((what, error),) = warned
     assert (what, str(error)) == ("samples go on without them", "ranks [1] sent nothing")
+    assert told == [{"kind": "nonfinite", "rank": 1}]
+
+
+def test_all_ranks_hear_what_rules_find(monkeypatch: pytest.MonkeyPatch):
+    """Of the joined sample; a rank that was silent is heard when it sends again."""
+    place, warned = Place(monkeypatch), []
+
+    def judged(sample: ranks.Sample) -> list[Any]:
+        return [(0, {"amax": tally.sums["amax"]}) for tally in sample.values()]
+
+    first, second = (
+        ranks.Ranks(lambda *of: None, lambda *of: warned.append(of), print, judged) for _ in "ab"
+    )
+    assert first.gather(0, sample(3.0)) == [(0, {"amax": 3.0})]
+    monkeypatch.setattr(second, "_hear", lambda step: [])
+    place.rank = 1
+    second.gather(1, sample(7.0))
+    place.rank = 0
+    assert first.gather(1, sample(3.0)) == [(0, {"amax": 7.0})]
+    monkeypatch.delattr(second, "_hear")
+    place.rank = 1
+    assert second._hear(1) == [(0, {"amax": 7.0})]
+    assert len(warned) == 1
 
 
 @pytest.mark.slow

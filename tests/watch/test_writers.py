@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +50,39 @@ def test_a_killed_writer_leaves_what_it_has_written(tmp_path: Path):
     assert len(steps) >= len(told)
 
 
+def write_until_killed(path: Path, first: int, told: Any) -> None:
+    """Tells the number of each record when it is written."""
+    write = JsonLines(path)
+    for step in itertools.count(first):
+        rows = [{"layer": "x" * 100}] * (step % 300)
+        write({"schema": SCHEMA, "kind": "sample", "step": step, "rows": rows})
+        told.send(step)
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random(tmp_path: Path):
+    """Every record that was written is in the file, and each run goes on in it."""
+    path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("fork")
+    first, told = 0, []
+    for kill in range(50):
+        receiver, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=write_until_killed, args=(path, first, sender))
+        process.start()
+        sender.close()
+        told.append(receiver.recv())
+        time.sleep(random.Random(kill).uniform(0.0, 0.05))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                told.append(receiver.recv())
+        steps = [record["step"] for record in read(path)]
+        assert {*told} <= {*steps}
+        assert steps == sorted(steps)
+        first = max(told) + 1000
+    assert len(told) >= 50
+
+
 def test_a_cut_line_is_left_out_and_the_next_run_goes_on(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     JsonLines(path)({"schema": SCHEMA, "kind": "run"})
@@ -68,7 +106,7 @@ def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
         raise RuntimeError("no space")
 
     model, records = Model(), []
-    watch = Watch([broken, "/proc/nowhere/run.jsonl", records.append], every=1)
+    watch = Watch([broken, "/proc/nowhere/run.jsonl", "/dev/full", records.append], every=1)
     compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
     with caplog.at_level(logging.WARNING, "mxcompile.watch"):
         for index in range(3):
@@ -78,6 +116,7 @@ def test_a_writer_that_raises_is_told_once(caplog: pytest.LogCaptureFixture):
     told = [record.message for record in caplog.records]
     assert sum("no space" in line and "sample" in line for line in told) == 1
     assert sum("/proc/nowhere" in line and "sample" in line for line in told) == 1
+    assert sum("/dev/full" in line and "No space left" in line and "sample" in line for line in told) == 1
     assert all(line.endswith("training goes on") for line in told)
 
 

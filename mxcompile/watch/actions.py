@@ -1,0 +1,94 @@
+"""What rules do when they fire: every rank does the same, in the same step; the first one keeps the records.
+
+warn    a warning
+bf16    the GEMM of the operand is in BF16 from the next step on (see `fallback`)
+dump    each rank that has the operands of that GEMM writes an excerpt of them (see `dump`)
+stop    raises `WatchError`, when the other rules of the step have done theirs
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mxcompile.errors import WatchError
+from mxcompile.report.files import rank
+from mxcompile.watch.dump import Dumps, Excerpt
+from mxcompile.watch.fallback import Fallbacks
+from mxcompile.watch.rules import Rule
+from mxcompile.watch.tally import STATS, Key, Sample, row
+
+log = logging.getLogger(__name__)
+
+Fired = tuple[int, dict[str, Any]]
+"""The place of a rule among all, and the operand that it fired for, as a row of a sample."""
+
+
+def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
+    """What fires in `sample`, which is the next one."""
+    every = frozenset(STATS)
+    rows = [row(key, tally, every) for key, tally in sample.items()]
+    return [(place, each) for each in rows for place, rule in enumerate(rules) if rule.fires(each)]
+
+
+class Actions:
+    """Of the rules of one watch.
+
+    send: takes the kind of a record and what it says. warn: takes what failed, and the error.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        fallbacks: Fallbacks,
+        dumps: Dumps,
+        send: Callable[..., None],
+        warn: Callable[[str, Exception], None],
+    ) -> None:
+        self._rules = rules
+        self._fallbacks = fallbacks
+        self._dumps = dumps
+        self._send = send
+        self._warn = warn
+
+    def act(self, step: int, fired: Sequence[Fired], excerpts: Mapping[Key, Excerpt]) -> None:
+        """Do what the rules that `fired` say. excerpts: of operands, on this rank.
+
+        Raises `WatchError` if one of them stops the run.
+        """
+        stops = ""
+        for place, numbers in fired:
+            rule = self._rules[place]
+            message = rule.sentence(step, numbers)
+            told = self._done(rule.do, step, message, numbers, excerpts)
+            if not rank():
+                where = {name: numbers[name] for name in ("layer", "gemm", "operand")}
+                self._send("rule", step=step, do=rule.do, message=message, **where, **told)
+                if rule.do != "stop":
+                    log.warning("%s", "; ".join([message, *told.values()]))
+            if rule.do == "stop":
+                stops = stops or message
+        if stops:
+            raise WatchError(stops)
+
+    def _done(
+        self, do: str, step: int, message: str, numbers: dict[str, Any], excerpts: Mapping[Key, Excerpt]
+    ) -> dict[str, str]:
+        """Do `do`. Returns what there is to say of it."""
+        layer, gemm = numbers["layer"], numbers["gemm"]
+        if do == "bf16":
+            try:
+                effect = self._fallbacks.add(layer, gemm, message)
+            except OSError as error:
+                self._warn(f"the policy is not kept in {self._fallbacks.path}", error)
+                effect = f"{layer} {gemm} is in BF16 from the next step, in this run alone"
+            return {"effect": effect, "policy": str(self._fallbacks.path)}
+        if do == "dump":
+            own = {key[2]: excerpt for key, excerpt in excerpts.items() if key[:2] == (layer, gemm)}
+            try:
+                return {"dump": self._dumps.write(step, layer, gemm, message, own)}
+            except (OSError, RuntimeError) as error:
+                self._warn(f"operands are not written to {self._dumps.folder}", error)
+                return {"dump": "no file"}
+        return {}

@@ -1,0 +1,55 @@
+"""A watch in a trainer of another library: it takes the numbers of steps from there and is closed at the end.
+
+    Trainer(…, callbacks=[mxcompile.watch.for_transformers(watch)])
+    lightning.Trainer(…, callbacks=[mxcompile.watch.for_lightning(watch)])
+
+A step itself needs no callback: it ends when the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mxcompile.errors import OptionError
+from mxcompile.watch.watch import Watch
+
+
+def for_transformers(watch: Watch) -> Any:
+    """A ``transformers.TrainerCallback`` for `watch`."""
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):
+        """Numbers steps as the trainer does, also when it goes on from a checkpoint."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.resume(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.close()
+
+    return Watching()
+
+
+def for_lightning(watch: Watch) -> Any:
+    """A ``lightning.pytorch.Callback`` for `watch`. Raises `OptionError` without Lightning."""
+
+    class Watching(_lightning()):  # type: ignore[misc]
+        """Numbers steps as the trainer does, also when it goes on from a checkpoint."""
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            watch.resume(trainer.global_step)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            watch.close()
+
+    return Watching()
+
+
+def _lightning() -> Any:
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(name).Callback
+        except ImportError:
+            continue
+    raise OptionError("for_lightning needs Lightning: pip install lightning")

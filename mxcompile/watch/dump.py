@@ -1,0 +1,106 @@
+"""Operands of a product that a rule asks for: an excerpt of each in one file, for a bug report.
+
+    step-1200-blocks.1.down-dgrad.pt    {"about": JSON, "dy": values, "dy.rows": places, "w": …}
+
+Values are rows along the contraction dimension in the dtype of the operand: those of the largest magnitudes,
+NaN and Inf first, at most `mxcompile.passes.watch.DUMPED` elements. Of rows longer than that it is the start.
+Each rank writes the operands that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile import ops
+from mxcompile.errors import OptionError
+from mxcompile.report.files import rank
+from mxcompile.watch.tally import Tally
+
+FILES = 16
+"""How many files a rank writes in a run."""
+
+Excerpt = tuple[Tensor, Tensor, Mapping[str, Any]]
+"""Rows of an operand, their places, and what there is to say of its cast: format, sizes, dim."""
+
+
+class Dumps:
+    """Files of one watch. folder: of the files, None if no rule writes any."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._written = 0
+
+    def write(self, step: int, layer: str, gemm: str, message: str, excerpts: Mapping[str, Excerpt]) -> str:
+        """Write `excerpts`, by operand. Returns the path, or why there is no file. Raises `OSError`."""
+        if self.folder is None or not excerpts:
+            return "this rank has no operands of it whose sizes are known"
+        if self._written >= FILES:
+            return f"a run writes no more than {FILES} files"
+        self._written += 1
+        own = f"-rank{rank()}" if rank() is not None else ""
+        name = re.sub(r"[^\w.-]", "_", f"step-{step}-{layer}-{gemm}")[:200]
+        path = self.folder / f"{name}{own}.pt"
+        operands = {
+            name: {key: said[key] for key in ("format", "dim", "sizes")}
+            for name, (*_, said) in excerpts.items()
+        }
+        about = {"step": step, "layer": layer, "gemm": gemm, "message": message, "operands": operands}
+        data: dict[str, Any] = {"about": json.dumps(about)}
+        for name, (values, rows, _) in excerpts.items():
+            data |= {name: values.cpu(), f"{name}.rows": rows.cpu()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.save(data, path)
+        return str(path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dump:
+    """One file. operands: rows, their places, and what there is to say of the cast, by operand."""
+
+    step: int
+    layer: str
+    gemm: str
+    message: str
+    operands: dict[str, Excerpt]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Dump:
+        """The file at `path`; no code in it is run. Raises `OptionError`."""
+        try:
+            data = torch.load(path, weights_only=True, map_location="cpu")
+            about = json.loads(data["about"])
+            operands = {
+                name: (data[name], data[f"{name}.rows"], said) for name, said in about.pop("operands").items()
+            }
+            return cls(**about, operands=operands)
+        except Exception as error:
+            raise OptionError(f"{str(path)!r} is not a file of operands: {error}") from None
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Statistics of the cast of each excerpt, as in samples."""
+        found = {}
+        for name, (values, _, said) in self.operands.items():
+            numbers, _ = ops.cast_statistics(values, -1, said["format"], 0)
+            found[name] = Tally.of("", said["format"], numbers.tolist()).statistics()
+        return found
+
+    def lines(self) -> Iterable[str]:
+        """The file in words."""
+        yield self.message
+        for name, numbers in self.statistics().items():
+            values, _, said = self.operands[name]
+            of = "x".join(map(str, said["sizes"]))
+            rows, length = values.shape
+            yield (
+                f"{name}: {rows} rows of {length} ({values.dtype}) of {of}, {said['format']},"
+                f" amax {numbers['amax']:.4g}, underflow {numbers['underflow']:.2%},"
+                f" saturated {numbers['saturated']:.2%}, {numbers['nan'] + numbers['inf']:,} NaN or Inf"
+            )

@@ -1,0 +1,76 @@
+"""GEMMs that rules of a watch have put into BF16: the policy with them, and the file that keeps it.
+
+    rule fires in step s   →   the policy file is written   →   graphs of these layers are compiled again
+
+They run from step s + 1 on. What is kept only grows. The file is a policy as any other: a restart that is
+given it starts in this state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from mxcompile.errors import printable
+from mxcompile.policy import Gemm, Layer, Policy, keeping
+from mxcompile.report.files import publish, rank
+
+Below = frozenset[tuple[str, str]]
+"""Layers, by their path below a module, and GEMMs."""
+
+
+class Fallbacks:
+    """Of one watch. path: of the policy file, None if no rule can put anything into BF16."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._layers: dict[str, Layer] = {}
+        self._why: dict[str, dict[Gemm, str]] = {}
+        self._policy: Policy | None = None
+
+    def learn(self, policy: Policy, layers: Iterable[Layer]) -> None:
+        """`layers` of a model are compiled with `policy`, which is as its user gave it."""
+        self._policy = policy
+        for layer in layers:
+            self._layers.setdefault(layer.name, layer)
+
+    def add(self, layer: str, gemm: str, why: str) -> str:
+        """Put `gemm` of the layer called `layer` into BF16. Returns what came of it, in words.
+
+        Raises `OSError` if the file cannot be written; the GEMM is put into BF16 nevertheless.
+        """
+        if layer not in self._layers:
+            return f"{layer} is not a layer of the plan, and stays as it is"
+        gemms = self._why.setdefault(layer, {})
+        if Gemm(gemm) in gemms:
+            return f"{layer} {gemm} is to be in BF16 already"
+        gemms[Gemm(gemm)] = why
+        torch._dynamo.config.recompile_limit += 1  # what is compiled again does not count as a user's shape
+        if self.path is not None and self._policy is not None and not rank():
+            publish(self.path, self._text(self._policy))
+        return f"{layer} {gemm} is in BF16 from the next step"
+
+    def _text(self, policy: Policy) -> str:
+        reasons = (why for gemms in self._why.values() for why in gemms.values())
+        said = "".join(f"# {printable(why)}\n" for why in reasons)
+        head = f"# {printable(policy.label)}, with what rules of a watch have put into BF16:\n"
+        return head + said + self.over(policy).to_yaml()
+
+    def over(self, policy: Policy) -> Policy:
+        """`policy` without what has been put into BF16."""
+        if not self._why:
+            return policy
+        kept = {self._layers[name]: why for name, why in self._why.items()}
+        return keeping(policy, kept, f"{policy.label}, changed by a watch: {self.path}")
+
+    def below(self, path: str) -> Below:
+        """What has been put into BF16 of the module at `path`; "" is the whole model."""
+        start = f"{path}." if path else ""
+        return frozenset(
+            (name.removeprefix(path), gemm.value)
+            for name, gemms in self._why.items()
+            if name == path or name.startswith(start)
+            for gemm in gemms
+        )

@@ -1,0 +1,174 @@
+"""Faults that are put into a run are found and named: on one rank, and on many, in one file."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faulty_models import FAULTS, FAULTY, Block, Model, trained
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from watched_models import WIDTH, batch, direction
+
+from mxcompile.watch import Watch, read
+
+STEPS = 3
+RATES = {"stuck": 0.1}
+"""Of learning, by fault: others would spread."""
+
+
+def compiled(model: nn.Module, watch: Watch) -> nn.Module:
+    """`model`, its blocks compiled one by one."""
+    blocks = model.blocks
+    backend = EagerBackend(root=model, parts=tuple(f"blocks.{name}" for name in blocks), watch=watch)
+    for block in blocks.values():
+        block.compile(backend=backend)
+    return model
+
+
+def found(path: Path) -> set[tuple[str, str, str]]:
+    """What rules have told in the file at `path`."""
+    records = [record for record in read(path) if record["kind"] == "rule"]
+    assert len({(record["step"], record["message"]) for record in records}) == len(records)
+    return {(record["layer"], record["gemm"], record["operand"]) for record in records}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank(fault: str, tmp_path: Path):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, path = Model(), tmp_path / "run.jsonl"
+    FAULTS[fault].inject(model.blocks[str(FAULTY)])
+    watch = Watch(path, every=1, rules=[FAULTS[fault].rule], nonfinite="warn" if fault == "inf" else None)
+    compiled(model, watch)
+    optimizer = torch.optim.SGD(trained(model, fault), lr=RATES.get(fault, 0.0))
+    for step in range(STEPS):
+        (model(batch(step).requires_grad_()) * direction()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found(path) == FAULTS[fault].places
+    first = [record for record in read(path) if record["kind"] == "nonfinite"][:1]
+    told = [(record["step"], record["layer"], record["operand"]) for record in first]
+    assert told == ([(0, f"blocks.{FAULTY}.up", "w")] if fault == "inf" else [])
+
+
+def test_an_inf_in_one_expert(tmp_path: Path):
+    """Of a mixture whose experts are modules, the expert is named."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 3)
+            self.experts = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.gate(x).softmax(-1)
+            results = [expert(x) for expert in self.experts]
+            return sum(shares[:, i : i + 1] * result for i, result in enumerate(results))
+
+    model, records = Mixture(), []
+    FAULTS["inf"].inject(model.experts[2])
+    watch = Watch(records.append, every=None, nonfinite="warn")
+    model = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    model(batch(0).requires_grad_()).sum().backward()
+    watch.close()
+    ((layer, operand),) = [(record["layer"], record["operand"]) for record in records]
+    assert (layer, operand) == ("experts.2.up", "w")
+
+
+def fully_sharded(model: Model) -> Model:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks.values():
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def tensor_parallel(model: Model) -> Model:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def pipeline(model: Model) -> Model:
+    """A stage of two."""
+    rank = dist.get_rank()
+    model.blocks = nn.ModuleDict({name: block for name, block in model.blocks.items() if int(name) == rank})
+    return model
+
+
+def step_of(model: nn.Module, wrap: Any, step: int) -> None:
+    """One step of training."""
+    rank = dist.get_rank()
+    if wrap is not pipeline:
+        shard = step * dist.get_world_size() + (rank if wrap is fully_sharded else 0)
+        (model(batch(shard).requires_grad_()) * direction()).sum().backward()
+        return
+    x = batch(step).requires_grad_()  # by hand: the schedules of torch change the batch
+    if rank == 0:
+        y = model(x)
+        dist.send(y.detach(), 1)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, 1)
+        y.backward(gradient)
+    elif rank == 1:
+        dist.recv(x.data, 0)
+        (model(x) * direction()).sum().backward()
+        dist.send(x.grad, 0)
+
+
+def worker(rank: int, ranks: int, wrap: Callable[[Model], Model], fault: str, folder: str, port: int) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
+    try:
+        torch.manual_seed(0)
+        model = Model()
+        FAULTS[fault].inject(model.blocks[str(FAULTY)])
+        nonfinite = "warn" if fault == "inf" else None
+        watch = Watch(f"{folder}/run.jsonl", every=1, rules=[FAULTS[fault].rule], nonfinite=nonfinite)
+        model = compiled(wrap(model), watch)
+        optimizer = torch.optim.SGD(trained(model, fault), lr=RATES.get(fault, 0.0))
+        for step in range(STEPS):
+            step_of(model, wrap, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        watch.close()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrap", "ranks"), [("fsdp2", 2), ("fsdp2", 4), ("tp", 2), ("tp", 4), ("pp", 2)], ids=str
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (ranks, WRAPS[wrap], fault, str(tmp_path), port), nprocs=ranks)
+    path = tmp_path / "run.jsonl"
+    assert found(path) == FAULTS[fault].places
+    assert {record["ranks"] for record in read(path) if record["kind"] == "sample"} == {ranks}
+    told = [record for record in read(path) if record["kind"] == "nonfinite" and record["step"] == 0]
+    if fault == "inf":
+        assert {record["rank"] for record in told} >= ({1} if wrap == "pp" else {0})
+        assert {(record["layer"], record["operand"]) for record in told} >= {(f"blocks.{FAULTY}.up", "w")}
