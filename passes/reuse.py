@@ -21,6 +21,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Rounding
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import value_of
@@ -51,7 +52,7 @@ class Reuse:
                 operands = [transpose(part, build) if swapped else part for part in stored]
             for place, result in list(results_of(cast)):
                 result.replace_all_uses_with(operands[place])
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
 
 
 def _stored(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
@@ -94,7 +95,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
                     result.replace_all_uses_with(values.qdata)
                 else:
                     _read_scales(result, values.scale, build)
-    graph.eliminate_dead_code()
+    dead.eliminate(graph)
 
 
 def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:

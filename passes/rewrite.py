@@ -23,6 +23,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, Format, Tile
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
 from mxcompile.graph.shapes import offsets
@@ -67,7 +68,7 @@ class Rewrite:
             assert tag.formats is not None
             writer.rewrite(node, tag, tag.formats)
         writer.states.fill()
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
 
 
 class _GemmWriter:

@@ -29,15 +29,19 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
     except (RuntimeError, AssertionError) as error:
         raise VerificationError(f"after {after}: {error}") from error
     for node in graph.nodes:
-        if tagged and (is_matmul_like(node) or packet(node) in ops.PRODUCTS):
+        if node.op != "call_function":
+            continue
+        operator = packet(node)
+        is_product = operator in ops.PRODUCTS
+        if tagged and (is_product or is_matmul_like(node)):
             tags = tags_of(node)
             if not tags:
                 raise VerificationError(f"after {after}: {node.format_node()} has no tag")
             if decided and any(tag.choice is None for tag in tags):
                 raise VerificationError(f"after {after}: {node.format_node()} is not decided")
-        if packet(node) in ops.PRODUCTS:
+        if is_product:
             _check_product(node, after)
-        elif packet(node) in ops.CASTS and node.meta.get("val") is None:
+        elif operator in ops.CASTS and node.meta.get("val") is None:
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
 
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
@@ -54,7 +55,7 @@ class AsMX(NativePass):
                 new_node = build.call(_AS[node.target], *a, *b, product.extra, product.out_dtype, like=node)
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
     def _operand(

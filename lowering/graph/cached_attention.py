@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import ATTENTION_FORWARD, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
@@ -81,7 +82,7 @@ class CachedAttention(LoweringPass):
                 reasons[node] = f"{_DEQUANTIZED}: {reason}"
             else:
                 _replace(node, build, self._kernel)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return reasons
 
     def _reason(self, node: fx.Node) -> str:

@@ -22,6 +22,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import WHOLE, Format, ScaleType
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor, value_of
@@ -43,7 +44,7 @@ class Expand(LoweringPass):
         for node in list(graph.nodes):
             if packet(node) in ops.PRODUCTS and not any(tag.kernel for tag in tags_of(node)):
                 expander.expand(node)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
 

@@ -24,6 +24,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import WHOLE, AmaxKind, Format, ScaleType, Tile
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
@@ -67,12 +68,12 @@ class FP8Layouts(LoweringPass):
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Merge the casts of `graph`, each where its first one was."""
-        graph.eliminate_dead_code()  # views of elements that are read transposed instead
+        dead.eliminate(graph)  # views of elements that are read transposed instead
         build = Builder(graph, self.name)
         for key, casts in _found(graph).items():
             with graph.inserting_before(casts.first):
                 _write(build, key, casts)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
 

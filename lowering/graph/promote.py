@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, CONVOLUTIONS, aten, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of, tensor
@@ -65,7 +66,7 @@ class Promote(LoweringPass):
         for node in list(graph.nodes):
             if packet(node) in _PRODUCTS and promoter.is_slow(node):
                 promoter.promote(node)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
 

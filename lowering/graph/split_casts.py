@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.ops.view import Encode, results_of
@@ -29,7 +30,7 @@ class SplitCasts(LoweringPass):
         build = Builder(graph, self.name)
         for node in graph.find_nodes(op="call_function", target=ops.encode):
             _split(build, Encode.read(node))
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
@@ -48,7 +49,7 @@ class TileScales(NativePass):
             uses = [use for place, result in results_of(node) if place == 1 for use in readers(result)]
             if uses and _can_tile(cast) and all(_takes_tiles(native, *use) for use in uses):
                 _tile(build, cast, uses)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
 

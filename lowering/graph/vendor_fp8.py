@@ -28,6 +28,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import WHOLE, Format, ScaleType, Tile
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import set_tag, tags_of, tensor
@@ -68,7 +69,7 @@ class VendorFP8(LoweringPass):
                 _along_k(product, copies)
             if reason:
                 reasons[node] = reason
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return reasons
 
 

@@ -22,6 +22,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, aten, packet
 from mxcompile.graph.shapes import operands as operands_of
@@ -74,7 +75,7 @@ class WeightOnly(LoweringPass):
                 self._replace(node, build, operands)
             else:
                 self._replace_plain(node, build)
-        graph.eliminate_dead_code()
+        dead.eliminate(graph)
         return NO_REASONS
 
     def _takes(self, node: fx.Node) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
 from mxcompile import ops
 from mxcompile.graph.tags import PASS_KEY
+
+aten, prims = torch.ops.aten, torch.ops.prims
 
 _INHERITED = (
     "nn_module_stack",
@@ -58,6 +60,8 @@ class Builder:
         if target in ops.SPECS and self._fake is not None:
             results = [self._empty(spec, positional[0].device) for spec in ops.SPECS[target](*positional)]
             node.meta["val"] = results[0] if len(results) == 1 else tuple(results)
+        elif self._fake and not keywords and (like_it := _like(target, positional, self._fake)) is not None:
+            node.meta["val"] = self._as_fake(like_it, positional[0].device)
         else:
             with self._mode():
                 node.meta["val"] = target(*positional, **keywords)
@@ -66,9 +70,13 @@ class Builder:
     def _empty(self, spec: ops.Spec, device: torch.device) -> torch.Tensor:
         """A fake tensor, made without the cost of dispatching a call."""
         shape, dtype = spec
-        assert self._fake is not None
         with no_dispatch():
             meta = torch.empty(shape, dtype=dtype, device="meta")
+        return self._as_fake(meta, device)
+
+    def _as_fake(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The fake tensor on `device` that is like `meta`."""
+        assert self._fake is not None
         converter = self._fake.fake_tensor_converter
         result: torch.Tensor = converter.from_meta_and_device(self._fake, meta, device)
         return result
@@ -116,3 +124,27 @@ class Builder:
             return
         with self._fake:
             yield
+
+
+def _like(target: Any, args: Any, fake: FakeTensorMode) -> torch.Tensor | None:
+    """Like the result of a call that passes make often, on the meta device; None for other calls.
+
+    args: fake tensors of fixed sizes among them. A call on the meta device takes a tenth of a fake one.
+    """
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if not all(isinstance(size, int) for value in tensors for size in value.shape):
+        return None
+    if target is aten.permute.default:
+        with in_kernel_invocation_manager(fake):
+            return target(*args)  # type: ignore[no-any-return]
+    with no_dispatch():
+        if target is aten.mm.default:
+            return torch.empty((len(args[0]), args[1].shape[1]), dtype=args[0].dtype, device="meta")
+        if target is prims.convert_element_type.default and _is_dense(args[0]):
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[1], device="meta")
+    return None
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether `x` is a contiguous matrix or tensor, or the transpose of one."""
+    return x.is_contiguous() or (x.ndim == 2 and x.stride() == (1, len(x)))

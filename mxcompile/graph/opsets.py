@@ -6,6 +6,7 @@ and is never looked through.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -119,6 +120,14 @@ def may_be_product(target: Any) -> bool:
     return what in _MATMUL_LIKE or what in CONVOLUTIONS or str(what).partition(".")[0] not in _KNOWN_LIBRARIES
 
 
+@functools.cache
+def _is_elementary(target: Any) -> bool:
+    """Whether no call of `target` is matmul-like: known once of the operators that most nodes call."""
+    if target is operator.getitem:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and not may_be_product(target)
+
+
 def is_opaque(node: fx.Node) -> bool:
     """Whether `node` hides matrix products, or may."""
     return packet(node) in OPAQUE or is_foreign(node)
@@ -126,6 +135,8 @@ def is_opaque(node: fx.Node) -> bool:
 
 def is_matmul_like(node: fx.Node) -> bool:
     """Whether `node` must end up in the report."""
+    if node.op == "call_function" and _is_elementary(node.target):
+        return False
     return packet(node) in _MATMUL_LIKE or is_matmul(node) or is_foreign(node)
 
 
