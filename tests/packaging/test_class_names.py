@@ -7,8 +7,8 @@ from collections import Counter
 
 from test_import_order import modules
 
-SHARED = {"Rule", "Site", "Watch"}
-"""Rules of policies and watches; sites of roles and of samples; the pass that a `Watch` asks for."""
+SHARED = {"Rule", "Site", "Watch", "Watching"}
+"""Rules of policies and watches; sites of roles and of samples; the pass of a `Watch`; its callbacks."""
 
 
 def test_a_class_name_is_used_once():
