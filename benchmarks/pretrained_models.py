@@ -10,6 +10,7 @@ to install. Both are loaded in FP32. Text is what every machine has: the languag
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import re
@@ -24,11 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path.home() / ".cache" / "mxcompile" / "pretrained"
 """Where models are unpacked."""
 
-TEXTS = ("reference", "docs")
+TEXTS = ("reference", "library")
+"""Sources of text. They change with the version of Python alone."""
+
+LIBRARY = (
+    *("argparse", "asyncio.base_events", "collections", "csv", "difflib", "email.message", "fractions"),
+    *("functools", "inspect", "json", "logging", "multiprocessing.pool", "optparse", "pathlib", "pickle"),
+    *("random", "statistics", "string", "subprocess", "textwrap", "threading", "typing", "unittest.case"),
+    *("urllib.request", "zipfile"),
+)
+"""Modules of Python's library whose docstrings are a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +131,17 @@ def gemma_folder(folder: Path = CACHE) -> Path:
 
 def gemma(folder: Path = CACHE) -> tuple[Any, Any]:
     """Returns the model in FP32, in evaluation mode, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    source = gemma_folder(folder)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(gemma_folder(folder), dtype=torch.float32)
+    return model.eval().requires_grad_(False), gemma_tokenizer(folder)
+
+
+def gemma_tokenizer(folder: Path = CACHE) -> Any:
+    """Returns the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(gemma_folder(folder))
 
 
 def minilm(folder: Path = CACHE) -> tuple[Any, Any]:
@@ -155,15 +170,21 @@ def _check(file: Path, expected: str) -> None:
 
 
 def prose(source: str) -> str:
-    """Returns a text of `TEXTS`: Python's language reference, or the documentation of this project."""
+    """Returns a text of `TEXTS`: Python's language reference, or the docstrings of its standard library."""
     if source == "reference":
         from pydoc_data.topics import topics
 
         return "\n\n".join(topics[name] for name in sorted(topics))
-    files = sorted((ROOT / "docs").rglob("*.md"))
-    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-    no_sentences = r"```.*?```|^\|.*\|$"  # code and tables
-    return re.sub(no_sentences, "", text, flags=re.DOTALL | re.MULTILINE)
+    return "\n\n".join(doc for name in LIBRARY for doc in _docstrings(name))
+
+
+def _docstrings(module: str) -> Iterator[str]:
+    """The docstrings of a module's source, in their order."""
+    file = importlib.import_module(module).__file__
+    assert file is not None
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (doc := ast.get_docstring(node)):
+            yield doc
 
 
 def windows(tokenizer: Any, count: int, length: int, sources: tuple[str, ...] = TEXTS) -> Tensor:

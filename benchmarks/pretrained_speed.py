@@ -1,0 +1,307 @@
+"""Speed of generating text with Gemma 3 270M: FP32, BF16, stored MXFP8, torchao's int8, llama.cpp's Q8_0.
+
+Every way is a process of its own, so that start-up time and memory are its own; each peak holds Python with
+torch. The processes take turns, with equal numbers of threads. Prefill counts to the first token. Tokens are
+greedy, one sequence, by Hugging Face's `generate` with a static cache. llama.cpp is that of the package
+`xllamacpp`. It reads a GGUF file in Q8_0, made here from the same weights. `pretrained_models.py` says which
+packages are needed.
+
+Usage: python benchmarks/pretrained_speed.py [--ways NAME …] [--repeats 5] [--threads 2] [--dry]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import pretrained_models as models
+from tqdm import tqdm
+
+PROMPTS, TOKENS = (128, 512), 64
+ROOM = 640
+"""Tokens that a cache has room for."""
+HEAD = {"version": 1, "preset": "inference", "rules": [{"match": {"role": "head"}, "use": "mxfp8"}]}
+LLAMA_CPP = "llama.cpp q8_0"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    parser.add_argument("--serve", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.threads)
+        return
+    if lack := models.missing("gemma"):
+        print(lack)
+        return
+    rows = measure(options.ways, options.repeats, options.threads)
+    common.show([{key: value for key, value in row.items() if not key.startswith("times")} for row in rows])
+    if not options.dry:
+        common.write("pretrained_speed", rows)
+
+
+def measure(ways: list[str], repeats: int, threads: int) -> list[dict[str, Any]]:
+    """One row per way, the first of which is the baseline of ratios."""
+    servers = {way: Server(way, threads) for way in tqdm(ways, desc="start", leave=False)}
+    ways = [way for way, server in servers.items() if server.ready]
+    asked = [(prompt, count) for prompt in PROMPTS for count in (1, TOKENS + 1)]
+    times: dict[tuple[str, int, int], list[float]] = {(way, *each): [] for way in ways for each in asked}
+    for _ in tqdm(range(repeats), desc="repeats", leave=False):
+        for prompt, count in asked:
+            for way in ways:
+                times[way, prompt, count].append(servers[way].seconds(prompt, count))
+    rows = []
+    for way in ways:
+        prefill = {prompt: statistics.median(times[way, prompt, 1]) for prompt in PROMPTS}
+        whole = times[way, PROMPTS[0], TOKENS + 1]
+        decode = TOKENS / (statistics.median(whole) - prefill[PROMPTS[0]])
+        rows.append(
+            {
+                "model": "gemma 3 270m",
+                "run": way,
+                **{f"prefill_{prompt}_per_s": round(prompt / taken, 1) for prompt, taken in prefill.items()},
+                "decode_per_s": round(decode, 2),
+                **servers[way].ready,
+                "peak_mb": servers[way].stop(),
+                "times_s": {f"{p}+{n}": [round(t, 3) for t in times[way, p, n]] for p, n in asked},
+            }
+        )
+    return [
+        {**row, "decode_over_first": round(row["decode_per_s"] / rows[0]["decode_per_s"], 3)} for row in rows
+    ]
+
+
+class Server:
+    """A process that generates in one way.
+
+    ready: what it said of itself when it could answer; {} if it cannot, whose reason is printed.
+    """
+
+    def __init__(self, way: str, threads: int) -> None:
+        command = [sys.executable, __file__, "--serve", way, "--threads", str(threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        answer = self._answer()
+        self.ready: dict[str, Any] = answer if "left_out" not in answer else {}
+        if not self.ready:
+            print(f"{way}: {answer['left_out']}")
+
+    def seconds(self, prompt: int, count: int) -> float:
+        """Of `count` tokens after a prompt of `prompt` tokens."""
+        return float(self._answer(f"{prompt} {count}")["seconds"])
+
+    def stop(self) -> int:
+        """Ends the process. Returns its peak memory in MB."""
+        peak = int(self._answer("peak")["peak_mb"])
+        self._process.communicate()
+        return peak
+
+    def _answer(self, question: str = "") -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if question:
+            print(question, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        return {"left_out": "its process ended early"}
+
+
+Generate = Callable[[int, int], object]
+"""Takes the length of a prompt and the number of tokens to make."""
+
+
+def serve(way: str, threads: int) -> None:
+    """Answers questions in lines: "PROMPT COUNT" by seconds, "peak" by MB."""
+    start = time.perf_counter()
+    try:
+        generate, weight_bytes = WAYS[way](threads)
+    except ImportError as error:
+        _say(left_out=str(error))
+        return
+    generate(PROMPTS[0], 1)
+    first = time.perf_counter() - start
+    for prompt in PROMPTS:
+        for _ in range(2):
+            generate(prompt, 4)
+    _say(start_s=round(first, 1), weight_mb=round(weight_bytes / 1e6))
+    for line in sys.stdin:
+        if line.strip() == "peak":
+            _say(peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+            return
+        prompt, count = map(int, line.split())
+        start = time.perf_counter()
+        generate(prompt, count)
+        _say(seconds=time.perf_counter() - start)
+
+
+def _say(**answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def by_torch(
+    dtype: str = "float32",
+    prepare: Callable[[Any], object] = lambda model: None,
+    *,
+    backend: str = "inductor",
+    cached: bool = False,
+) -> Callable[[int], tuple[Generate, int]]:
+    """Returns what loads the model in `dtype`, changes its weights by `prepare`, and compiles its forward."""
+
+    def load(threads: int) -> tuple[Generate, int]:
+        import torch
+        from transformers import StaticCache
+
+        import mxcompile
+
+        torch.set_num_threads(threads)
+        model, tokenizer = models.gemma()
+        model = model.to(getattr(torch, dtype))
+        prepare(model)
+        text = models.windows(tokenizer, 1, max(PROMPTS))
+        options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
+        model.forward = torch.compile(model.forward, backend=backend, options=options)
+        cache: Any = mxcompile.static_cache(model, ROOM) if cached else StaticCache(model.config, ROOM)
+
+        def generate(prompt: int, count: int) -> object:
+            cache.reset()
+            with torch.no_grad():
+                return model.generate(
+                    text[:, :prompt],
+                    past_key_values=cache,
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    disable_compile=True,
+                )
+
+        return generate, _weight_bytes(model)
+
+    return load
+
+
+def _weight_bytes(model: Any) -> int:
+    """Bytes of all parameters, as they are stored."""
+    from mxcompile.storage import MXTensor
+
+    parts = []
+    for parameter in model.parameters():
+        names = parameter.__tensor_flatten__()[0] if isinstance(parameter, MXTensor) else ("data",)
+        parts += [getattr(parameter, name) for name in names]
+    return sum(part.nbytes for part in parts)
+
+
+def _stored(model: Any) -> None:
+    import mxcompile
+
+    mxcompile.quantize_weights_(model, HEAD, progress=False)
+
+
+def _stored_but_the_head(model: Any) -> None:
+    import mxcompile
+
+    mxcompile.quantize_weights_(model, progress=False)
+
+
+def _int8(model: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+
+
+def q8_0_file(folder: Path = models.CACHE) -> Path:
+    """Returns the model as a GGUF file in Q8_0; it is made once, from the matrices of the file in Q4_K_M.
+
+    Raises ImportError without gguf.
+    """
+    import gguf
+
+    target = folder / "gemma-3-270m-q8_0.gguf"
+    if target.exists():
+        return target
+    reader: Any = gguf.GGUFReader(models.gemma_file(folder))
+    partial = target.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "gemma3")
+    own = {"general.architecture", "general.file_type", "general.quantization_version"}
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in own:
+            continue
+        kinds = [*field.types, None]
+        writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[1])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 2:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(target)
+    return target
+
+
+def by_llama_cpp(threads: int) -> tuple[Generate, int]:
+    """Loads the file in Q8_0 into llama.cpp. Raises ImportError without xllamacpp."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise ImportError("no package xllamacpp here: pip install --no-deps xllamacpp")
+    xllamacpp: Any = importlib.import_module("xllamacpp")
+
+    file = q8_0_file()
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(file)
+    settings.n_ctx, settings.n_parallel, settings.verbosity = ROOM, 1, -1
+    settings.n_batch = settings.n_ubatch = max(PROMPTS)
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(settings)
+    tokenizer = models.gemma_tokenizer()
+    tokens = models.windows(tokenizer, 1, max(PROMPTS))[0].tolist()
+
+    def generate(prompt: int, count: int) -> object:
+        asked = {"prompt": tokens[:prompt], "n_predict": count, "temperature": 0}
+        answer = server.handle_completions({**asked, "cache_prompt": False, "ignore_eos": True})
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, count), usage
+        return answer
+
+    return generate, file.stat().st_size
+
+
+WAYS: dict[str, Callable[[int], tuple[Generate, int]]] = {
+    "fp32 inductor": by_torch(),
+    "bf16 inductor": by_torch("bfloat16"),
+    "mxfp8 stored": by_torch(prepare=_stored_but_the_head, backend="mxfp8"),
+    "mxfp8 stored, head too": by_torch(prepare=_stored, backend="mxfp8"),
+    "mxfp8 stored, head too, keys and values": by_torch(prepare=_stored, backend="mxfp8", cached=True),
+    "torchao int8": by_torch(prepare=_int8),
+    LLAMA_CPP: by_llama_cpp,
+}
+"""By name, what loads the model: for a number of threads it returns `Generate` and the bytes of weights."""
+
+
+if __name__ == "__main__":
+    main()
