@@ -212,12 +212,14 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
 
 def test_arrays_of_different_things():
     """A part keeps names beside numbers, and blocks that may be missing; each item is read as what it is."""
-    part = Part(twins=(("h.1", (1, 12)), ("h.2", None)), histories=((3, 16),))
+    part = Part(
+        weights=(("fc.weight", 4096, 2),), twins=(("h.1", (1, 12)), ("h.2", None)), histories=((3, 16),)
+    )
     data = json.loads(json.dumps(dataclasses.asdict(part)))
     assert schema.read(Part, data) == part
-    data["copies"][0][1] = "4096"
-    with pytest.raises(ValueError, match=r"copies\[0\]\[1\]: expected a whole number, found '4096'"):
+    data["weights"][0][1] = "4096"
+    with pytest.raises(ValueError, match=r"weights\[0\]\[1\]: expected a whole number, found '4096'"):
         schema.read(Part, data)
-    data["copies"] = [["fc.weight", 4096]]
-    with pytest.raises(ValueError, match=r"copies\[0\]: expected 3 items, found 2"):
+    data["weights"] = [["fc.weight", 4096]]
+    with pytest.raises(ValueError, match=r"weights\[0\]: expected 3 items, found 2"):
         schema.read(Part, data)
