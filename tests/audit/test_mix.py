@@ -176,7 +176,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*command, "--among", "mxfp4,mxfp9"]) == 2
     assert "unknown precision or preset 'mxfp9'" in capsys.readouterr().err
     assert main([*command, "--target", "sm_90"]) == 2
-    assert "name what to mix" in capsys.readouterr().err
+    assert "name the precisions to mix" in capsys.readouterr().err
 
 
 def test_words_that_are_none():
