@@ -89,7 +89,8 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-@pytest.mark.parametrize("target", ["sm_100", pytest.param("sm_120", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
 def test_a_gated_layers_gradients_are_one_kernel(target):
     """It reads three tensors and writes four copies; nothing of theirs is stored in BF16."""
     tokens, hidden = 1024, 512

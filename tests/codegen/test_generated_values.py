@@ -45,11 +45,12 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return product(x, weight.t(), NVIDIA, weight.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "form"),
     [
         ((70, 72, 104), "mx_scaled_mm 128x128x128"),  # rows that the accelerator cannot read
-        pytest.param((150, 160, 272), "mx_scaled_mm_tiled 128x128x128", marks=pytest.mark.slow),
+        ((150, 160, 272), "mx_scaled_mm_tiled 128x128x128"),
     ],
 )
 def test_a_feed_forward_layer(sizes, form, tmp_path):

@@ -51,6 +51,7 @@ def generated(build: Callable[[], nn.Module], target: str) -> CodegenResult:
     return codegen(model, x, target=target, policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "target"),
     [(lambda: Heads(4, 256), "sm_100"), (Gelu, "sm_90")],
