@@ -182,10 +182,12 @@ def test_compile_times():
     assert said is not None
     ways = ("mxfp8 whole", "mxcompile.compile")
     same(said.groups(), [float(rows["cold compile", way]["to_inductor"]) for way in ways])
-    rows = newest("compile_time", "measure", "model", "nodes")
+    rows = newest("compile_time", "measure", "model", "nodes", cpu="AVX2")
     shares = sorted(float(row["share"].rstrip("%")) for row in rows.values() if "share" in row)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
-    said = re.search(r"The passes take ([\d.]+) to ([\d.]+) % of a cold compile: ([\d.]+) ms a node", readme)
+    said = re.search(
+        r"On AVX2 the passes take ([\d.]+) to ([\d.]+) % of a cold compile: ([\d.]+) ms a node", readme
+    )
     assert said is not None
     same(said.groups()[:2], [shares[0], shares[-1]])
     growth = [row["us_per_node"] / 1e3 for row in rows.values() if row.get("nodes", 1e9) <= 21112]
@@ -236,3 +238,14 @@ def test_the_page_has_the_pretrained_models_that_were_measured(monkeypatch):
     pretrained = importlib.import_module("pretrained_table")
     page = pretrained.PAGE.read_text(encoding="utf-8")
     assert pretrained.updated(page) == page, "python benchmarks/pretrained_table.py"
+
+
+def test_perplexity_of_a_pretrained_model():
+    rows = newest("pretrained", "model", "way", cpu="AVX2")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    match = re.search(
+        r"([\d.]+) ± ([\d.]+) % more perplexity than in FP32, and ([\d.]+) ± ([\d.]+) %", readme
+    )
+    assert match is not None
+    presets = ("mxfp8 (preset nvidia)", "mxfp8 floor (preset ocp)")
+    same(match.groups(), [figure for way in presets for figure in rows["gemma", way]["over_fp32_percent"]])
