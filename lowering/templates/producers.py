@@ -86,10 +86,11 @@ def leaves_room(source: Any) -> bool:
     A producer that calls a library takes registers for it. So does one that is computed by heads and reads
     many tensors, for their addresses.
     """
+    columns = source.get_size()[-1]
     while source is not None and not isinstance(source, ir.Pointwise):
         source = getattr(source, "data", None)
     if source is None:
         return True
-    by_heads = len(source.get_size()) > 2
+    by_heads = source.get_size()[-1] != columns
     light = configs.light(source.inner_fn_opcount().used_ops)
     return light and not (by_heads and len(source.get_reads()) > _FEW_READS)
