@@ -1,9 +1,10 @@
-"""Whether the layers that an audit ranks first hurt most: its harm beside the effect of each layer alone.
+"""Whether the layers that an audit ranks first hurt most: its figures beside each layer's effect alone.
 
-    harm      of a layer's forward GEMMs, from one audit of everything
+    output    by which the layer's forward GEMM changes the model's output, from one audit of everything
+    harm      FLOPs × error² of the layer's forward GEMMs
     effect    of the layer alone under the policy, the rest unquantized: of gemma the mean KL divergence of
               the next token's distribution, of minilm the mean squared error of its unit embeddings
-    ranks     Spearman's correlation of both over all layers, and of the relative error with the effect
+    ranks     Spearman's correlation of each of these with the effect over all layers
 
 A model without its package is left out with one line (see `pretrained_models.py`).
 
@@ -129,6 +130,7 @@ def measured(case: Case, policy: str, name: str) -> list[dict[str, Any]]:
                 {
                     "layer": layer,
                     "effect": case.distance(reference, alone),
+                    "output": math.sqrt(sum((gemm.output_change or 0.0) ** 2 for gemm in gemms)),
                     "harm": sum(gemm.harm for gemm in gemms),
                     "error": math.sqrt(squares / flops),
                 }
@@ -140,14 +142,14 @@ def correlations(layers: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Returns Spearman's correlation of each ranking with the effects, and the overlap of the first ten."""
     effects = [layer["effect"] for layer in layers]
     found: dict[str, float] = {}
-    for key in ("harm", "error"):
+    for key in ("output", "harm", "error"):
         found[f"ranks_{key}"] = round(spearman([layer[key] for layer in layers], effects), 3)
     first = min(10, len(layers))
-    by_effect, by_harm = (
+    by_effect, by_output = (
         {layer["layer"] for layer in sorted(layers, key=lambda each: each[key], reverse=True)[:first]}
-        for key in ("effect", "harm")
+        for key in ("effect", "output")
     )
-    return {**found, "of_first_ten": len(by_effect & by_harm)}
+    return {**found, "of_first_ten": len(by_effect & by_output)}
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

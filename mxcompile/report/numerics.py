@@ -4,13 +4,14 @@
     rel_error  √(Σ (q − x)² / Σ x²)
     cosine     Σ x·q / √(Σ x² · Σ q²)
     mse        Σ (q − x)² / numel
-    harm       FLOPs · rel_error²                 of a GEMM
+    harm       FLOPs · rel_error²                 of a GEMM; forward GEMMs share their sum by output_change²
                FLOPs · (rel_error² + lost)        of a cast, with those of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
 What is worst has most harm: an error counts by the arithmetic it gets into, and SQNR, to which small elements
 are nothing, does not hide that a cast loses many of them. They count by their magnitudes: a row of rounding
-noise beside ordinary ones is lost without harm.
+noise beside ordinary ones is lost without harm. `output_change` says how far the error of a forward GEMM
+reaches (see `mxcompile.analysis.audit.reach`); it counts more than FLOPs.
 Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
 """
 
@@ -83,7 +84,8 @@ class GemmNumerics:
 
     name, role, gemm, batch, m, n, k: as in `GemmRecord`. calls: how often it ran; the rest is over all calls
     together. sqnr_db, cosine, mse, rel_error: see the module. not_finite: elements of either output that are
-    NaN or Inf.
+    NaN or Inf. output_change: of a forward GEMM, by which share of its size the model's main output would
+    change if this GEMM alone was quantized, an estimate; None of a backward GEMM, or if no gradient was seen.
     """
 
     name: str
@@ -99,6 +101,7 @@ class GemmNumerics:
     mse: Measure
     rel_error: Measure
     not_finite: int = 0
+    output_change: Measure | None = None
 
     @property
     def flops(self) -> int:
@@ -107,7 +110,7 @@ class GemmNumerics:
 
     @property
     def harm(self) -> float:
-        """See the module."""
+        """FLOPs · rel_error²; `Numerics.harm_of_gemms` knows the output's change too."""
         return self.flops * self.rel_error**2
 
 
@@ -168,7 +171,16 @@ class Numerics:
 
     def worst_gemms(self) -> tuple[GemmNumerics, ...]:
         """`gemms`, those with most harm (NaN before all) first."""
-        return _worst_first(self.gemms)
+        return _worst_first(self.gemms, self.harm_of_gemms())
+
+    def harm_of_gemms(self) -> Callable[[GemmNumerics], float]:
+        """Returns a function that gives the harm of one of `gemms`; see the module."""
+        known = [gemm for gemm in self.gemms if gemm.output_change is not None]
+        squares = sum((gemm.output_change or 0.0) ** 2 for gemm in known)
+        share = sum(gemm.harm for gemm in known) / squares if squares else math.nan
+        if not math.isfinite(share):
+            return lambda gemm: gemm.harm
+        return lambda gemm: gemm.harm if gemm.output_change is None else share * gemm.output_change**2
 
     def worst_parameters(self) -> tuple[ParameterNumerics, ...]:
         """`parameters`, those with most harm (NaN before all) first."""
@@ -212,9 +224,11 @@ def lowest(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, numbers)) else min(numbers)
 
 
-def _worst_first(measured: Iterable[_Measured]) -> tuple[_Measured, ...]:
+def _worst_first(
+    measured: Iterable[_Measured], weight: Callable[[_Measured], float] = lambda one: one.harm
+) -> tuple[_Measured, ...]:
     def key(one: _Measured) -> float:
-        return -math.inf if math.isnan(one.sqnr_db) or math.isnan(one.harm) else -one.harm
+        return -math.inf if math.isnan(one.sqnr_db) or math.isnan(weight(one)) else -weight(one)
 
     return tuple(sorted(measured, key=key))
 

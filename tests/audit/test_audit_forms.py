@@ -47,8 +47,11 @@ def test_text_is_worst_first_and_fits(result: Audit) -> None:
         f"parameter gradients against FP32, weighted by FLOPs: relative error {numerics.gradient_error:.3%},"
         f" cosine {numerics.gradient_cosine:.6f}"
     )
-    rows = [line.split() for line in text.splitlines() if line.startswith("model.layers.")]
-    harm = [math.prod(map(int, row[3].split("×"))) * float(row[7].rstrip("%")) ** 2 for row in rows[:20]]
+    rows = [line.split() for line in text.splitlines() if line.startswith("model.layers.")][:20]
+    shown = {forward: [row for row in rows if (row[2] == "fprop") == forward] for forward in (True, False)}
+    by_output = [float(row[8].rstrip("%")) for row in shown[True]]
+    assert by_output == sorted(by_output, reverse=True)
+    harm = [math.prod(map(int, row[3].split("×"))) * float(row[7].rstrip("%")) ** 2 for row in shown[False]]
     assert harm == sorted(harm, reverse=True)
     assert "… and 22 with less harm" in text
     assert "… and 52 with less harm" in text
@@ -275,14 +278,14 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("with_loss", [True, False])
 def test_the_bar_ends_at_its_end(with_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a loss there is no backward, whose products are known all the same."""
+    """Without a loss only the run of noise has a backward."""
     bars = recorded_bars(monkeypatch, "mxcompile.analysis.audit.measure")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
     loss = (lambda output: output.square().mean()) if with_loss else None
     audit(model, torch.randn(32, 64), policy=policy, loss_fn=loss)
     (bar,) = bars
-    assert bar.n == bar.total == (2 * 5 if with_loss else 2 * 2)
+    assert bar.n == bar.total == (3 * 5 if with_loss else 2 * 2 + 5)
 
 
 def test_at_a_prompt_an_audit_is_one_line() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.reach import Reach
 from mxcompile.analysis.audit.session import Outcome, Session
 from mxcompile.analysis.audit.sites import CastSite, ProductSite
 from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
@@ -20,13 +21,16 @@ from mxcompile.report.forms.words import own_dtype
 from mxcompile.rules import unused_rules
 
 
-def numerics(session: Session, run: Run, outcome: Outcome, reference: Outcome) -> Numerics:
-    """What was observed in `run`, which ended with `outcome`, against the unquantized `reference`."""
+def numerics(
+    session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Reach | None = None
+) -> Numerics:
+    """Returns what was observed in `run`, which ended with `outcome`, against the unquantized `reference`."""
+    changes = {} if reach is None else _changes(reach, reference)
     products, casts = session.sites.products, session.sites.casts
     logits = compared(reference.logits, outcome.logits)
     return Numerics(
         tensors=tuple(_tensor(casts[index], stats) for index, stats in sorted(run.casts.items())),
-        gemms=tuple(_gemm(products[index], stats) for index, stats in sorted(run.products.items())),
+        gemms=tuple(_gemm(products[index], stats, changes) for index, stats in sorted(run.products.items())),
         parameters=tuple(parameters(session.report().gemms, reference, outcome)),
         precision=precisions.labels(gemm.precision for gemm in session.report().gemms),
         own_dtype=own_dtype(session.report().gemms),
@@ -116,9 +120,17 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
     )
 
 
-def _gemm(site: ProductSite, stats: ProductStats) -> GemmNumerics:
+def _changes(reach: Reach, reference: Outcome) -> dict[str, float]:
+    """By layer, how much its forward GEMM changes the main output, as a share of it."""
+    assert reference.logits is not None or not reach.squares
+    size = 0.0 if reference.logits is None else float(reference.logits.double().square().sum())
+    return {name: math.sqrt(squares / size) for name, squares in reach.squares.items()} if size else {}
+
+
+def _gemm(site: ProductSite, stats: ProductStats, changes: Mapping[str, float]) -> GemmNumerics:
     tag = site.tag
     return GemmNumerics(
+        output_change=changes.get(tag.name) if tag.gemm == Gemm.FPROP else None,
         name=tag.name,
         role=str(tag.role),
         gemm=str(tag.gemm),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
+from mxcompile.analysis.audit.reach import Reach
 from mxcompile.analysis.audit.sites import MARK, CastSite, ProductSite, Sites, observed
 from mxcompile.analysis.audit.stats import CastStats, ProductStats
 
@@ -27,12 +28,14 @@ Key = tuple[str, str]
 class Run:
     """One run of the model: what is quantized, and what is seen of it.
 
-    quantized: whether a GEMM is. observe: whether statistics are taken. on_product: called at every GEMM that
-    could be. products, casts: statistics, by site.
+    quantized: whether a GEMM is. observe: whether statistics are taken. reach: takes, where nothing is
+    quantized, what each GEMM would change. on_product: called at every GEMM that could be. products, casts:
+    statistics, by site.
     """
 
     quantized: Callable[[Key], bool]
     observe: bool = False
+    reach: Reach | None = None
     on_product: Callable[[], object] = lambda: None
     products: dict[int, ProductStats] = field(default_factory=dict)
     casts: dict[int, CastStats] = field(default_factory=dict)
@@ -43,8 +46,11 @@ class Run:
         site = sites.products[index]
         self.on_product()
         if not self.quantized(site.key):
-            return _plain(site, operands, extra, out_dtype, left, right)
-        out: Tensor = site.op(*operands, extra, out_dtype, *site.words)
+            plain = _plain(site, operands, extra, out_dtype, left, right)
+            if self.reach is not None:
+                self.reach.product(sites, site, plain, (left, right), lambda: _quantized(site, args))
+            return plain
+        out = _quantized(site, args)
         if self.observe:
             stats = self.products.setdefault(index, ProductStats())
             left, right = _sources(site, operands, left, right, torch.float32)
@@ -58,7 +64,7 @@ class Run:
     def cast(self, op: Any, index: int, site: CastSite, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """The result of ``op(*args)``, a cast; undefined values if no GEMM of this run reads it."""
         x: Tensor = args[0]
-        if not any(map(self.quantized, site.needed_by)):
+        if self.reach is None and not any(map(self.quantized, site.needed_by)):
             (shape, dtype), (scale_shape, scale_dtype) = ops.SPECS[op](*args)
             return x.new_zeros(shape, dtype=dtype), x.new_zeros(scale_shape, dtype=scale_dtype)
         qdata, scale = op(*args)
@@ -86,6 +92,13 @@ class Interpreter(fx.Interpreter):
             index = n.meta[MARK]
             return self._current().cast(n.target, index, self._sites.casts[index], args)
         return super().run_node(n)
+
+
+def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
+    """The GEMM as the passes have it."""
+    *operands, extra, out_dtype, _, _, _ = args
+    out: Tensor = site.op(*operands, extra, out_dtype, *site.words)
+    return out
 
 
 def _sources(

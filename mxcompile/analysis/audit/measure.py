@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from mxcompile.analysis.audit.collect import numerics
 from mxcompile.analysis.audit.interpreter import Run
+from mxcompile.analysis.audit.reach import Reach
 from mxcompile.analysis.audit.session import LossFunction, Session
 from mxcompile.errors import OptionError
 from mxcompile.models.arguments import ModelInput, keywords
@@ -146,23 +147,33 @@ def audit(
     gradients are off, backward is not audited and a note says so.
 
     The model runs twice: unquantized, for comparison, and under the policy; the gradients of both are kept
-    for that. Returns an `Audit`. Raises `OptionError` for a keyword nobody takes, `ModelError` if the model
-    cannot be captured or fails, `PolicyError` for an invalid policy.
+    for that. If gradients of the main output exist, a third, unquantized run estimates how far the error of
+    each forward GEMM reaches; it keeps that error until the GEMM's backward. Returns an `Audit`. Raises
+    `OptionError` for a keyword nobody takes, `ModelError` if the model cannot be captured or fails,
+    `PolicyError` for an invalid policy.
     """
     named = keywords("audit", model, inputs, kwargs, {"policy": policy, "loss_fn": loss_fn})
     session = Session(model, args, named, policy=policy, loss_fn=loss_fn)
     with tqdm(desc="audit: tracing", unit="GEMM", disable=None, leave=False) as bar:
         counted: list[int] = []
+        runs = 2
 
         def step(what: str) -> None:
             expected = counted[0] if counted else len(session.sites.products)
-            bar.total = max(2 * expected, bar.n + 1)
+            bar.total = max(runs * expected, bar.n + 1)
             bar.set_description(f"audit: {what}", refresh=False)
             bar.update()
 
         plain = Run(quantized=lambda _: False, on_product=lambda: step("unquantized"))
         reference = session.run(plain, backward=True)
         counted.append(int(bar.n))  # without a loss no backward has run
+        runs += reference.differentiable
         run = Run(quantized=lambda _: True, observe=True, on_product=lambda: step("quantized, measured"))
         outcome = session.run(run, backward=True)
-    return Audit(report=session.report(), numerics=numerics(session, run, outcome, reference))
+        reach = Reach()
+        if reference.differentiable:
+            reaching = Run(
+                quantized=lambda _: False, reach=reach, on_product=lambda: step("how far errors reach")
+            )
+            session.run(reaching, backward=True)
+    return Audit(report=session.report(), numerics=numerics(session, run, outcome, reference, reach))

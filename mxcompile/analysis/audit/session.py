@@ -34,12 +34,14 @@ LossFunction = Callable[[Any], Tensor]
 class Outcome:
     """What a run gave.
 
-    loss: None without one. logits: the main output, detached. gradients: of the parameters, by name; None
-    without a backward. drew: whether the run drew random numbers, for dropout or stochastic rounding.
+    loss: None without one. logits: the main output, detached. differentiable: whether a backward can start
+    from that. gradients: of the parameters, by name; None without a backward. drew: whether the run drew
+    random numbers, for dropout or stochastic rounding.
     """
 
     loss: float | None
     logits: Tensor | None
+    differentiable: bool = False
     gradients: dict[str, Tensor] | None
     drew: bool = False
 
@@ -70,19 +72,21 @@ class Session:
     def run(self, run: Run, *, backward: bool = False) -> Outcome:
         """Run the model once as `run` says, with backward if there is a loss to start from.
 
-        Raises `ModelError` if the model cannot be traced or fails.
+        Backward of a run that takes the GEMMs' reach starts from noise at the main output instead. Raises
+        `ModelError` if the model cannot be traced or fails.
         """
         with self._untouched(run) as kept:
             args, kwargs = fresh(self._arguments)
             output = self._call(args, kwargs)
-            loss = self._loss(output)
+            loss, logits = self._loss(output), main_output(output)
+            start = loss if run.reach is None else noisy(logits)
             gradients = None
-            if backward and loss is not None and loss.requires_grad:
-                gradients = self._gradients(loss, args, kwargs)
-            logits = main_output(output)
+            if backward and start is not None and start.requires_grad:
+                gradients = self._gradients(start, args, kwargs)
             return Outcome(
                 loss=None if loss is None else float(loss.detach()),
                 logits=None if logits is None else logits.detach().clone(),
+                differentiable=logits is not None and logits.requires_grad,
                 gradients=gradients,
                 drew=kept.generators.moved(),
             )
@@ -131,6 +135,14 @@ class Session:
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         return {name: each for name, each in zip(named, found, strict=False) if each is not None}
+
+
+def noisy(output: Tensor | None) -> Tensor | None:
+    """The sum of `output` times independent standard normal numbers, the same in every call."""
+    if output is None:
+        return None
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    return (output * noise.to(output)).sum()
 
 
 def loss_of(output: Any) -> Tensor | None:

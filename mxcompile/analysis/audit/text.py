@@ -26,7 +26,8 @@ _GEMM_HEADERS = ["layer", "role", "GEMM", "m×n×k", "dB", "cosine", "MSE", "err
 _TENSOR_HEADERS = ["layer", "cast", "dB", "cosine", "error", "to 0", "lost", "cut", "2^"]
 _PARAMETER_HEADERS = ["layer", "role", "FLOPs", "dB", "cosine", "MSE", "error"]
 _GROUP_HEADERS = ["GEMMs", "FLOPs", "error", "lowest dB", "to 0", "most harm in", ""]
-_GEMM_TITLE = "Outputs of GEMMs against FP32, by FLOPs × error²: SQNR in dB, relative error"
+_GEMM_TITLE = "Outputs of GEMMs against FP32, most harm first: SQNR in dB, relative error"
+_OUTPUT_TITLE = ", and by how much a forward GEMM alone changes the model's output (an estimate)"
 _TENSOR_TITLE = (
     "Casts, by FLOPs × (error² + lost): SQNR in dB, relative error, share cast to zero, share lost so of the"
     " magnitudes, share cut off, exponents of the scales"
@@ -108,7 +109,7 @@ def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
     """Titles and tables, headers first."""
     flops = sum(one.flops for one in numerics.parameters) or 1
     tables: list[tuple[str, Table]] = [
-        (_GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, numerics.worst_gemms())]),
+        _gemms(numerics),
         (_TENSOR_TITLE, [_TENSOR_HEADERS, *map(_tensor, numerics.worst_tensors())]),
         (
             _PARAMETER_TITLE,
@@ -116,6 +117,16 @@ def _tables(numerics: Numerics) -> list[tuple[str, Table]]:
         ),
     ]
     return [(title, table) for title, table in tables if len(table) > 1]
+
+
+def _gemms(numerics: Numerics) -> tuple[str, Table]:
+    gemms = numerics.worst_gemms()
+    title, table = _GEMM_TITLE, [_GEMM_HEADERS, *map(_gemm, gemms)]
+    if any(gemm.output_change is not None for gemm in gemms):
+        changes = ["" if gemm.output_change is None else percent(gemm.output_change) for gemm in gemms]
+        title += _OUTPUT_TITLE
+        table = [[*row, change] for row, change in zip(table, ["output", *changes], strict=True)]
+    return title, table
 
 
 def _gemm(gemm: GemmNumerics) -> list[str]:

@@ -19,10 +19,20 @@ def numerics_values(numerics: Numerics) -> dict[str, Any]:
     blocks = by_block(numerics)
     return {
         "good": _GOOD_DB.get(numerics.precision),
+        "gemm_harm": numerics.harm_of_gemms(),
         "measured": list(_figures(numerics)),
         "groups": [("role", by_role(numerics)), ("block", blocks if len(blocks) > 1 else [])],
         "operands": {"x": "input", "w": "weight", "dy": "gradient"},
-        "counted": {"GEMMs", "FLOPs", "cosine", "rel. error", "underflow", "saturation", "harm"},
+        "counted": {
+            "GEMMs",
+            "FLOPs",
+            "cosine",
+            "rel. error",
+            "underflow",
+            "saturation",
+            "harm",
+            "output change",
+        },
     }
 
 
