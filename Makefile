@@ -8,8 +8,9 @@ CONSTRAINTS := .ci/constraints.txt
 	gpu-parity bench real \
 	clean
 
+# Trains a small model in three precisions; ARGS=--serve compares ways to serve one, ARGS=--help has the rest.
 demo: $(VENV)/.demo
-	$(BIN)/mxcompile demo
+	PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)

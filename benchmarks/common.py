@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "examples"))  # for the package `demo`, which some benchmarks measure
 
 
 def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads: int = 8) -> nn.Module:

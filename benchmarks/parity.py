@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import common
+import demo
 import torch
+from demo.training import build_model
 from torch import nn
 from tqdm import tqdm
-
-from mxcompile import demo
-from mxcompile.demo.training import build_model
 
 _ROUNDING = 2.0**-9
 """Relative: half the distance of BF16 values."""

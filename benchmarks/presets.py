@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
+import demo
 import torch
 import training_step
+from demo.training import batches, build_model
 from torch import nn
 from tqdm import tqdm
 
 import mxcompile
-from mxcompile import demo
-from mxcompile.demo.training import batches, build_model
 from mxcompile.policy.presets import PRESETS
 
 MODEL = "llama 2×512"

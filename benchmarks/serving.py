@@ -4,7 +4,7 @@
               bytes of all weights; and of BF16 weights whose keys and values are in MXFP8
     speed     two blocks of a Llama 3 8B, random weights: a prompt of 512 tokens, then tokens one by one
 
-The measurements are those of ``mxcompile demo --serve``. Q8_0 is there for quality alone: its values (of
+The measurements are those of `make demo ARGS=--serve`. Q8_0 is there for quality alone: its values (of
 blocks of 32, an int8 for each value and one FP16 scale, largest magnitude / 127) in BF16 arithmetic.
 
 Usage: python benchmarks/serving.py quality|speed [--steps 500] [--dry]
@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
+import demo
 import torch
+from demo.serving import Way
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mxcompile import demo
 from mxcompile.cli.quiet import quiet
-from mxcompile.demo.serving import Way
 
 Q8_0 = "llama.cpp q8_0 (values)"
 

@@ -24,9 +24,9 @@ IS_NO = re.compile(
     r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|larger|smaller|faster|slower|wider)\b)"
 )
 THAT_OF = re.compile(r"\b(?:that|those) of\b")
-ROOMS = ("demo", "distributed", "formats", "graph", "models", "ops", "plan", "policy", "rules", "storage")
+ROOMS = ("distributed", "formats", "graph", "models", "ops", "plan", "policy", "rules", "storage")
 """Rooms of mxcompile/ whose docstrings follow the rules. Add a room once it does."""
-NOUN_ROOMS = ("demo", "formats", "graph", "models", "ops", "plan", "rules", "serving", "storage")
+NOUN_ROOMS = ("formats", "graph", "models", "ops", "plan", "rules", "serving", "storage")
 """Rooms of mxcompile/ whose variables have none of the names `NO_NOUNS`."""
 NO_NOUNS = ("found", "made", "said")
 

@@ -17,7 +17,6 @@ from mxcompile.cli import (
     blame,
     codegen,
     convert,
-    demo,
     diff,
     env,
     explain,
@@ -29,7 +28,7 @@ from mxcompile.cli import (
 )
 from mxcompile.errors import MXCompileError, nearest, not_allowed
 
-COMMANDS = (env, explain, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect, demo)
+COMMANDS = (env, explain, diff, merge, audit, tune, blame, watch, codegen, policy, convert, inspect)
 
 EXIT_STATUS = "exit status: 0 done, 1 the answer is no, 2 misuse, 130 interrupted"
 

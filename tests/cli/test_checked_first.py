@@ -81,7 +81,6 @@ OTHERS = {
     "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: not a safetensors file"),
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
     "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),
-    "demo": (["demo", "-o", "file"], "file is a file: name a folder"),
     "folder in a misspelt one": (["codegen", HERE, "-o", "reprots/x"], "there is no folder"),
 }
 

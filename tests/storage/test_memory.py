@@ -6,6 +6,7 @@ cached before, by the same call for a small model. The peak is the kernel's, ove
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ _BEGIN = """
 import ctypes, gc, sys
 import torch
 import mxcompile
-from mxcompile import demo
+import demo
 from mxcompile.checkpoint.convert import convert
 from pathlib import Path
 torch.set_num_threads(1)
@@ -50,7 +51,8 @@ LAYER = 2 * 2048 * 5632
 def printed(folder: Path, *lines: str) -> list[int]:
     """The numbers that a process prints last."""
     command = [sys.executable, "-c", "\n".join([_BEGIN, *lines]), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # with the package `demo`
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.splitlines()[-1].split()]
 

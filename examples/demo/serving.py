@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.demo.training import BASELINES, VOCABULARY, Settings, Text, Trainee, batches
+from demo.training import BASELINES, VOCABULARY, Settings, Text, Trainee, batches
 from mxcompile.errors import OptionError
 from mxcompile.report import Report, clear_reports, reports
 from mxcompile.serving import quantize_weights_, static_cache

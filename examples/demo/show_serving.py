@@ -1,4 +1,4 @@
-"""``mxcompile demo --serve``: one model as it is, with stored weights, and with MXFP8 activations too."""
+"""Serves one model as it is, with stored weights, and with MXFP8 activations too."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mxcompile.cli.arguments import check_folder, device
+import demo
+from demo import Quality, Speed, Way
+from mxcompile.cli.arguments import device
+from mxcompile.cli.quiet import quiet
 from mxcompile.errors import OptionError
-
-if TYPE_CHECKING:
-    from mxcompile.demo import Quality, Speed, Way
+from mxcompile.report.forms.tables import drawn
 
 _STEPS = 150
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise `OptionError` for what ``--serve`` has no use for."""
+def _check(options: argparse.Namespace) -> None:
     for name in ("policy", "seeds"):
         if getattr(options, name) is not None:
             raise OptionError(f"--{name} is for training: --serve trains once in BF16, then serves")
-    check_folder(options.output)
 
 
 def serve(options: argparse.Namespace, bar: Any) -> None:
     """Train, serve, print and write."""
-    check(options)
-
-    from mxcompile import demo
-    from mxcompile.cli.quiet import quiet
-
+    _check(options)
     settings = demo.quick_settings(device(options.device), options.steps or _STEPS)
     size = demo.Wide(device=settings.device, dtype=settings.dtype)
     ways = demo.ways(settings.dtype)
@@ -71,8 +66,6 @@ def _shown(bar: Any, what: str, ways: Sequence[Way], measured: Iterator[Any]) ->
 
 
 def _print_quality(qualities: list[Quality], settings: Any) -> None:
-    from mxcompile.report.forms.tables import drawn
-
     print(
         "What ran with stored weights alone: weights are read from MXFP8 (`stored` below), products and"
         " activations stay in the model's dtype.\n"
@@ -91,8 +84,6 @@ def _print_quality(qualities: list[Quality], settings: Any) -> None:
 
 
 def _print_speed(speeds: list[Speed], size: Any) -> None:
-    from mxcompile.report.forms.tables import drawn
-
     print(
         f"\nSpeed: {size.layers} blocks of a Llama 3 8B, {size.width} wide, random weights; `generate`, one"
         f" sequence, static cache, {size.prompt} tokens given, {size.tokens} made."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import demo
 import pytest
 import torch
+from demo import compare
 
-from mxcompile import demo
-from mxcompile.demo import compare
 from mxcompile.lowering.targets import TARGETS
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mxcompile.demo.training import Settings, TrainingRun
+from demo.training import Settings, TrainingRun
 from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import of_device
 from mxcompile.policy import Policy

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import demo
 import torch
+from demo.training import build_model
 from torch import nn
-
-from mxcompile import demo
-from mxcompile.demo.training import build_model
 
 SETTINGS = demo.Settings(layers=1, width=32, feed_forward=64, heads=2, length=16, batch=2, steps=2)
 TEXT = demo.Text(train=torch.arange(600) % 251, validation=torch.arange(700) * 7 % 253)

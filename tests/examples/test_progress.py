@@ -6,9 +6,8 @@ import sys
 import threading
 
 import pytest
-
-from mxcompile.cli import progress
-from mxcompile.cli.progress import Lines, progress_bar
+from demo import progress
+from demo.progress import Lines, progress_bar
 
 
 class Stream:

@@ -1,8 +1,6 @@
-"""``mxcompile demo``: train a small Llama in BF16, in MXFP8 and in too few bits, and compare the losses.
+"""Trains a small Llama in BF16, in MXFP8 and in too few bits, and compares the losses.
 
 On a CPU that multiplies BF16 slowly it trains an FP32 model, beside FP32.
-
-With ``--serve``, `demo_serve` instead.
 """
 
 from __future__ import annotations
@@ -11,66 +9,21 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mxcompile.cli.arguments import add_folder, check_plots, device, positive
-from mxcompile.cli.demo_serve import serve
-from mxcompile.cli.progress import progress_bar
+import torch
 
-if TYPE_CHECKING:
-    from mxcompile.demo import SeedComparison, TrainingRun
-
-
-def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "demo",
-        help="train a small Llama in BF16 and in MXFP8 and compare",
-        description="Train a small Llama on the Python standard library's source: in BF16, in MXFP8 and, as a"
-        " control that should be seen to be worse, in MXFP4, each with the same seeds and data. Prints what"
-        " was compiled and the losses, writes report.html, .json and .txt, losses.json and losses.png. Exit"
-        " status 1 if the mean gap of the validation loss exceeds 0.25 %, or the control's does not.",
-    )
-    command.add_argument(
-        "--policy",
-        action="append",
-        metavar="PRESET|FILE",
-        help="a preset (nvidia, ocp, hybrid) or a policy file; more than one is compared (default nvidia)",
-    )
-    command.add_argument("--steps", type=positive, help="training steps per run (default 150)")
-    command.add_argument("--seeds", type=positive, help="runs of each (default 2)")
-    command.add_argument("--device", help="where to train, such as cuda (default: cuda if there is one)")
-    add_folder(command, "where to write (default demo_out)", default=Path("demo_out"))
-    command.add_argument(
-        "--serve",
-        action="store_true",
-        help="instead: train once, then serve in BF16, with weights stored in MXFP8, and with activations in"
-        " MXFP8 too; prints perplexity, the logits' gap, bytes and tokens a second",
-    )
-    command.set_defaults(run=run)
+import demo
+from demo.compare import CONTROL, GAP_LIMIT, SeedComparison, variants
+from demo.training import TrainingRun
+from mxcompile.cli.arguments import device
+from mxcompile.cli.quiet import quiet
+from mxcompile.policy import Policy
+from mxcompile.report.forms.tables import drawn
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    with progress_bar("starting") as bar:
-        if options.serve:
-            serve(options, bar)
-            return 0
-        comparison = _trained(options, bar)
-    return _conclude(comparison, options.output)
-
-
-def _trained(options: argparse.Namespace, bar: Any) -> SeedComparison:
-    """All runs."""
-    check_plots(options.output)
-
-    import torch
-
-    from mxcompile import demo
-    from mxcompile.cli.quiet import quiet
-    from mxcompile.demo.compare import variants
-    from mxcompile.policy import Policy
-
+def train_all(options: argparse.Namespace, bar: Any) -> SeedComparison:
+    """Returns the runs of every variant and seed; `bar` shows how far they are."""
     settings = demo.quick_settings(device(options.device), options.steps)
     plan = variants([Policy.resolve(name) for name in options.policy or ["nvidia"]], settings.baseline)
     seeds = options.seeds or 2
@@ -109,11 +62,11 @@ def _trained(options: argparse.Namespace, bar: Any) -> SeedComparison:
             )
             for seed in range(seeds):
                 runs.append(trainee.run(seed, progress))
-                _say(bar, _said(runs[-1]))
+                _say(bar, _summary(runs[-1]))
     return demo.SeedComparison(runs=tuple(runs))
 
 
-def _said(run: TrainingRun) -> str:
+def _summary(run: TrainingRun) -> str:
     return f"{run.label}, seed {run.seed}: {run.final:.4f} nats a byte, {run.step_ms:.0f} ms a step"
 
 
@@ -125,11 +78,8 @@ def _say(bar: Any, text: str) -> None:
     bar.refresh()
 
 
-def _conclude(runs: SeedComparison, out: Path) -> int:
-    """Print the reports and the losses, write the files, and say the policies' gap."""
-    from mxcompile.demo.compare import CONTROL, GAP_LIMIT
-    from mxcompile.report.forms.tables import drawn
-
+def conclude(runs: SeedComparison, out: Path) -> int:
+    """Print the reports, the losses and the policies' gap, and write the files. Returns the exit status."""
     first = {label: runs.of(label)[0] for label in runs.labels}
     print()
     for label in runs.policies:
@@ -175,8 +125,6 @@ def _row(comparison: SeedComparison, label: str) -> list[str]:
 
 def _write(comparison: SeedComparison, out: Path) -> list[str]:
     """Write reports, losses and their picture; returns the names of the files."""
-    from mxcompile.demo import plot
-
     out.mkdir(parents=True, exist_ok=True)
     names = []
     for label in comparison.policies:
@@ -199,5 +147,5 @@ def _write(comparison: SeedComparison, out: Path) -> list[str]:
         for run in comparison.runs
     ]
     (out / "losses.json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
-    plot(comparison, out / "losses.png")
+    demo.plot(comparison, out / "losses.png")
     return [*names, "losses.json", "losses.png"]

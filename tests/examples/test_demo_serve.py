@@ -1,4 +1,4 @@
-"""``mxcompile demo --serve``: all that is measured, said and written, of small models."""
+"""The demonstration of serving: all that is measured, said and written, of small models."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import demo
 import pytest
 import torch
+from demo import __main__ as command
+from demo.training import batches
 from helpers.eager_backend import EagerBackend
 
 import mxcompile
-from mxcompile import MXTensor, demo
-from mxcompile.cli import main
-from mxcompile.demo.training import batches
+from mxcompile import MXTensor
 
 LABELS = ["bf16", "stored weights", "stored weights, mxfp8 activations"]
 
@@ -49,7 +50,7 @@ def test_the_command(
     monkeypatch.setattr(demo, "quick_settings", lambda device, steps: SMALL)
     monkeypatch.setattr(demo, "Wide", lambda **_: WIDE)
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--serve", "--out", "out"]) == 0
+    assert command.main(["--serve", "--out", "out"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["serving.html", "serving.json"]
     found = json.loads((tmp_path / "out/serving.json").read_text(encoding="utf-8"))
     said = capsys.readouterr().out
@@ -70,7 +71,7 @@ def test_the_command(
 
 @pytest.mark.parametrize("flag", [["--policy", "ocp"], ["--seeds", "3"]], ids=lambda flag: flag[0])
 def test_what_it_has_no_use_for_is_refused(flag: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(["demo", "--serve", *flag]) == 2
+    assert command.main(["--serve", *flag]) == 2
     assert f"{flag[0]} is for training" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mxcompile.demo.compare import CONTROL, GAP_LIMIT, SeedComparison
+from demo.compare import CONTROL, GAP_LIMIT, SeedComparison
 
 _LINEAR = 0.5
 """Up to which gap, in %, the scale is linear; beyond it is logarithmic, for the control's sake."""
