@@ -21,6 +21,7 @@ from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.passes.roles import feeds, uses
 from mxcompile.passes.roles.cuts import Cuts, cut_inputs, ends, live
 from mxcompile.passes.roles.precedence import role_of
+from mxcompile.passes.roles.products import Products
 from mxcompile.passes.roles.site import Model, Site
 from mxcompile.passes.roles.streams import find_streams
 from mxcompile.passes.roles.traits import traits_of
@@ -43,30 +44,30 @@ class Classify:
         forward = [node for node in live(graph) if Depends.GRADIENT not in depends[node]]
         traits = traits_of(forward)
         streams = find_streams(forward, depends, traits)
-        found = feeds.sweep(forward, depends, traits, streams, cut_inputs(graph, self.cuts))
+        origins = feeds.sweep(forward, depends, traits, streams, cut_inputs(graph, self.cuts))
         model = Model.of(
-            found,
-            uses.sweep(forward, traits, found, streams, ends(graph, self.cuts)),
+            origins,
+            uses.sweep(forward, traits, origins, streams, ends(graph, self.cuts)),
             has_streams=bool(streams.joins),
             is_cut=self.cuts.any,
         )
-        verdicts = _of_products(found.products.no_layer, found)
-        for node in reversed(found.layers):
+        verdicts = _of_products(origins.products)
+        for node in reversed(origins.layers):
             verdicts[node.name] = role, _ = role_of(Site.at(node, model))
             model.settle(node, role)
-        no_layer = {node.name for node in found.products.no_layer}
+        no_layer = {node.name for node in origins.products.no_layer}
         for node in graph.nodes:
             tags = tags_of(node)
             if tags:
                 set_tag(node, *(_settled(tag, verdicts, tag.layer in no_layer) for tag in tags))
 
 
-def _of_products(no_layer: dict[fx.Node, str], found: feeds.Feeds) -> Verdicts:
+def _of_products(products: Products) -> Verdicts:
     """Roles of the products of attentions that are spelled out."""
     verdicts: Verdicts = {}
-    for node, says in no_layer.items():
+    for node, says in products.no_layer.items():
         verdicts[node.name] = Role.ATTN_SCORES, Evidence(holds=f"no linear layer but {says}")
-    for values, attention in found.products.attentions.items():
+    for values, attention in products.attentions.items():
         verdicts[values.name] = (
             Role.ATTN_VALUES,
             Evidence(holds="a product with what a softmax made of scores"),

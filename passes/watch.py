@@ -74,7 +74,7 @@ class Site:
 
     @property
     def word(self) -> str:
-        """What `deliver` says of it; `read` reads that."""
+        """Returns the words with which `deliver` describes it; `read` reads them."""
         readers = [asdict(reader) for reader in self.readers]
         about = {"format": self.fmt, "dim": self.dim, "sizes": self.sizes, "missing": self.missing}
         return json.dumps({"readers": readers, **about})
@@ -97,8 +97,8 @@ def sites(
             missing.append(Site(readers=(reader,), missing="it is stored or gathered as codes"))
         else:
             casts.setdefault(cast, []).append(reader)
-    found = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())
-    return [*found, *missing]
+    known = (_site(cast, readers, any(map(dumped, readers))) for cast, readers in casts.items())
+    return [*known, *missing]
 
 
 def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:

@@ -1,7 +1,8 @@
 """The rules of words in docs/CONTRIBUTING.md that a program can check: `python tests/lint_words.py`.
 
-Reads README.md, the pages of docs/ and examples/, and docstrings of the product. Prints a line for each fault
-and exits with status 1 if there is one. Code, quotes, headings and generated tables are left out.
+Reads README.md, the pages of docs/ and examples/, and docstrings and variables of the product. Prints a line
+for each fault and exits with status 1 if there is one. Code, quotes, headings and generated tables are left
+out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ IS_NO = re.compile(
     r"(?<![Tt]here )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|larger|smaller|faster|slower|wider)\b)"
 )
 THAT_OF = re.compile(r"\b(?:that|those) of\b")
-ROOMS = ("distributed", "formats", "graph", "models", "ops", "plan", "policy", "rules", "storage")
-"""Rooms of mxcompile/ whose docstrings follow the rules. Add a room once it does."""
-NOUN_ROOMS = ("formats", "graph", "models", "ops", "plan", "rules", "serving", "storage")
-"""Rooms of mxcompile/ whose variables have none of the names `NO_NOUNS`."""
+SOURCES = ("mxcompile", "lowering", "passes")
+"""Folders whose docstrings and variables follow the rules."""
 NO_NOUNS = ("found", "made", "said")
 
 COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline")
@@ -35,7 +34,9 @@ COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline"
 
 def main() -> int:
     """Returns 1 if a page or a docstring breaks a rule, else 0."""
-    faults = [*pages(), *docstrings(), *variables()]
+    faults = [*pages()]
+    for path, tree in sources():
+        faults += [*docstrings(path, tree), *variables(path, tree)]
     for fault in faults:
         print(fault)  # noqa: T201
     return bool(faults)
@@ -52,27 +53,31 @@ def pages() -> Iterator[str]:
                     yield f"{file.relative_to(ROOT)}:{line}: {fault}: {sentence}"
 
 
-def docstrings() -> Iterator[str]:
-    """Yields a line for each docstring of `ROOMS` that begins with "What"."""
-    for room in ROOMS:
-        for file in sorted((ROOT / "mxcompile" / room).rglob("*.py")):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    text = ast.get_docstring(node) or ""
-                    if text.startswith("What "):
-                        line = getattr(node, "lineno", 1)
-                        yield f"{file.relative_to(ROOT)}:{line}: begins with What: {text.splitlines()[0]}"
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Yields the path and the tree of each Python file of `SOURCES`."""
+    for folder in SOURCES:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in file.parents):
+                yield str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
 
 
-def variables() -> Iterator[str]:
-    """Yields a line for each variable of `NOUN_ROOMS` that is called by a participle."""
-    for room in NOUN_ROOMS:
-        for file in sorted((ROOT / "mxcompile" / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
-                if name in NO_NOUNS:
-                    yield f"{file.relative_to(ROOT)}:{node.lineno}: {name} is not a noun"
+def docstrings(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yields a line for each docstring that begins with "What"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if text.startswith("What "):
+                yield f"{path}:{getattr(node, 'lineno', 1)}: begins with What: {text.splitlines()[0]}"
+
+
+def variables(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yields a line for each variable or parameter that is called by a participle; fields may be."""
+    fields = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        is_written = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields
+        name = node.arg if isinstance(node, ast.arg) else node.id if is_written else ""
+        if name in NO_NOUNS:
+            yield f"{path}:{node.lineno}: {name} is not a noun"
 
 
 def faults_of(sentence: str, defined: set[str]) -> Iterator[str]:

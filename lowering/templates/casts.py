@@ -234,10 +234,10 @@ def _batch(
         return _cast(x, layout, elem_dtype, rounding, scale_layout, target)
     entry = int(m) if layout != "rowwise" and _short_blocks(x) else 0
     flat = _VIEW(x, [sympy_product(batch) * m, n])
-    made = _cast(flat, layout, elem_dtype, rounding, scale_layout, target, entry=entry)
+    results = _cast(flat, layout, elem_dtype, rounding, scale_layout, target, entry=entry)
     rowwise, columnwise = [[m, n], [m, _blocks(n)]], [[m, n], [_blocks(m), n]]
     sizes = {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[layout]
-    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(made, sizes, strict=True))
+    return tuple(_VIEW(result, [*batch, *size]) for result, size in zip(results, sizes, strict=True))
 
 
 def _cast(

@@ -59,8 +59,8 @@ def products(name: str, rows: int, *, gathered: bool = False) -> list[tuple[bool
     The default; where Inductor is told to autotune, others after it. gathered: whether an operand has to be
     read byte by byte.
     """
-    found = _products(name, rows, gathered)
-    return list(found) if autotuning() else [next(found)]
+    choices = _products(name, rows, gathered)
+    return list(choices) if autotuning() else [next(choices)]
 
 
 def _products(name: str, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
@@ -114,8 +114,8 @@ def tiled_groups_of_k(
     m, n, k = sizes
     if contiguous(a_strides) != 0 or contiguous(b_strides) != 1:
         return []
-    found = tiled_products(target, m, n, max(k // groups, 1)) and tiled_products(target, m * groups, n, k)
-    return [tile for tile in found if tile.block_k == 128 and not tile.warp_specialize]
+    tiles = tiled_products(target, m, n, max(k // groups, 1)) and tiled_products(target, m * groups, n, k)
+    return [tile for tile in tiles if tile.block_k == 128 and not tile.warp_specialize]
 
 
 def grouped_fits(

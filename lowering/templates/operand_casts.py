@@ -164,9 +164,9 @@ def lower_quantize_operands(
         "NATIVE": packing.converts(target) if is_packed else target.encodes_fp8,
         "STORES_FP8": target.stores_fp8,
     }
-    made = _call(sources, wanted, target, settings)
+    tensors = _call(sources, wanted, target, settings)
     results: list[ir.TensorBox | None] = [None] * 8
-    for result, tensor in zip(wanted, made, strict=True):
+    for result, tensor in zip(wanted, tensors, strict=True):
         if result.codes:
             tensor = elements.as_fp8(tensor, elem_type(elem_dtype), target)
         shape = [m if result.shape[0] is wanted[0].shape[0] else CeilDiv(m, BLOCK), result.shape[1]]
@@ -189,21 +189,21 @@ def _results(
     forms: Sequence[str],
     target: Target,
 ) -> list[_Result]:
-    """What is made, a result that is as large as the matrix first."""
+    """Returns the wanted results, one that is as large as the matrix first."""
     m, n = size
     scales = {"ROWS": [m, CeilDiv(n, BLOCK)], "COLUMNS": [CeilDiv(m, BLOCK), n]}
     stored = elem_dtype if target.stores_fp8 else torch.uint8
-    made = []
+    results = []
     for slot in range(4 * sources):
         side = _SIDES[slot // 2 % 2]
         name, form = f"{_SOURCES[slot // 4]}_{side}", forms[slot // 2 % 2]
         if slot % 2 and form == "codes":
-            made.append(_Result(name=f"{name}_SCALE", slot=slot, shape=scales[side], dtype=torch.uint8))
+            results.append(_Result(name=f"{name}_SCALE", slot=slot, shape=scales[side], dtype=torch.uint8))
         elif slot % 2 == 0 and form != "none":
             codes = form == "codes"
             kind = stored if codes else dtype
-            made.append(_Result(name=name, slot=slot, shape=[m, n], dtype=kind, codes=codes))
-    return made
+            results.append(_Result(name=name, slot=slot, shape=[m, n], dtype=kind, codes=codes))
+    return results
 
 
 def _call(
@@ -220,7 +220,7 @@ def _call(
     gathered = not V.graph.sizevars.statically_known_multiple_of(first.shape[1], configs.WORD)
     roomy = settings["PACKED"] and all(map(leaves_room, sources))
     tile = configs.operand_cast(target, len(sources), packed=roomy, gathered=gathered)
-    made = call.only(
+    first_result = call.only(
         TEMPLATE,
         inputs,
         ir.FixedLayout(device, first.dtype, first.shape),
@@ -236,4 +236,4 @@ def _call(
         INDEX="tl.int64",
         **settings,
     )
-    return [made, *others]
+    return [first_result, *others]

@@ -1,4 +1,4 @@
-"""What a cast's producer is written as: Inductor's code for it, with the same values for less.
+"""The code of a cast's producer: Inductor's, with cheaper operators that give the same values.
 
     a row's statistic, a column's weight      loaded once a row or column, and broadcast
     1 / (1 + exp(−x)) before BF16             the chip's approximations (`lowering.kernels.packed.sigmoid`)

@@ -1,1 +1,1 @@
-"""What a policy does to a model: planned (`explain`), measured (`audit`), searched for (`tune`)."""
+"""The effect of a policy on a model: planned (`explain`), measured (`audit`), searched for (`tune`)."""

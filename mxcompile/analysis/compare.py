@@ -1,4 +1,4 @@
-"""What several policies make of one model, side by side: a row a policy.
+"""Several policies on one model, side by side: a row for each policy.
 
 compare      audits on a batch: the lowest SQNR of each kind of GEMM, the SQNR of the main output, the error
 of the gradients, the loss and its gap to BF16; then a row a layer and GEMM

@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Returns the size of the tensor in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """What all tensors take."""
+        """Returns the size of all tensors in bytes."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def read(self, name: str) -> Tensor:
@@ -99,7 +99,7 @@ def opened(file: Path) -> Any:
 
 
 def line_of(error: Exception) -> str:
-    """What `error` says, in one line."""
+    """Returns the message of `error` in one line."""
     return " ".join(str(error).split())
 
 
@@ -168,9 +168,9 @@ def _check_index(path: Path, entries: dict[str, Entry]) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises `CheckpointError`."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {line_of(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise CheckpointError(f"{file} is not a JSON object")
-    return found
+    return data

@@ -62,14 +62,14 @@ def load_quantized(
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What the floating-point weights that are not quantized are all in, else BF16."""
+    """Returns the dtype of all floating-point weights that are not quantized; BF16 if they have several."""
     dtypes = {entry.dtype for entry in checkpoint.entries.values() if entry.dtype in _VALUES}
     return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16
 
 
 def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
-    found = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), default)
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else default
+    dtype = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), default)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
 
 
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
@@ -114,9 +114,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     if unexpected or missing:
         raise CheckpointError(f"{checkpoint.path}: {_misfit(unexpected, missing)}")
     for name, stored_name in by_name.items():
-        found, wanted = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
-        if found != wanted:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {found}, the model's {wanted}")
+        shape, expected = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
+        if shape != expected:
+            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shape}, the model's {expected}")
     with torch.no_grad():
         for name, stored_name in by_name.items():
             places[name].copy_(checkpoint.read(stored_name))
@@ -142,7 +142,7 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
             f"{path / 'config.json'}: no 'architectures' says which model it is of; add it, such as"
             ' "architectures": ["LlamaForCausalLM"], or give the model itself'
         )
-    owner = next((found for name in names if (found := getattr(transformers, str(name), None))), None)
+    owner = next((match for name in names if (match := getattr(transformers, str(name), None))), None)
     if owner is None or not (isinstance(owner, type) and issubclass(owner, transformers.PreTrainedModel)):
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} has no model {', '.join(map(str, names))}, and"
@@ -175,6 +175,6 @@ def _assign(model: nn.Module, readers: Readers) -> None:
         if value.shape != old.shape:
             raise CheckpointError(f"{name!r} has shape {tuple(value.shape)}, the model's {tuple(old.shape)}")
         trained = old.requires_grad and not isinstance(value, MXTensor)
-        made = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
+        new = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
         for owned, attribute in places[id(old)]:
-            owned[attribute] = made
+            owned[attribute] = new

@@ -1,4 +1,4 @@
-"""What a conversion does with every tensor of a checkpoint: decided from its model, before any is read.
+"""The plan of a conversion for every tensor of a checkpoint: made from its model, before any is read.
 
     tensor of the file ─▶ parameter of the model, by Transformers' own renamings ─▶ what the policy decides
 
@@ -50,19 +50,19 @@ class Conversion:
     whole: tuple[str, ...]
 
     def table(self) -> StoredWeights:
-        """What the result will hold, from headers alone."""
+        """Returns the entries of the result, from headers alone."""
         entries = self.checkpoint.entries
         return StoredWeights(weights=tuple(row(entries[name], each) for name, each in self.chosen.items()))
 
     @property
     def num_bytes(self) -> int:
-        """What all tensors of the result will take."""
+        """Returns the size of all tensors of the result in bytes."""
         entries, rows = self.checkpoint.entries, self.table().weights
         return self.checkpoint.num_bytes - sum(entries[each.name].num_bytes - each.num_bytes for each in rows)
 
 
 def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
-    """What becomes of one tensor."""
+    """Returns the row of one tensor, with its bytes after the conversion."""
     numel = torch.Size(entry.shape).numel()
     stored = chosen.elem_dtype is not None
     scales = numel // max(1, entry.shape[-1]) * num_blocks(entry.shape[-1])
@@ -96,26 +96,26 @@ def make_plan(
         given = _of_config(source, config)
     decided = chosen_weights(given.model, policy, given.args, given.kwargs)
     places = _places(given.model, checkpoint)
-    found: dict[str, StorageChoice] = {}
+    choices: dict[str, StorageChoice] = {}
     for name, (path, reason) in places.items():
         if path in decided:
-            found[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
-    in_mxfp8 = {places[name][0] for name, each in found.items() if each.elem_dtype is not None}
+            choices[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
+    in_mxfp8 = {places[name][0] for name, each in choices.items() if each.elem_dtype is not None}
     if not in_mxfp8:
         raise CheckpointError(
-            f"{source}: none of its weights can be stored in MXFP8: {_reasons(found, decided)}"
+            f"{source}: none of its weights can be stored in MXFP8: {_reasons(choices, decided)}"
         )
     parameters = given.model.named_parameters(remove_duplicate=False)
     stored = {id(value) for path, value in parameters if path in in_mxfp8}
     whole = linears(given.model, lambda weight: id(weight) not in stored)
-    return Conversion(checkpoint=checkpoint, layout=form, chosen=found, config=config, whole=tuple(whole))
+    return Conversion(checkpoint=checkpoint, layout=form, chosen=choices, config=config, whole=tuple(whole))
 
 
-def _reasons(found: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:
+def _reasons(choices: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:
     """Why no tensor is stored: what keeps those that the policy would store, else what it says."""
     wanted = any(each.elem_dtype is not None for each in decided.values())
     policies = {each.reason for each in decided.values()}
-    reasons = Counter(each.reason for each in found.values() if not wanted or each.reason not in policies)
+    reasons = Counter(each.reason for each in choices.values() if not wanted or each.reason not in policies)
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )

@@ -83,7 +83,7 @@ def opened_weights(path: Path) -> Checkpoint:
 
 
 def made_up(loaded: LoadedModel) -> str:
-    """What a reader of the numbers has to know of where they come from; "" if nothing is random."""
+    """Returns a note on random inputs or weights behind the numbers; "" if nothing is random."""
     if not loaded.made_up:
         return ""
     return (
@@ -149,8 +149,10 @@ def _compare(options: argparse.Namespace) -> int:
             raise OptionError(f"--compare prints its tables and nothing else: leave out {name}")
     policies = policies_of(options.compare)
     with quiet(), measured(options) as loaded:
-        found = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
+        comparison = compare(loaded.model, *loaded.args, policies=policies, kwargs=loaded.kwargs)
     if note := made_up(loaded):
-        found = dataclasses.replace(found, audits=tuple(each.with_note(note) for each in found.audits))
-    print(found)
+        comparison = dataclasses.replace(
+            comparison, audits=tuple(each.with_note(note) for each in comparison.audits)
+        )
+    print(comparison)
     return 0

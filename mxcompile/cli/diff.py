@@ -86,14 +86,14 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(
             "--fail-on sqnr-drop compares audits, and these files are reports: mxcompile audit writes audits"
         )
-    found = of_numerics or of_model
-    print(found.to_markdown() if options.format == "markdown" else found)
+    changes = of_numerics or of_model
+    print(changes.to_markdown() if options.format == "markdown" else changes)
     failed = of_model.is_unrelated or any(_happened(one, of_model, of_numerics) for one in conditions)
     return 1 if failed else 0
 
 
 def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]:
-    """What changed in the reports, and in the numerics if the files are audits."""
+    """Returns the changes of the reports, and of the numerics if the files are audits."""
     from mxcompile.analysis.audit.diff import compare_audits
     from mxcompile.analysis.audit.measure import Audit
     from mxcompile.report import Report, schema
@@ -105,8 +105,8 @@ def _compared(old: Path, new: Path) -> tuple[Difference, AuditDifference | None]
         raise OptionError(f"{old}: {kinds[0]}, {new}: {kinds[1]}; compare two reports or two audits")
     if kinds[0] == "report":
         return compare(Report.load(old), Report.load(new)), None
-    found = compare_audits(Audit.load(old), Audit.load(new))
-    return found.report, found
+    changes = compare_audits(Audit.load(old), Audit.load(new))
+    return changes.report, changes
 
 
 def _happened(one: FailCondition, of_model: Difference, of_numerics: AuditDifference | None) -> bool:

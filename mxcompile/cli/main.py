@@ -41,8 +41,8 @@ class Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = self._option_string_actions
-            said = (f"{word}{nearest(word.partition('=')[0], known)}" for word in unknown)
-            self.error(f"unrecognized arguments: {' '.join(said)}")
+            words = (f"{word}{nearest(word.partition('=')[0], known)}" for word in unknown)
+            self.error(f"unrecognized arguments: {' '.join(words)}")
         return options, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler import histories, sharing
-from mxcompile.compiler.capture import capture
+from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
@@ -123,18 +123,18 @@ def compile_graph(
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     warn_once()
-    found = capture(gm, example_inputs, root)
-    options = follow(options, found)
-    remember(found.root, options.policy, options.group)
-    tapped = histories.tap(gm, example_inputs, found, options.policy)
+    capture = captured(gm, example_inputs, root)
+    options = follow(options, capture)
+    remember(capture.root, options.policy, options.group)
+    tapped = histories.tap(gm, example_inputs, capture, options.policy)
     compilation = Compilation(
-        options, found, gm, resolve(options.target, found.device), tapped=histories.needed(options.policy)
+        options, capture, gm, resolve(options.target, capture.device), tapped=histories.needed(options.policy)
     )
     if tapped is not None:
         gm, example_inputs = tapped.gm, [*example_inputs, *tapped.states]
     guard(compilation, example_inputs)
     check_plan(compilation, parts)
-    sharing.guard(found, options.policy, unlimited=parts is not None)
+    sharing.guard(capture, options.policy, unlimited=parts is not None)
 
     def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
         patches, known = one.config_patches(), table()
@@ -144,7 +144,7 @@ def compile_graph(
     code = publish(compilation, gm, example_inputs, compiled(gm, compilation))
     code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
     if tapped is not None:
-        return histories.Stateful(code, tapped, dict(compilation.part.histories), found.root)
+        return histories.Stateful(code, tapped, dict(compilation.part.histories), capture.root)
     return code
 
 

@@ -50,7 +50,7 @@ class Capture:
     with_sources: str
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
+def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
     """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
     frame = Frame.of(gm)
     root, called = frame.root(root), _called(gm, frame)

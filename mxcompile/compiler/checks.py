@@ -1,4 +1,4 @@
-"""What is compiled, held against the plan of the whole model: before anything is, and when it has run."""
+"""Checks of the compiled layers against the plan of the whole model: before a compile, and after a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
     `UnsupportedError` for layers that cannot go or are in no part, `PolicyError` for rules.
     """
-    planned, root = compilation.found.planned, compilation.found.root
+    planned, root = compilation.capture.planned, compilation.capture.root
     if root is None:
         return
     plan, checked = planned.plan, _CHECKED.setdefault(root, {})
@@ -54,10 +54,12 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     refused = [*_refused(plan, options), *outside] if options.strict else []
     for layer in outside if not options.strict else ():
         log.warning("%s; name a module that holds it in blocks=…", layer)
-    layers = () if compilation.found.stage else plan.layers  # rules are for the layers of other stages too
+    layers = () if compilation.capture.stage else plan.layers  # rules are for the layers of other stages too
     if refused:
-        said = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(refused)
-        raise UnsupportedError("\n".join([said, *(complaints(options.policy, layers) if layers else ())]))
+        message = "strict: the policy sends these to MXFP8, but they cannot go there:\n  " + "\n  ".join(
+            refused
+        )
+        raise UnsupportedError("\n".join([message, *(complaints(options.policy, layers) if layers else ())]))
     if layers:
         check_layers(options.policy, layers, strict=options.strict)
     checked[options.group] = plan
@@ -70,7 +72,7 @@ def check_ran(compilation: Compilation) -> None:
     A backward that is lowered late tells: the forward has run then, and a layer without a record ran where
     Dynamo left Python to itself. Strict mode raises `UnsupportedError`, else there is a warning.
     """
-    plan, root = compilation.found.planned.plan, compilation.found.root
+    plan, root = compilation.capture.planned.plan, compilation.capture.root
     if plan is not None and root is not None and not is_running(root):
         _check_ran(root, compilation.options, plan)
 
@@ -115,11 +117,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _tell(said: str, options: Options) -> None:
-    """Warn of what was `said`, or raise it in strict mode."""
+def _tell(message: str, options: Options) -> None:
+    """Warn with `message`, or raise it in strict mode."""
     if options.strict:
-        raise UnsupportedError(f"strict: {said}")
-    log.warning("%s", said)
+        raise UnsupportedError(f"strict: {message}")
+    log.warning("%s", message)
 
 
 def _check_ran(root: nn.Module, options: Options, plan: Plan) -> None:

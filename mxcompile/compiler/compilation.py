@@ -53,7 +53,7 @@ class Compilation:
     def __init__(
         self,
         options: Options,
-        found: Capture,
+        capture: Capture,
         gm: fx.GraphModule,
         target: Target,
         count: Callable[[str], int] = _once,
@@ -62,7 +62,7 @@ class Compilation:
         after: Callable[[fx.Graph], None] | None = None,
     ) -> None:
         self.options = options
-        self.found = found
+        self.capture = capture
         self.target = target
         self.part = _empty(gm)
         self._counted: tuple[int, ...] = (0, 0, 0)
@@ -76,13 +76,13 @@ class Compilation:
         self._only_nonfinite = False
         self._sites: list[Site] = []
         self._marked: object = None
-        self._products = marks(gm.graph) if found.backward else ()
+        self._products = marks(gm.graph) if capture.backward else ()
         self._adopted = Adopted()
 
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
         return Compilation(
-            self.options, self.found, gm, self.target, self._count, tapped=self._tapped, after=self._after
+            self.options, self.capture, gm, self.target, self._count, tapped=self._tapped, after=self._after
         )
 
     def measuring(self, watch: Watch) -> Compilation:
@@ -108,7 +108,7 @@ class Compilation:
         return {
             **asked,
             "joint_custom_pre_pass": GraphPass(
-                self.run_joint, f"{base} {self.found.identity}", config.joint_custom_pre_pass
+                self.run_joint, f"{base} {self.capture.identity}", config.joint_custom_pre_pass
             ),
             "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
             "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
@@ -121,26 +121,26 @@ class Compilation:
         self.lower_joint(graph)
 
     def lower_joint(self, graph: fx.Graph) -> None:
-        """What the lowering decides on a graph that the passes are done with, on the target's device."""
+        """Run the part of the lowering that needs the joint graph, on the target's device."""
         start = time.perf_counter()
-        lowering.run_joint(graph, self.target, self.found.device)
+        lowering.run_joint(graph, self.target, self.capture.device)
         self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
         """The passes over a joint or inference graph, or over a subgraph of one."""
-        if self.found.backward:  # the passes have seen it, as a part of a joint graph
+        if self.capture.backward:  # the passes have seen it, as a part of a joint graph
             self.traced = True
             self._adopted.adopt(graph, self._products)
             return
-        plan = self.found.planned.plan
+        plan = self.capture.planned.plan
         context = passes.Context(
-            inputs=self.found.inputs,
+            inputs=self.capture.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
-            prefix=self.found.path,
+            prefix=self.capture.path,
             first_index=len(self.part.gemms),
-            blocks=self.found.blocks,
-            cut=self.found.cut,
+            blocks=self.capture.blocks,
+            cut=self.capture.cut,
             known={} if plan is None else plan.by_name,
             tapped=self._tapped,
         )
@@ -153,8 +153,8 @@ class Compilation:
         trace_graph(graph, "after")
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps)
-        gathers = Gathers() if self.traced else self.found.gathers
-        drawn = outline(graph, self.found.inputs, self.found.path)
+        gathers = Gathers() if self.traced else self.capture.gathers
+        drawn = outline(graph, self.capture.inputs, self.capture.path)
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),
@@ -164,7 +164,7 @@ class Compilation:
             wire_bytes=self.part.wire_bytes + gathers.forward,
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.forward_without,
             cache=_cache_state(),
-            histories=self.part.histories + histories(graph, len(self.found.inputs)),
+            histories=self.part.histories + histories(graph, len(self.capture.inputs)),
         )
         self._counted = (0, 0, 0)
         self._count_work(graph)
@@ -185,7 +185,7 @@ class Compilation:
 
     def _with_rules(self, error: UnsupportedError, graph: fx.Graph) -> UnsupportedError:
         """`error` and what strict mode has against the rules, if `graph` is the whole model."""
-        if self.found.cut:
+        if self.capture.cut:
             return error
         tags = [tag for node in graph.nodes for tag in tags_of(node) if tag.gemm is Gemm.FPROP]
         known = (*layers_of(self.part.gemms), *(tag.as_layer() for tag in tags))
@@ -194,9 +194,11 @@ class Compilation:
     def count_saved(self, graphs: GraphModules, num_forward_outputs: int) -> None:
         """Forward and backward, just partitioned: what is saved is compressed, counted and flattened."""
         forward, backward = (module.graph for module in graphs)
-        changed = Compress(num_outputs=num_forward_outputs, inputs=self.found.inputs).apply(forward, backward)
+        changed = Compress(num_outputs=num_forward_outputs, inputs=self.capture.inputs).apply(
+            forward, backward
+        )
         saved, without = saved_bytes(forward, num_forward_outputs, self._count)
-        gathers = self.found.gathers if self.part.saved_bytes is None else Gathers()
+        gathers = self.capture.gathers if self.part.saved_bytes is None else Gathers()
         self._update(
             saved_bytes=(self.part.saved_bytes or 0) + saved,
             saved_bytes_bf16=(self.part.saved_bytes_bf16 or 0) + without,
@@ -217,7 +219,7 @@ class Compilation:
     def lower(self, graph: fx.Graph) -> None:
         """A forward, backward or inference graph, before Inductor lowers it."""
         start = time.perf_counter()
-        lowering.run(graph, self.target, self.found.device, promotes=self._promotes)
+        lowering.run(graph, self.target, self.capture.device, promotes=self._promotes)
         self.lowered = True
         self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
         self.name_kernels({tag.index: tag.kernel for node in graph.nodes for tag in tags_of(node)})
@@ -228,8 +230,8 @@ class Compilation:
         return self.options.policy.quantizes or self.options.target == CPU_FP32
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """What runs GEMMs, by their index in the graph: when it is lowered, and when Inductor has chosen."""
-        if self.found.backward:
+        """Record the kernels of GEMMs, by index: when the graph is lowered, and when Inductor has chosen."""
+        if self.capture.backward:
             self._adopted.name_kernels(kernels)
             return
         gemms = enumerate(self.part.gemms)

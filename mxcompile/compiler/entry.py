@@ -1,4 +1,4 @@
-"""What a compile leaves in the report: made known with the code, and again as kernels are chosen.
+"""The entry of a compile in the report: published with the code, and again as kernels are chosen.
 
 The hooks make it. When AOTAutograd's cache answers, no hook runs: the part then comes from the store beside
 the cache (see `store`), and if it is gone from there, from tracing the graph again without compiling it.
@@ -39,7 +39,7 @@ def publish(
 
     Returns `compiled`, the code, which notes the other models that it runs for.
     """
-    if compilation.found.backward:
+    if compilation.capture.backward:
         return compiled
     entry = _Entry(compilation)
     if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
@@ -48,20 +48,20 @@ def publish(
     log.info("%s", _line(compilation))
     trace_gemms(compilation.part.gemms)
     compilation.changed = entry.hear
-    if compilation.found.planned.plan is None and not (entry.is_broken or compilation.found.prefix):
+    if compilation.capture.planned.plan is None and not (entry.is_broken or compilation.capture.prefix):
         layers = layers_of(REGISTRY.layers(entry.ledger.group))
         check_layers(compilation.options.policy, layers, strict=compilation.options.strict)
-    return noted(compiled, compilation.found, entry.places)
+    return noted(compiled, compilation.capture, entry.places)
 
 
 def _line(compilation: Compilation) -> str:
-    """What was made of one graph: for ``TORCH_LOGS=mxcompile``."""
+    """Log the decisions on one graph, for ``TORCH_LOGS=mxcompile``."""
     part, label = compilation.part, compilation.options.policy.label
     words = labels(gemm.precision for gemm in part.gemms)
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
     left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
     return (
-        f"compiled {compilation.found.path or 'the model'} for {compilation.target.name}, {label}:"
+        f"compiled {compilation.capture.path or 'the model'} for {compilation.target.name}, {label}:"
         f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
         f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
         f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
@@ -69,24 +69,24 @@ def _line(compilation: Compilation) -> str:
 
 
 class _Entry:
-    """What one compile leaves in the registry."""
+    """The entry of one compile in the registry."""
 
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
-        options, found = compilation.options, compilation.found
+        options, capture = compilation.options, compilation.capture
         fresh = Ledger(
             target=compilation.target.name,
             policy=options.policy.label,
             path=options.report,
             group=options.group,
-            model=found.root,
+            model=capture.root,
         )
-        key, plan = CompileContext.try_get() or object(), found.planned.plan
+        key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, found.root)
+        self.places = Places(key, self.ledger, gemms, capture.root)
         self.is_broken = bool(compilation.part.graph_breaks)
-        self._twins = sharing.twins(found, options.policy)
+        self._twins = sharing.twins(capture, options.policy)
 
     def recall(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """Take the part from the store, or trace the graph again."""
@@ -102,7 +102,7 @@ class _Entry:
     def put(self) -> None:
         """Make what is known so far known to the process."""
         compilation = self._compilation
-        part = dataclasses.replace(compilation.part, prefix=compilation.found.prefix, twins=self._twins)
+        part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
         self.places.put(part)
         if compilation.lowered:
             store.save(self._key(), part)
@@ -118,5 +118,5 @@ class _Entry:
             sources_hash(),
             compilation.options.fingerprint(),
             compilation.target.name,
-            compilation.found.with_sources,
+            compilation.capture.with_sources,
         )

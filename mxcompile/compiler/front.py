@@ -120,16 +120,16 @@ def _compilable(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, n
 def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """The modules of `root` to compile, by the user's path."""
     if blocks == "auto":
-        found = dict(_stacked("", root))
-        if not found and _is_called(root):
+        parts = dict(_stacked("", root))
+        if not parts and _is_called(root):
             yield "", root
             return
     elif isinstance(blocks, str):
         raise OptionError(not_allowed("blocks", blocks, ["auto"]) + ", or a list of paths")
     else:
-        found = dict(_named(root, blocks))
-    yield from found.items()
-    yield from _rest("", root, set(found))
+        parts = dict(_named(root, blocks))
+    yield from parts.items()
+    yield from _rest("", root, set(parts))
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -91,9 +91,9 @@ def _report(value: Any) -> Path | None:
     if not isinstance(value, str | Path):
         raise OptionError(f"option 'report' is a file path, found {value!r}")
     form_of(value)
-    for found in _PLACEHOLDER.findall(str(value)):
-        if found != RANK:
-            raise OptionError(f"report {str(value)!r}: {not_allowed('placeholder', found, (RANK,))}")
+    for word in _PLACEHOLDER.findall(str(value)):
+        if word != RANK:
+            raise OptionError(f"report {str(value)!r}: {not_allowed('placeholder', word, (RANK,))}")
     path = Path(value).absolute()
     check_place(path)
     return path

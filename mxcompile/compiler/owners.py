@@ -34,7 +34,7 @@ class Owner(Protocol):
     """A compile that takes the names of kernels, by the index of their GEMM."""
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
-        """What runs these GEMMs."""
+        """Take the names of the kernels that run these GEMMs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxcompile.compiler.capture import Capture, capture
+from mxcompile.compiler.capture import Capture, captured
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
@@ -56,7 +56,7 @@ class Rehearsal(Generic[Mode]):
         call(self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training)
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        current = dataclasses.replace(capture(gm, example_inputs, self.model), blocks=self.repeats.blocks)
+        current = dataclasses.replace(captured(gm, example_inputs, self.model), blocks=self.repeats.blocks)
         return self.graph(current, gm, example_inputs)
 
     def graph(

@@ -26,29 +26,29 @@ from mxcompile.rules import name_signature
 Signature = tuple[Any, ...]
 
 
-def twins(found: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] | None], ...]:
-    """Paths and blocks of the modules that run the code compiled for the module of `found`, its own left out.
+def twins(capture: Capture, policy: Policy) -> tuple[tuple[str, tuple[int, int] | None], ...]:
+    """Paths and blocks of the other modules that run the code compiled for the module of `capture`.
 
     They have its class and, by the plan, its layers and their decisions.
     """
-    if found.root is None or not found.prefix or found.planned.plan is None:
+    if capture.root is None or not capture.prefix or capture.planned.plan is None:
         return ()
-    known = dict(_alike(found, policy))
-    mine = known[found.prefix]
-    others = (path for path, other in known.items() if other == mine and path != found.prefix)
-    return tuple((path, found.blocks.place(path)) for path in others)
+    known = dict(_alike(capture, policy))
+    mine = known[capture.prefix]
+    others = (path for path, other in known.items() if other == mine and path != capture.prefix)
+    return tuple((path, capture.blocks.place(path)) for path in others)
 
 
-def guard(found: Capture, policy: Policy, *, unlimited: bool = False) -> None:
-    """Keep the code being compiled for the module of `found` from modules that `policy` treats differently.
+def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
+    """Keep the code being compiled for the module of `capture` from modules that `policy` treats differently.
 
     Raises `PolicyError` where Dynamo would give up on compiling so many kinds of one class; with
     `unlimited` its limit is raised instead.
     """
     context = TracingContext.try_get()
-    if found.root is None or not found.prefix or context is None:
+    if capture.root is None or not capture.prefix or context is None:
         return
-    known = dict(_alike(found, policy))
+    known = dict(_alike(capture, policy))
     kinds = set(known.values())
     if len(kinds) < 2:
         return
@@ -56,52 +56,52 @@ def guard(found: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     if unlimited:
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
     elif len(kinds) > limit:
-        name = type(named(found.root, found.prefix)).__name__
+        name = type(named(capture.root, capture.prefix)).__name__
         raise PolicyError(
             f"{policy.label} needs {len(kinds)} different codes for modules of class {name}, and Dynamo keeps"
             f" {limit} of one function; compile the model with mxcompile.compile(model, policy=…)"
         )
-    if found.owner is None:
+    if capture.owner is None:
         raise PolicyError(
-            f"{policy.label} treats {found.prefix} differently from other modules of its class, but Dynamo"
+            f"{policy.label} treats {capture.prefix} differently from other modules of its class, but Dynamo"
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
-    paths = {id(module): path for path, module in _modules(found.root)}
-    expected = known[found.prefix]
-    alive = weakref.ref(found.root)
+    paths = {id(module): path for path, module in _modules(capture.root)}
+    expected = known[capture.prefix]
+    alive = weakref.ref(capture.root)
 
     def holds(module: object) -> bool:
         path = paths.get(id(module))
         return alive() is not None and path is not None and known.get(path) == expected
 
-    context.guards_context.dynamo_guards.add(Guard(found.owner, _install(holds)))
+    context.guards_context.dynamo_guards.add(Guard(capture.owner, _install(holds)))
 
 
 def _install(holds: Callable[[object], bool]) -> Callable[[Any, Guard], None]:
     def decisions(builder: Any, guard: Guard) -> None:
         manager = builder.get_guard_manager(guard)
-        said = [f"mxcompile: decisions of {guard.name}"]
-        manager.add_lambda_guard(holds, said, None)
+        label = [f"mxcompile: decisions of {guard.name}"]
+        manager.add_lambda_guard(holds, label, None)
 
     return decisions
 
 
-def _alike(found: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
-    """The modules of the class that `found` is compiled for, and what is decided for each."""
-    assert found.root is not None
-    module = named(found.root, found.prefix)
-    below = _decided(found, policy)
-    for path, other in _modules(found.root):
+def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
+    """The modules of the class that `capture` is compiled for, and what is decided for each."""
+    assert capture.root is not None
+    module = named(capture.root, capture.prefix)
+    below = _decided(capture, policy)
+    for path, other in _modules(capture.root):
         if plain_class(other) is plain_class(module):
             yield path, below(path)
 
 
-def _decided(found: Capture, policy: Policy) -> Callable[[str], Signature]:
-    """What is decided for the layers below a path: by the plan or, without one, how patterns fall."""
-    root, plan = found.root, found.planned.plan
+def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
+    """Returns the decisions for the layers below a path: by the plan or, without one, by name patterns."""
+    root, plan = capture.root, capture.planned.plan
     assert root is not None
     if plan is None:
-        return lambda path: name_signature(policy, root, _raw(root, path), found.blocks)
+        return lambda path: name_signature(policy, root, _raw(root, path), capture.blocks)
     linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR]
     decisions = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
 

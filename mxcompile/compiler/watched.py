@@ -53,41 +53,41 @@ def watched(
     try:
         sampled = compiler(compilation.measuring(watch))
     except Exception as error:  # training goes on without it
-        name = compilation.found.path or "the model"
+        name = compilation.capture.path or "the model"
         log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
         return code
     return _Watched(code, sampled, compilation, watch)
 
 
-def follow(options: Options, found: Capture) -> Options:
-    """`options` as rules of their watch have changed the policy, for the graph of `found`.
+def follow(options: Options, capture: Capture) -> Options:
+    """`options` as rules of their watch have changed the policy, for the graph of `capture`.
 
     The code that Dynamo is compiling is guarded: it is compiled again when a rule changes its part of the
     policy. Code that runs for several modules without Dynamo telling them apart does not change.
     """
     watch, context = options.watch, TracingContext.try_get()
-    if watch is None or not watch.can_change or context is None or found.backward:
+    if watch is None or not watch.can_change or context is None or capture.backward:
         return options
-    if found.prefix and found.owner is None:
+    if capture.prefix and capture.owner is None:
         log.warning(
             "watch: rules that put GEMMs into BF16 do nothing in %s, whose code cannot be kept to it; compile"
             " the model with mxcompile.compile(model, watch=…)",
-            found.path,
+            capture.path,
         )
         return options
-    root, expected = found.root, watch.below(found.prefix)
+    root, expected = capture.root, watch.below(capture.prefix)
     paths = {} if root is None else {id(module): user_path(raw) for raw, module in root.named_modules()}
 
     def holds(module: object) -> bool:
-        return watch.below(paths.get(id(module), "") if found.prefix else "") == expected
+        return watch.below(paths.get(id(module), "") if capture.prefix else "") == expected
 
-    source = found.owner if found.prefix else GlobalStateSource()
-    context.guards_context.dynamo_guards.add(Guard(source, _install(holds, whole=not found.prefix)))
+    source = capture.owner if capture.prefix else GlobalStateSource()
+    context.guards_context.dynamo_guards.add(Guard(source, _install(holds, whole=not capture.prefix)))
     return options.now()
 
 
 def _install(holds: Callable[[object], bool], *, whole: bool) -> Callable[[Any, Guard], None]:
-    """What puts a guard into the code: of the frame, or of the module at its source."""
+    """Returns the function that adds a guard to the code: of the frame, or of the module at its source."""
 
     def rules(builder: Any, guard: Guard) -> None:
         manager = builder.guard_manager.root if whole else builder.get_guard_manager(guard)
@@ -105,7 +105,7 @@ def guard(compilation: Compilation, example_inputs: Sequence[Any]) -> None:
 
 def _is_watched(compilation: Compilation, example_inputs: Sequence[Any]) -> bool:
     """Whether calls of the code compute gradients, and are not a backward that was captured by itself."""
-    if compilation.found.backward:
+    if compilation.capture.backward:
         return False
     given = (value for value in example_inputs if isinstance(value, Tensor))
     return torch.is_grad_enabled() and any(value.requires_grad for value in given)
@@ -115,15 +115,15 @@ class _Watched:
     """The two codes, called as one."""
 
     def __init__(self, code: Compiled, sampled: Compiled, compilation: Compilation, watch: Watch) -> None:
-        found = compilation.found
+        capture = compilation.capture
         self._code = code
         self._sampled = sampled
-        self._compiled = found.prefix
-        self._root = None if found.root is None else weakref.ref(found.root)
-        self._class = None if found.root is None else plain_class(named(found.root, found.prefix))
-        options, plan = compilation.options, found.planned.plan
+        self._compiled = capture.prefix
+        self._root = None if capture.root is None else weakref.ref(capture.root)
+        self._class = None if capture.root is None else plain_class(named(capture.root, capture.prefix))
+        options, plan = compilation.options, capture.planned.plan
         self._recorder = watch.attach(
-            found.root,
+            capture.root,
             options.given or options.policy,
             layers_of(compilation.part.gemms) if plan is None else plan.layers,
             target=compilation.target.name,

@@ -60,13 +60,13 @@ def quantize_gathers_(
     _refuse_sharded(model)
     if not args and not kwargs:
         kwargs = example_inputs(model)
-    found = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True).by_path
+    layers = uses(model, Policy.resolve(policy), args, kwargs or {}, tile_uses, training=True).by_path
     places = owners(model)
     casts = {
-        path: _cast(path, places[path][0], each, ranks) for path, each in found.items() if path in places
+        path: _cast(path, places[path][0], each, ranks) for path, each in layers.items() if path in places
     }
     result = QuantizedGathers(
-        weights=tuple(_row(path, places[path][0], found[path], cast) for path, cast in casts.items())
+        weights=tuple(_row(path, places[path][0], layers[path], cast) for path, cast in casts.items())
     )
     if not any(weight.travels for weight in result.weights):
         raise ModelError(f"no weight would be gathered in MXFP8\n{result}")
@@ -100,13 +100,13 @@ def _parameter(owner: Owner) -> nn.Parameter:
     return parameter
 
 
-def _cast(path: str, owner: Owner, found: Sequence[TileUse], ranks: int) -> TileCast | str:
+def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
     """How the parameter at `path` is cast before it is gathered, or why it is not."""
     parameter = _parameter(owner)
-    for use in found:
+    for use in layers:
         if use.elem_dtype is None:
             return use.reason
-    formats = {(use.elem_dtype, use.rounding) for use in found}
+    formats = {(use.elem_dtype, use.rounding) for use in layers}
     if len(formats) > 1:
         return "its GEMMs cast it in different ways"
     values = local(parameter)
@@ -123,17 +123,17 @@ def _cast(path: str, owner: Owner, found: Sequence[TileUse], ranks: int) -> Tile
     return TileCast(name=path, elem_dtype=elem_dtype, rounding=rounding)
 
 
-def _row(path: str, owner: Owner, found: Sequence[TileUse], cast: TileCast | str) -> GatheredWeight:
+def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | str) -> GatheredWeight:
     shape = local(_parameter(owner)).shape
     bytes_bf16 = 2 * shape.numel()
     tiles = shape.numel() // max(1, shape[-2:].numel()) * num_blocks(shape[-2]) * num_blocks(shape[-1])
     travels = isinstance(cast, TileCast)
     return GatheredWeight(
         name=path,
-        role=found[0].role,
+        role=layers[0].role,
         shape=tuple(shape),
         travels=travels,
-        reason=found[0].reason if isinstance(cast, TileCast) else cast,
+        reason=layers[0].reason if isinstance(cast, TileCast) else cast,
         num_bytes=shape.numel() + tiles if travels else bytes_bf16,
         bytes_bf16=bytes_bf16,
     )
@@ -142,10 +142,10 @@ def _row(path: str, owner: Owner, found: Sequence[TileUse], cast: TileCast | str
 def _put(places: Sequence[Owner], cast: TileCast) -> None:
     """Put a `MasterWeight` in the place of the parameter at `places`."""
     parameter = _parameter(places[0])
-    made = nn.Parameter(
+    master = nn.Parameter(
         with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad
     )
-    vars(made).update(vars(parameter))
+    vars(master).update(vars(parameter))
     for module, name in places:
-        module._parameters[name] = made
+        module._parameters[name] = master
         keep_plain(module)

@@ -64,7 +64,7 @@ def codegen(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> CodegenResult:
-    """What a compile of `model` would run on `target`.
+    """Returns the code that a compile of `model` would run on `target`.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
     called with (see `models.arguments`). target: a GPU of
@@ -239,9 +239,9 @@ def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> f
 
 
 def _source(call: KernelCall, written_by: dict[str, str]) -> str:
-    """What made the tensors that a cast reads (see `Launch`)."""
-    made = {written_by.get(name, "input") for name in call.reads}
-    return next(kind for kind in ("generated", "library", "input") if kind in made)
+    """Returns the kind of call that wrote the tensors that a cast reads (see `Launch`)."""
+    kinds = {written_by.get(name, "input") for name in call.reads}
+    return next(kind for kind in ("generated", "library", "input") if kind in kinds)
 
 
 def _packet(overload: str) -> str:

@@ -45,7 +45,7 @@ class Launch:
 
     @property
     def kind(self) -> str:
-        """What it is: "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
+        """Returns "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
         if "attention" in self.kernel:
             return "attention"
         if self.gemms:

@@ -123,8 +123,10 @@ def _as_data(result: CodegenResult) -> dict[str, Any]:
     }
 
 
-def _estimate_as_data(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else {"us": found.us, "by": found.by, **dataclasses.asdict(found)}
+def _estimate_as_data(estimate: Estimate | None) -> dict[str, Any] | None:
+    return (
+        None if estimate is None else {"us": estimate.us, "by": estimate.by, **dataclasses.asdict(estimate)}
+    )
 
 
 def _step_as_data(step: Step) -> dict[str, Any]:
@@ -274,5 +276,5 @@ def _alike(steps: Mapping[str, Step]) -> list[str]:
     return [
         f"{one} and {other}: {INDISTINGUISHABLE}"
         for one, other in pairs
-        if (found := steps[one].over(steps[other])).low <= 1.0 <= found.high
+        if (ratio := steps[one].over(steps[other])).low <= 1.0 <= ratio.high
     ]

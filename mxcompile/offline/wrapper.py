@@ -107,7 +107,7 @@ class _ModuleReader:
                 self._alias(name, other)
             case ast.Call(func=function, args=[ast.Name(id=other), _]) if ast.unparse(function) == _AS_DTYPE:
                 self._alias(name, other)
-            case ast.Call(func=ast.Name(id=made), args=[size, _, dtype]) if _ALLOCATORS.match(made):
+            case ast.Call(func=ast.Name(id=allocator), args=[size, _, dtype]) if _ALLOCATORS.match(allocator):
                 self._itemsize[name] = itemsize = _dtype(dtype).itemsize
                 self._bytes[name] = _elements(size) * itemsize
                 self._root[name] = name

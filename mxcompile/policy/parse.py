@@ -71,10 +71,10 @@ def load_yaml(raw: bytes, label: str) -> tuple[Any, Origin]:
 def parse_data(data: Any, source: Origin) -> tuple[str, tuple[Rule, ...]]:
     """Preset name and rules in `data`, a mapping with version, preset and rules."""
     if not isinstance(data, dict):
-        found = "nothing" if data is None else type(data).__name__
+        kind = "nothing" if data is None else type(data).__name__
         raise source.error(
             (),
-            f"a policy is a mapping with the keys {_words(schema.TOP)}, found {found}:"
+            f"a policy is a mapping with the keys {_words(schema.TOP)}, found {kind}:"
             f" start with 'version: {schema.VERSION}'",
         )
     _check_keys(data, schema.TOP, (), source)

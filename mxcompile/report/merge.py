@@ -181,11 +181,11 @@ def _check_alike(summaries: Sequence[Summary]) -> None:
     if not summaries:
         raise OptionError("nothing to merge: give at least one report")
     for what in ("target", "policy"):
-        found = list(dict.fromkeys(getattr(summary, what) for summary in summaries))
-        if len(found) > 1:
+        values = list(dict.fromkeys(getattr(summary, what) for summary in summaries))
+        if len(values) > 1:
             raise OptionError(
                 f"these reports cannot be merged: reports of one model have one {what}, found"
-                f" {', '.join(map(repr, found))}"
+                f" {', '.join(map(repr, values))}"
             )
 
 
@@ -223,6 +223,6 @@ def total(values: Iterable[_Number | None]) -> _Number | None:
 
 
 def together(states: Iterable[str]) -> str:
-    """What the cache did for all: one word if it was the same for all, "partial" if not."""
-    found = set(states)
-    return found.pop() if len(found) == 1 else "partial" if found else "off"
+    """Returns the state of the cache for all: one word if all have the same, "partial" if not."""
+    words = set(states)
+    return words.pop() if len(words) == 1 else "partial" if words else "off"

@@ -69,18 +69,17 @@ def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
 
 
 def _fits_none(pattern: str, names: Sequence[str]) -> str:
-    """What there is to say of a pattern that fits none of `names`: what would, what is spelled nearly so."""
-    said = f"no layer of the report is called {pattern!r}"
+    """Returns a message on a pattern that fits none of `names`, with patterns that would and near names."""
+    message = f"no layer of the report is called {pattern!r}"
     if not names:
-        return f"{said}: it has no layers"
+        return f"{message}: it has no layers"
     for wider in (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"):
         match = Match(name=(wider,))
         fitting = [] if pattern.startswith("re:") else [name for name in names if match.names(name)]
         if fitting:
-            return (
-                f"{said}; {wider!r} fits {fitting[0]!r}{f' and {len(fitting) - 1} more' * (len(fitting) > 1)}"
-            )
+            more = f" and {len(fitting) - 1} more" if len(fitting) > 1 else ""
+            return f"{message}; {wider!r} fits {fitting[0]!r}{more}"
     near = difflib.get_close_matches(pattern.removeprefix("re:"), names, n=_MOST, cutoff=_NEAR)
     rows = [row for row in near if row] or [name for name in names if name][:_MOST]
     what = "nearest" if near else "there are"
-    return f"{said}; {what}: {', '.join(map(repr, rows))}"
+    return f"{message}; {what}: {', '.join(map(repr, rows))}"

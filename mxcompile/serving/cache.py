@@ -62,7 +62,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     @property
     def stored_bytes(self) -> int:
-        """What codes and scales take; 0 before the first update."""
+        """Returns the bytes of codes and scales; 0 before the first update."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -171,7 +171,7 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
 
     @property
     def stored_bytes(self) -> int:
-        """What the layers in MXFP8 take; 0 before the first update."""
+        """Returns the bytes of the layers in MXFP8; 0 before the first update."""
         return sum(layer.stored_bytes for layer in self.layers if isinstance(layer, MXStaticLayer))
 
 

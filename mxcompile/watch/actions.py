@@ -1,4 +1,4 @@
-"""What rules do when they fire: every rank does the same, in the same step; the first one keeps the records.
+"""Actions of rules that fire: every rank does the same, in the same step; the first one keeps the records.
 
 warn    a warning
 bf16    the GEMM of the operand is in BF16 from the next step on (see `fallback`)
@@ -26,7 +26,7 @@ Fired = tuple[int, dict[str, Any]]
 
 
 def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
-    """What fires in `sample`, which is the next one."""
+    """Returns the rules that fire in `sample`, which is the next one."""
     every = frozenset(STATS)
     rows = [row(key, tally, every) for key, tally in sample.items()]
     return [(place, each) for each in rows for place, rule in enumerate(rules) if rule.fires(each)]

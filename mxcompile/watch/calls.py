@@ -36,7 +36,7 @@ class Call:
     is_repeated: bool = False
 
     def named(self, layer: str) -> str:
-        """What the layer called `layer` in the compiled code is called in this call."""
+        """Returns the name in this call of the layer called `layer` in the compiled code."""
         inside = layer == self.compiled or layer.startswith(f"{self.compiled}.")
         return self.running + layer.removeprefix(self.compiled) if inside else layer
 
@@ -53,7 +53,7 @@ _RUNNING = _Running()
 
 @contextmanager
 def forward(call: Call) -> Iterator[None]:
-    """What graphs deliver in here comes from the forward of `call`."""
+    """Tallies that graphs deliver inside belong to the forward of `call`."""
     _RUNNING.calls.append((call, call.is_repeated))
     try:
         yield

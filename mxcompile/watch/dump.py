@@ -49,8 +49,8 @@ class Dumps:
         name = re.sub(r"[^\w.-]", "_", f"step-{step}-{layer}-{gemm}")[:200]
         path = self.folder / f"{name}{own}.pt"
         operands = {
-            name: {key: said[key] for key in ("format", "dim", "sizes")}
-            for name, (*_, said) in excerpts.items()
+            name: {key: cast[key] for key in ("format", "dim", "sizes")}
+            for name, (*_, cast) in excerpts.items()
         }
         about = {"step": step, "layer": layer, "gemm": gemm, "message": message, "operands": operands}
         data: dict[str, Any] = {"about": json.dumps(about)}
@@ -78,7 +78,7 @@ class Dump:
             data = torch.load(path, weights_only=True, map_location="cpu")
             about = json.loads(data["about"])
             operands = {
-                name: (data[name], data[f"{name}.rows"], said) for name, said in about.pop("operands").items()
+                name: (data[name], data[f"{name}.rows"], cast) for name, cast in about.pop("operands").items()
             }
             return cls(**about, operands=operands)
         except Exception as error:
@@ -86,21 +86,21 @@ class Dump:
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Statistics of the cast of each excerpt, as in samples."""
-        found = {}
-        for name, (values, _, said) in self.operands.items():
-            numbers, _ = ops.cast_statistics(values, -1, said["format"], 0)
-            found[name] = Tally.of("", said["format"], numbers.tolist()).statistics()
-        return found
+        statistics = {}
+        for name, (values, _, cast) in self.operands.items():
+            numbers, _ = ops.cast_statistics(values, -1, cast["format"], 0)
+            statistics[name] = Tally.of("", cast["format"], numbers.tolist()).statistics()
+        return statistics
 
     def lines(self) -> Iterable[str]:
         """The file in words."""
         yield self.message
         for name, numbers in self.statistics().items():
-            values, _, said = self.operands[name]
-            of = "x".join(map(str, said["sizes"]))
+            values, _, cast = self.operands[name]
+            of = "x".join(map(str, cast["sizes"]))
             rows, length = values.shape
             yield (
-                f"{name}: {rows} rows of {length} ({values.dtype}) of {of}, {said['format']},"
+                f"{name}: {rows} rows of {length} ({values.dtype}) of {of}, {cast['format']},"
                 f" amax {numbers['amax']:.4g}, underflow {numbers['underflow']:.2%},"
                 f" saturated {numbers['saturated']:.2%}, {numbers['nan'] + numbers['inf']:,} NaN or Inf"
             )

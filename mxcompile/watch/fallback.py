@@ -54,9 +54,9 @@ class Fallbacks:
 
     def _text(self, policy: Policy) -> str:
         reasons = (why for gemms in self._why.values() for why in gemms.values())
-        said = "".join(f"# {printable(why)}\n" for why in reasons)
+        comments = "".join(f"# {printable(why)}\n" for why in reasons)
         head = f"# {printable(policy.label)}, with what rules of a watch have put into BF16:\n"
-        return head + said + self.over(policy).to_yaml()
+        return head + comments + self.over(policy).to_yaml()
 
     def over(self, policy: Policy) -> Policy:
         """`policy` without what has been put into BF16."""
@@ -66,7 +66,7 @@ class Fallbacks:
         return keeping(policy, kept, f"{policy.label}, changed by a watch: {self.path}")
 
     def below(self, path: str) -> Below:
-        """What has been put into BF16 of the module at `path`; "" is the whole model."""
+        """Returns the GEMMs below the module at `path` that are in BF16 now; "" is the whole model."""
         start = f"{path}." if path else ""
         return frozenset(
             (name.removeprefix(path), gemm.value)

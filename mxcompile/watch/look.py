@@ -1,4 +1,4 @@
-"""What a file of samples says: the operands that are worst, those that moved most, and a page of all.
+"""A summary of a file of samples: the worst operands, the operands that moved most, and a page of all.
 
 worst   NaN and Inf first, then by the relative error of the cast
 moved   by the largest change of a share: underflow, saturated, error
@@ -79,8 +79,8 @@ class Look:
             return []
         before = self.samples[steps[max(0, len(steps) - 1 - back)]]
         both = {key: (before[key], row) for key, row in self._last().items() if key in before}
-        found = _first(both, lambda pair: (_change(*pair),), limit)
-        return [(key, *pair) for key, pair in found if _change(*pair) > 0]
+        rows = _first(both, lambda pair: (_change(*pair),), limit)
+        return [(key, *pair) for key, pair in rows if _change(*pair) > 0]
 
     def _last(self) -> dict[Key, Row]:
         return next(reversed(self.samples.values()), {})
@@ -131,16 +131,16 @@ def _rounded(value: Any) -> Any:
 
 
 def lines(look: Look, limit: int, back: int) -> Iterable[str]:
-    """What `look` says, for a terminal."""
+    """Returns the text of `look` for a terminal."""
     steps = [*look.samples]
     if steps:
         yield (
             f"{look.path.name}: {len(steps)} samples, steps {steps[0]:,} to {steps[-1]:,},"
             f" {len(look.samples[steps[-1]])} operands, {look.about.get('policy', 'unknown policy')}"
         )
-    for found in look.findings[-limit:]:
-        place = f"{found['operand']} of {found['layer']} {found['gemm']}"
-        yield f"step {found['step']:,}: NaN or Inf in {place}, {found['origin']}"
+    for finding in look.findings[-limit:]:
+        place = f"{finding['operand']} of {finding['layer']} {finding['gemm']}"
+        yield f"step {finding['step']:,}: NaN or Inf in {place}, {finding['origin']}"
     if not steps:
         return
     yield ""

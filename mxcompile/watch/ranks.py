@@ -136,20 +136,20 @@ class Ranks:
 
     def _rule(self, step: int, sample: Sample, judge: Judge) -> list[Fired]:
         """Join, write, and tell the other ranks what fires."""
-        found: list[Fired] = []
+        rules: list[Fired] = []
         try:
             sent = self._join(step, sample)
             self._write(step, sample, sent)
-            found = judge(sample)
+            rules = judge(sample)
         finally:
             if self._told and not self._silent:  # all have heard of that, for they have sent since
                 _store().delete_key(self._told)
             self._told = _verdict(step)
-            _store().set(self._told, json.dumps(found))
-        return found
+            _store().set(self._told, json.dumps(rules))
+        return rules
 
     def _hear(self, step: int) -> list[Fired]:
-        """What the first rank finds in the joined sample. Raises `TimeoutError`."""
+        """Returns what the first rank finds in the joined sample. Raises `TimeoutError`."""
         store, key, end = _store(), _verdict(step), time.monotonic() + 2 * _WAIT_S
         while not store.check([key]):
             if time.monotonic() > end:

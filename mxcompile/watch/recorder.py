@@ -1,4 +1,4 @@
-"""What a watch does while training goes on: it says which steps are sampled, and makes records of them.
+"""The part of a watch that runs while a model trains: it picks the sampled steps and writes their records.
 
     forward, backward of a sampled step  →  deliveries  →  tallies  →  the record, before the optimizer steps
 

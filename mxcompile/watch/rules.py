@@ -111,9 +111,9 @@ class Rule:
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:
         """That the rule fired for `row`, in words."""
-        said = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
+        conditions = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
         times = f" in {self.over} samples" if self.over > 1 else ""
-        return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {said}{times}"
+        return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"
 
 
 def rules_of(given: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
@@ -124,7 +124,7 @@ def rules_of(given: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 def _condition(name: str, text: Any) -> Condition:
     if name not in NUMBERS:
         raise OptionError(not_allowed("statistic", name, (*NUMBERS, "over")))
-    found = _CONDITION.fullmatch(str(text))
-    if found is None:
+    match = _CONDITION.fullmatch(str(text))
+    if match is None:
         raise OptionError(f"watch rule: the limit of {name} is like '> 0.3', found {shown(text)}")
-    return Condition(name=name, word=found[1], limit=float(found[2]))
+    return Condition(name=name, word=match[1], limit=float(match[2]))

@@ -35,7 +35,7 @@ STATS = (
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What is known of one operand in one step.
+    """The counts and sums of one operand in one step.
 
     role, format: words. calls: of the graph that casts it, over all ranks. sums: by `FIELDS`. histogram: of
     scales, by byte. compared, changed: how many elements of a weight's cast were compared with those of the
@@ -73,7 +73,7 @@ class Tally:
             self.histogram[byte] = self.histogram.get(byte, 0.0) + count
 
     def statistics(self) -> dict[str, Any]:
-        """What the sums mean: numbers, or None for what is not defined."""
+        """Returns the statistics from the sums; None for one that is not defined."""
         sums = self.sums
         finite = sums["elements"] - sums["nan"] - sums["inf"]
         return {
@@ -109,7 +109,7 @@ class Tally:
 
     @classmethod
     def unpacked(cls, packed: list[Any]) -> Tally:
-        """What `packed` made."""
+        """Returns the tally that `packed` wrote."""
         role, fmt, calls, sums, counted, compared, changed = packed
         given = zip(FIELDS, sums, strict=True)
         return cls(
@@ -137,7 +137,7 @@ def join(tallies: Sample, more: Mapping[Key, Tally]) -> None:
 
 
 def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
-    """What a sample says of one operand. stats: those of `STATS` that are wanted."""
+    """Returns the record of one operand in a sample. stats: the wanted ones of `STATS`."""
     layer, gemm, operand = key
     named = {
         "layer": layer,

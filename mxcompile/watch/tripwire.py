@@ -15,7 +15,7 @@ from mxcompile.watch.recorder import Count
 
 
 def finding(counts: Sequence[Count]) -> dict[str, Any]:
-    """What the first of `counts` that is not 0 says: layer, gemm, operand, count, origin, arrived."""
+    """Returns the first of `counts` that is not 0: layer, gemm, operand, count, origin, arrived."""
     index = next(place for place, (_, count) in enumerate(counts) if count)
     (layer, gemm, operand), count = counts[index]
     later = {key for key, more in counts[index + 1 :] if more and key[0] != layer}
@@ -43,10 +43,10 @@ def _origin(counts: Sequence[Count], index: int) -> str:
     return f"born after {before[-1][0]} {before[-1][1]}, whose operands are finite"
 
 
-def sentence(step: int, found: dict[str, Any]) -> str:
-    """`found` in words."""
+def sentence(step: int, finding: dict[str, Any]) -> str:
+    """`finding` in words."""
     return (
-        f"step {step}: NaN or Inf in {found['operand']} of {found['layer']} {found['gemm']}"
-        f" ({found['count']:,} scales or elements), {found['origin']};"
-        f" {found['arrived']:,} later operands have it from there"
+        f"step {step}: NaN or Inf in {finding['operand']} of {finding['layer']} {finding['gemm']}"
+        f" ({finding['count']:,} scales or elements), {finding['origin']};"
+        f" {finding['arrived']:,} later operands have it from there"
     )

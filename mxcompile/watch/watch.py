@@ -132,7 +132,7 @@ class Watch:
         return self._fallbacks.over(policy)
 
     def below(self, path: str) -> Below:
-        """What rules have put into BF16 of the module at `path`."""
+        """Returns the GEMMs below the module at `path` that rules have put into BF16."""
         return self._fallbacks.below(path)
 
     def attach(
@@ -174,9 +174,9 @@ class Watch:
         self._recorder.steps.check()
 
     def _trip(self, step: int, counts: list[Count]) -> None:
-        found = finding(counts)
-        message = sentence(step, found)
-        self._ranks.tell(_record("nonfinite", step=step, rank=rank() or 0, **found))
+        facts = finding(counts)
+        message = sentence(step, facts)
+        self._ranks.tell(_record("nonfinite", step=step, rank=rank() or 0, **facts))
         if self.nonfinite == "stop":
             raise NonFiniteError(message)
         log.warning("%s", message)

@@ -37,7 +37,7 @@ class Follower:
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """What is known of the graph as a whole.
+    """The marks of the graph as a whole.
 
     followers: the layers that read a layer's result. reads: the numbers of the residual streams that a layer
     reads. joined: the number of the stream that a layer's result joins or starts. together: what joins it
@@ -126,7 +126,7 @@ class Site:
         return bool(self.followers) and all(self.role_of(other) in roles for other in self.followers)
 
     def sources(self, *kinds: Source) -> list[fx.Node]:
-        """What its input is made of that is of one of `kinds`, seen through low-rank pairs."""
+        """Returns the sources of its input that are of one of `kinds`, seen through low-rank pairs."""
         return self.model.feeds.sources(self.beyond, *kinds)
 
     @property

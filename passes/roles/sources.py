@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Source(Enum):
-    """What kind of thing values are made from."""
+    """The kind of a source that values are made from."""
 
     LAYER = auto()
     ATTENTION = auto()  # softmax(q·kᵀ)·v, or the operator for it
@@ -37,7 +37,7 @@ BENT = ACTIVATED | GATED
 
 @dataclass(kw_only=True, slots=True)
 class Origins:
-    """What the values of a forward are made from.
+    """The sources of the values of a forward.
 
     made: sources of every value. kind: of every source.
     """

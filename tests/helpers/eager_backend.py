@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from mxcompile.compiler import histories, sharing
-from mxcompile.compiler.capture import capture
+from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
@@ -54,7 +54,7 @@ class EagerBackend:
         self.graphs: list[fx.GraphModule] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        found = capture(gm, example_inputs, self.root)
+        found = captured(gm, example_inputs, self.root)
         options = follow(self.options, found)
         remember(found.root, options.policy, options.group)
         tapped = histories.tap(gm, example_inputs, found, options.policy)

@@ -1,4 +1,4 @@
-"""What the runs of an audit gave, as `Numerics`."""
+"""The results of the runs of an audit, as `Numerics`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mxcompile.rules import unused_rules
 def numerics(
     session: Session, run: Run, outcome: Outcome, reference: Outcome, reach: Reach | None = None
 ) -> Numerics:
-    """Returns what was observed in `run`, which ended with `outcome`, against the unquantized `reference`."""
+    """Returns the errors in `run`, which ended with `outcome`, against the unquantized `reference`."""
     changes = {} if reach is None else _changes(reach, reference)
     products, casts = session.sites.products, session.sites.casts
     logits = compared(reference.logits, outcome.logits)
@@ -61,10 +61,10 @@ def compared(reference: Tensor | None, logits: Tensor | None) -> Sums | None:
     return _sums(reference, logits)
 
 
-def _sums(reference: Tensor, found: Tensor) -> Sums:
-    """`found` held to `reference`, both of the same shape, in pieces."""
+def _sums(reference: Tensor, actual: Tensor) -> Sums:
+    """`actual` held to `reference`, both of the same shape, in pieces."""
     sums = Sums()
-    for x, q in zip(reference.reshape(-1).split(PIECE), found.reshape(-1).split(PIECE), strict=True):
+    for x, q in zip(reference.reshape(-1).split(PIECE), actual.reshape(-1).split(PIECE), strict=True):
         sums.add(x, q)
     return sums
 
@@ -79,8 +79,8 @@ def parameters(
         roles[gemm.name] = gemm.role
         flops[gemm.name] += gemm.flops if gemm.gemm == Gemm.WGRAD else 0
     for name, expected in (reference.gradients or {}).items():
-        found = (outcome.gradients or {}).get(name)
-        if found is None or found.shape != expected.shape:
+        gradient = (outcome.gradients or {}).get(name)
+        if gradient is None or gradient.shape != expected.shape:
             continue
         layer = name if name in roles else name.rpartition(".")[0]
         yield ParameterNumerics(
@@ -88,7 +88,7 @@ def parameters(
             role=roles.get(layer, ""),
             flops=flops[layer] if expected.ndim > 1 else 0,
             numel=expected.numel(),
-            **_measures(_sums(expected, found)),
+            **_measures(_sums(expected, gradient)),
         )
 
 

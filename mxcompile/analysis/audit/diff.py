@@ -1,4 +1,4 @@
-"""What changed between two audits of a model: what its report says, and how far the measured errors moved.
+"""Changes between two audits of a model: of its report, and how far the measured errors moved.
 
 GEMMs are matched by layer and kind, casts by layer, operand and layout, the n-th of one audit with the n-th
 of the other. What moved by less than chance moves it between batches is not listed.
@@ -86,7 +86,7 @@ class AuditDifference:
 
 
 def compare_audits(old: Audit, new: Audit) -> AuditDifference:
-    """What changed from `old` to `new`."""
+    """Returns the changes from `old` to `new`."""
     before, after = old.numerics, new.numerics
     moved = [
         *_moved(before.gemms, after.gemms, lambda g: (g.name, g.gemm), _sqnr),
@@ -109,8 +109,8 @@ def _moved(
         waiting.setdefault(key(one), []).append(one)
     for one in new:
         same = waiting.get(key(one))
-        if same and (found := measure(same.pop(0), one, key(one)[1])) is not None:
-            yield found
+        if same and (change := measure(same.pop(0), one, key(one)[1])) is not None:
+            yield change
 
 
 def _sqnr(old: GemmNumerics, new: GemmNumerics, what: str) -> Moved | None:
@@ -131,8 +131,8 @@ def _underflow(old: TensorNumerics, new: TensorNumerics, what: str) -> Moved | N
 
 
 def _values(one: Moved) -> tuple[str, str]:
-    said = decibels if one.unit else percent
-    return said(one.before), said(one.after)
+    form = decibels if one.unit else percent
+    return form(one.before), form(one.after)
 
 
 def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
@@ -142,6 +142,6 @@ def _facts(old: Numerics, new: Numerics) -> Iterator[str]:
         ("relative error of parameter gradients", old.gradient_error, new.gradient_error, "{:.3%}"),
     )
     for what, before, after, form in pairs:
-        said = ["none" if value is None else form.format(value) for value in (before, after)]
-        if said[0] != said[1]:
-            yield f"{what}: {said[0]} → {said[1]}"
+        texts = ["none" if value is None else form.format(value) for value in (before, after)]
+        if texts[0] != texts[1]:
+            yield f"{what}: {texts[0]} → {texts[1]}"

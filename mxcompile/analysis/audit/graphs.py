@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from mxcompile.analysis.audit.interpreter import Interpreter, Run
 from mxcompile.analysis.audit.keep import Kept
 from mxcompile.analysis.audit.sites import Sites, mark
-from mxcompile.compiler.capture import capture
+from mxcompile.compiler.capture import captured
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
 from mxcompile.compiler.options import Options
@@ -59,10 +59,10 @@ class Graphs:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take `gm` through the passes. Called by Dynamo."""
-        found = capture(gm, example_inputs, self._model())
-        target = resolve(self._options.target, found.device)
+        capture = captured(gm, example_inputs, self._model())
+        target = resolve(self._options.target, capture.device)
         options = dataclasses.replace(self._options, target=target.name)
-        compilation = Compilation(options, found, gm, target, after=lambda graph: mark(graph, self.sites))
+        compilation = Compilation(options, capture, gm, target, after=lambda graph: mark(graph, self.sites))
         compiled, written = self._interpreted(compilation, gm, example_inputs)
         self.target = target.name
         self.parts.append(dataclasses.replace(compilation.part, cache="off"))

@@ -48,7 +48,7 @@ class Generators:
 
 @contextmanager
 def drawing(seed: int | None) -> Iterator[None]:
-    """What is drawn in here follows from `seed`, unless that is None; the generators are put back."""
+    """Random numbers drawn inside follow from `seed`, unless it is None; then the generators are restored."""
     before = Generators()
     try:
         if seed is not None:

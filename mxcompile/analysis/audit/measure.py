@@ -28,7 +28,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What was quantized and how well: the report of the model and the numbers measured.
+    """The report of a model, which says what was quantized, and the errors measured.
 
     ``str(audit)`` is a summary and the worst GEMMs and tensors, at most 120 columns wide. `save` writes all
     there is in the form its suffix names.

@@ -47,10 +47,10 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
         layers.setdefault(gemm.name, []).append(gemm)
     axes = _rows(figure, list(layers), "layers, most harm first")
     for which in ("fprop", "dgrad", "wgrad"):
-        found = [
+        points = [
             (g.sqnr_db, row) for row, gemms in enumerate(layers.values()) for g in gemms if g.gemm == which
         ]
-        _marks(axes, found, which)
+        _marks(axes, points, which)
     axes.set_xlabel("SQNR of the output against FP32, dB")
     axes.set_title(f"GEMMs in {numerics.precision}")
     _leaves_out(figure, [_without_place(numerics.gemms), _unlabelled(len(layers), "layers")])
@@ -102,11 +102,11 @@ def _scales(figure: Any, numerics: Numerics) -> None:
     _leaves_out(figure, [special, _beyond(numerics.tensors)])
 
 
-def _leaves_out(figure: Any, found: Sequence[str]) -> None:
+def _leaves_out(figure: Any, omissions: Sequence[str]) -> None:
     """Say below the picture what is not in it."""
-    said = "; ".join(filter(None, found))
-    if said:
-        figure.supxlabel(f"not drawn: {said}", fontsize=8, color="#555555")
+    text = "; ".join(filter(None, omissions))
+    if text:
+        figure.supxlabel(f"not drawn: {text}", fontsize=8, color="#555555")
 
 
 def _without_place(measured: Sequence[GemmNumerics | TensorNumerics]) -> str:

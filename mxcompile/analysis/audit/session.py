@@ -32,7 +32,7 @@ LossFunction = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run gave.
+    """The results of a run.
 
     loss: None without one. logits: the main output, detached. differentiable: whether a backward can start
     from that. gradients: of the parameters, by name; None without a backward. drew: whether the run drew
@@ -93,11 +93,11 @@ class Session:
 
     @property
     def sites(self) -> Sites:
-        """What can be observed in the graphs captured so far: none before the first run."""
+        """Returns the observable tensors of the graphs captured so far: none before the first run."""
         return self._graphs.sites
 
     def report(self) -> Report:
-        """What the passes did, for every graph."""
+        """Returns the report of the passes over every graph."""
         graphs = self._graphs
         return Report.of(graphs.parts, target=graphs.target, policy=self.options.policy.label)
 
@@ -133,8 +133,8 @@ class Session:
         named = {user_path(name): p for name, p in self.model.named_parameters() if p.requires_grad}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return {name: each for name, each in zip(named, found, strict=False) if each is not None}
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return {name: each for name, each in zip(named, gradients, strict=False) if each is not None}
 
 
 def noisy(output: Tensor | None) -> Tensor | None:
@@ -160,14 +160,14 @@ def main_output(output: Any) -> Tensor | None:
 
 
 def _candidates(output: Any, name: str) -> list[Any]:
-    found = [output]
+    candidates = [output]
     if isinstance(output, Mapping):
-        found.append(output.get(name))
+        candidates.append(output.get(name))
     elif isinstance(output, tuple | list):
-        found += output[:1]
+        candidates += output[:1]
     with contextlib.suppress(AttributeError):
-        found.append(getattr(output, name))
-    return found
+        candidates.append(getattr(output, name))
+    return candidates
 
 
 def _is_scalar(value: Any) -> bool:

@@ -46,7 +46,7 @@ class ProductSite:
         return self.op.overloadpacket in ops.GROUPED
 
     def decoded(self, qdata: Tensor, scale: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-        """What the operand `side` stands for."""
+        """Returns the tensor that the operand `side` stands for."""
         if self.words:
             value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
             return value

@@ -38,10 +38,10 @@ _PARAMETER_TITLE = "Gradients of parameters against the unquantized model's, by 
 def to_text(numerics: Numerics, rows: int | None = None) -> str:
     """`numerics` for a terminal; of each table at most `rows` rows."""
     lines = wrapped(_facts(numerics))
-    for title, (headers, *found) in _tables(numerics):
-        lines += ["", *wrapped([title]), "", drawn(fitted([headers, *found[:rows]], ("layer",)))]
-        if rows is not None and len(found) > rows:
-            lines.append(f"… and {len(found) - rows} with less harm")
+    for title, (headers, *body) in _tables(numerics):
+        lines += ["", *wrapped([title]), "", drawn(fitted([headers, *body[:rows]], ("layer",)))]
+        if rows is not None and len(body) > rows:
+            lines.append(f"… and {len(body) - rows} with less harm")
     return "\n".join(lines)
 
 
@@ -73,8 +73,8 @@ def view(numerics: Numerics, by: str) -> str:
         raise OptionError(not_allowed("view", by, VIEWS))
     headers, *rows = VIEWS[by](numerics)
     names = [header for header in headers if header in NAMES]
-    said = [drawn(fitted([headers, *rows], names))] if rows else [f"nothing to see by {by}"]
-    return "\n".join([*wrapped(_facts(numerics)), "", *said])
+    table = [drawn(fitted([headers, *rows], names))] if rows else [f"nothing to see by {by}"]
+    return "\n".join([*wrapped(_facts(numerics)), "", *table])
 
 
 def headline(numerics: Numerics) -> str:

@@ -1,4 +1,4 @@
-"""What a blame gives: parts with their effects, and the policy that leaves the worst of them alone."""
+"""The result of a blame: parts with their effects, and the policy that leaves the worst of them alone."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Blamed:
 
     @property
     def _sum(self) -> float | None:
-        """What the parts make if their effects add up; None if some were not measured alone."""
+        """Returns the sum of the parts' effects; None if some were not measured alone."""
         alone = [part.alone for part in self.parts if part.alone is not None]
         return together(self.measure, alone) if alone else None
 

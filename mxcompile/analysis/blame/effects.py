@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """What quantizing some GEMMs does, by measure; see the module. None for what the model does not have."""
+    """The effect of quantizing some GEMMs, by measure; see the module. None for measures the model lacks."""
 
     gradients: Spread | None = None
     loss: Spread | None = None
@@ -82,17 +82,17 @@ def effect_of(gemms: Sequence[GemmRecord], pairs: Iterable[tuple[Outcome, Outcom
 
 
 def _distances(gemms: Sequence[GemmRecord], reference: Outcome, outcome: Outcome) -> Mapping[str, float]:
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     errors = list(parameters(gemms, reference, outcome))
     errors = [one for one in errors if one.flops] or errors
     if errors:
         harm, flops = sum(one.harm for one in errors), sum(max(one.flops, 1) for one in errors)
-        found["gradients"] = math.sqrt(harm / flops)
+        distances["gradients"] = math.sqrt(harm / flops)
     if (gap := loss_gap(outcome.loss, reference.loss)) is not None:
-        found["loss"] = gap if math.isfinite(reference.loss or 0.0) else math.nan
+        distances["loss"] = gap if math.isfinite(reference.loss or 0.0) else math.nan
     if (sums := compared(reference.logits, outcome.logits)) is not None:
-        found["output"] = sums.rel_error
-    return found
+        distances["output"] = sums.rel_error
+    return distances
 
 
 def together(measure: str, effects: Iterable[Effect]) -> float:

@@ -37,7 +37,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What a search found.
+    """The result of a search.
 
     whole: all that differs. kinds: its GEMMs of one kind. parts: layers or groups, the worst first. gemms:
     single GEMMs of the worst. worst: the GEMMs to leave alone. left: the effect of all others.
@@ -162,7 +162,7 @@ class Search:
         return 0.0 if whole == rest else whole - rest
 
     def _harm(self, part: BlamedPart) -> float:
-        """What `part` does alone or takes with it when it is left out, whichever is more."""
+        """Returns the effect of `part` alone, or the effect that leaves with it, whichever is larger."""
         alone = 0.0 if part.alone is None else self._size(part.alone)
         return max(alone, 0.0 if part.left_out is None else self._drop(part.left_out))
 

@@ -27,9 +27,9 @@ def advised(report: Report) -> Report:
     summary = report.summary
     if not summary.estimate_us or not summary.estimate_bf16_us:
         return report
-    said = [*_of_fp32(report), *_slower(report)]
+    advice = [*_of_fp32(report), *_slower(report)]
     return dataclasses.replace(
-        report, summary=dataclasses.replace(summary, warnings=(*summary.warnings, *said))
+        report, summary=dataclasses.replace(summary, warnings=(*summary.warnings, *advice))
     )
 
 
@@ -91,10 +91,10 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
     """`gemm`, if it is quantized, with operands in `formats`."""
     if not is_quantized(gemm.precision):
         return gemm
-    found = [(form, formats.of(form.operand)) for form in gemm.formats]
+    operands = [(form, formats.of(form.operand)) for form in gemm.formats]
     changed = (
         dataclasses.replace(form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation)
-        for form, fmt in found
+        for form, fmt in operands
     )
     return dataclasses.replace(gemm, formats=tuple(changed))
 

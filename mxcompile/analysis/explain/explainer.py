@@ -45,7 +45,7 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report:
-    """What ``torch.compile(model, backend="mxfp8")`` would do to every matrix product of `model`, and why.
+    """Returns what ``torch.compile(model, backend="mxfp8")`` would do to every matrix product, and why.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
     called with (see `models.arguments`); their values are not looked at. policy: as the backend's option.
@@ -110,16 +110,18 @@ class _Explainer(Rehearsal[Assuming]):
         known = {} if plan is None else plan.by_name
         return eager_records(graph, known, self.repeats.blocks, training=self.training)
 
-    def graph(self, found: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def graph(
+        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         with self.mode.plain():
-            compilation = self.traced(found, gm, example_inputs)
+            compilation = self.traced(capture, gm, example_inputs)
         gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
-        missing = found.planned.missing
+        missing = capture.planned.missing
         part = dataclasses.replace(
             compilation.part, gemms=gemms, warnings=(no_plan(self.model, missing),) if missing else ()
         )
         self._parts.append(self.repeats.expand(part))
-        first = self._owners(example_inputs, found.module)
+        first = self._owners(example_inputs, capture.module)
         calls = itertools.count()
 
         def run(*inputs: Any) -> Any:

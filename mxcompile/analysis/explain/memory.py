@@ -1,4 +1,4 @@
-"""What a step of a model needs at its peak, from its parameters and its report.
+"""The peak memory of a step of a model, from its parameters and its report.
 
     training     parameters + buffers + gradients + what is kept for backward
     inference    parameters + buffers + input and output of the largest product

@@ -76,11 +76,11 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
     cast_bytes = product_bytes = 0.0
     width = _width(gemm)
-    for numel, form, share, said in zip((a, b), forms, shares, gemm.formats, strict=True):
+    for numel, form, share, operand in zip((a, b), forms, shares, gemm.formats, strict=True):
         twice = form.tile == Tile.TENSOR and form.amax.kind is not AmaxKind.DELAYED
         reads = width if twice else width / 2
         held = _QUANTIZED if form.is_mx or (tflops and form.mx_elem) else form.bytes_per_element
-        if said.rounding != STORED:
+        if operand.rounding != STORED:
             cast_bytes += (reads + (held if tflops else width)) * numel / share
         elif not tflops:
             cast_bytes += (held + width) * numel  # dequantized

@@ -99,11 +99,11 @@ def sweep(report: Report, tokens: Sequence[int] = TOKENS) -> Sweep:
         raise OptionError(f"no data sheet of target {summary.target}: name a chip, such as --target b200")
     if not tokens_of(report.gemms):
         raise OptionError("a sweep over tokens needs linear layers that tokens go through: there are none")
-    found = [(each, at_tokens(report, each).summary) for each in tokens]
+    summaries = [(each, at_tokens(report, each).summary) for each in tokens]
     return Sweep(
         points=tuple(
             Point(tokens=n, estimate_us=s.estimate_us or 0.0, estimate_bf16_us=s.estimate_bf16_us or 0.0)
-            for n, s in found
+            for n, s in summaries
         ),
         target=summary.target,
         policy=summary.policy,

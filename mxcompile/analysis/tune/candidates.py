@@ -1,4 +1,4 @@
-"""What a layer may be quantized to in a mix: candidates, what each would cost, and the policy of a mix.
+"""The candidates of a layer in a mix of precisions, the cost of each, and the policy of a mix.
 
 A candidate is a precision's word or a preset's: what it asks of the three GEMMs of a layer. Its cost is the
 roofline's estimate of the layer's GEMMs and casts on a target (see `mxcompile.explain.roofline`), 0 where the
@@ -67,16 +67,16 @@ def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
-    """What a preset of `row`, `gemms` and `choices` says of a layer, in full where `under` would fill in."""
-    said: dict[str, Any] = {
+    """Returns the keys of a preset of `row`, `gemms` and `choices`, in full where `under` would fill in."""
+    keys: dict[str, Any] = {
         "elem_dtype": choices.elem or (row.elems[0] if under.elem else None),
         "grad_dtype": choices.grad_elem or (row.elems[0] if under.grad_elem else None),
         "rounding": choices.rounding or (row.formats(Choices()).x.rounding if under.rounding else None),
         row.tiles_key: (choices.tiles or (tuple(row.tiles) if under.tiles else (None,)))[0],
     }
-    said = {key: value for key, value in said.items() if key in row.keys and value}
-    said |= {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
-    return Use(**said)
+    keys = {key: value for key, value in keys.items() if key in row.keys and value}
+    keys |= {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
+    return Use(**keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ Cost = tuple[float, float]
 
 
 class Costs:
-    """What options cost, from what the candidates' passes did: one report each, of the same GEMMs."""
+    """The cost of options, from the reports of the candidates, which are of the same GEMMs."""
 
     def __init__(self, reports: Sequence[Report], target: str) -> None:
         self._of: dict[tuple[str, int, str], Cost] = {}
@@ -105,9 +105,9 @@ class Costs:
         self.estimated = False
         for index, report in enumerate(reports):
             aimed = dataclasses.replace(report.summary, target=target)
-            found = estimate(dataclasses.replace(report, summary=aimed))
-            self.estimated = found.summary.estimate_us is not None
-            for gemm in found.gemms:
+            estimated = estimate(dataclasses.replace(report, summary=aimed))
+            self.estimated = estimated.summary.estimate_us is not None
+            for gemm in estimated.gemms:
                 quantized, bf16 = operand_bytes(gemm)
                 self._add(gemm, index, gemm.estimate_us, quantized)
                 if not index:
@@ -122,11 +122,11 @@ class Costs:
 
     def __call__(self, layer: str, option: Option) -> Cost:
         """Of `layer` with `option`."""
-        found = [
+        costs = [
             self._of.get((layer, BF16.candidate if gemm in option.kept else option.candidate, gemm), (0, 0))
             for gemm in _ALL
         ]
-        return round(sum(us for us, _ in found), 6), sum(size for _, size in found)
+        return round(sum(us for us, _ in costs), 6), sum(size for _, size in costs)
 
     def quantized(self, layer: str, candidate: int) -> frozenset[str]:
         """Returns the kinds of GEMMs of `layer` that the candidate quantizes."""

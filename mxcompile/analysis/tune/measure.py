@@ -70,7 +70,7 @@ class Trials:
 
     @property
     def reports(self) -> list[Report]:
-        """What the passes did, for every candidate."""
+        """Returns the report of the passes, for every candidate."""
         return [session.report() for session in self._sessions]
 
     def policy(self, mix: Mix) -> Policy:

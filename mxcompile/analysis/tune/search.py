@@ -147,7 +147,7 @@ class _Search:
         return mix
 
     def _options(self, layer: str) -> Iterator[Option]:
-        """What is left for `layer`, the cheapest first."""
+        """Returns the options left for `layer`, the cheapest first."""
         options = [BF16]
         for index in range(len(self._trials.candidates)):
             kept = {*self._trials.kept[index].get(layer, ())}
@@ -205,7 +205,7 @@ class _Search:
         return f"{self._word(option)} alone moves the loss by {self._moves[layer, option]:+.4%}"
 
     def _chosen(self, mix: Mix, final: Audit) -> Iterator[Chosen]:
-        """What every layer with a rule of its own got, in the order of the model."""
+        """Returns the choice for every layer with a rule of its own, in the order of the model."""
         named = {layer for layers in self._trials.by_use(mix).values() for layer in layers}
         for layer, option in mix.items():
             if layer not in named:
@@ -234,7 +234,7 @@ class _Search:
                 yield moved
 
     def _dearer(self, layer: str, option: Option) -> Iterator[str]:
-        """What the cheapest that `layer` could be quantized to costs, where it is in BF16 for that."""
+        """Yields the time of the cheapest quantized option of `layer`, if it stays in BF16 instead."""
         rest = [each for each in self._options(layer) if each != BF16] if option == BF16 else []
         bf16 = self._costs(layer, BF16)[0]
         if rest and self._costs.estimated and bf16:

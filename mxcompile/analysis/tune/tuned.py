@@ -1,4 +1,4 @@
-"""What tuning gives: a policy with a measured reason for every exception, and its audit."""
+"""The result of tuning: a policy with a measured reason for every exception, and its audit."""
 
 from __future__ import annotations
 

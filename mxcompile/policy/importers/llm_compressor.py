@@ -230,9 +230,9 @@ def _scaling(weights: dict[str, Any], activations: dict[str, Any]) -> str | None
     block = weights.get("block_structure") == [128, 128] and activations.get("group_size") == 128
     if strategies == ("block", "group") and block:
         return "block"
-    found = {
+    scalings = {
         ("tensor", "tensor"): "tensor",
         ("channel", "token"): "channel",
         ("channel", "channel"): "channel",
     }
-    return found.get(strategies)  # type: ignore[arg-type]
+    return scalings.get(strategies)  # type: ignore[arg-type]

@@ -109,16 +109,16 @@ def _numbers(value: Any, path: Path, draft: Draft) -> list[int] | None:
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) and item.lower() == "all" for item in items):
         return None
-    found: set[int] = set()
+    numbers: set[int] = set()
     for item in items:
         span = re.fullmatch(r"(\d{1,4})-(\d{1,4})", item) if isinstance(item, str) else None
         if span:
-            found.update(range(int(span[1]), int(span[2]) + 1))
+            numbers.update(range(int(span[1]), int(span[2]) + 1))
         elif isinstance(item, int) and not isinstance(item, bool):
-            found.add(item)
+            numbers.add(item)
         else:
             raise draft.source.error(path, f"expected numbers and ranges such as '3-7', found {shown(item)}")
-    return sorted(found)
+    return sorted(numbers)
 
 
 def _words(layers: dict[str, Any], key: str, path: Path, draft: Draft) -> list[str]:
@@ -218,15 +218,15 @@ def _gemms(config: dict[str, Any], path: Path, draft: Draft) -> list[tuple[str, 
     if "gemms_struct" in config:
         shared = {key: value for key, value in config.items() if key != "gemms_struct"}
         items = _mappings(config["gemms_struct"], "gemm", (*path, "gemms_struct"), draft)
-        found = [(item["gemm"], {**shared, **item}, at) for item, at in items]
+        gemms = [(item["gemm"], {**shared, **item}, at) for item, at in items]
     elif isinstance(config.get("gemms"), list):
-        found = [(gemm, config, path) for gemm in config["gemms"]]
+        gemms = [(gemm, config, path) for gemm in config["gemms"]]
     else:
         raise draft.source.error(path, f"expected 'gemms', a list of {', '.join(_GEMMS)}, or 'gemms_struct'")
-    for gemm, _, at in found:
+    for gemm, _, at in gemms:
         if gemm not in _GEMMS:
             raise draft.source.error(at, not_allowed("GEMM", gemm, _GEMMS))
-    return found
+    return gemms
 
 
 def _tensors(config: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:

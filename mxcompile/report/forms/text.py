@@ -77,9 +77,9 @@ def headline(report: ReportData) -> str:
 def amounts(gemms: Sequence[GemmRecord]) -> str:
     """For a headline: ``, 4.2 TFLOP, 8,192 tokens``; what is not known is left out."""
     flops, tokens = sum(gemm.flops for gemm in gemms), tokens_of(gemms)
-    said = [flop_count(flops)] if flops else []
-    said += [f"{tokens:,} tokens"] if tokens else []
-    return "".join(f", {each}" for each in said)
+    texts = [flop_count(flops)] if flops else []
+    texts += [f"{tokens:,} tokens"] if tokens else []
+    return "".join(f", {each}" for each in texts)
 
 
 def memory(summary: Summary) -> str:
@@ -97,68 +97,70 @@ def memory(summary: Summary) -> str:
 
 
 def facts(summary: Summary, rows: Sequence[Row] = ()) -> list[str]:
-    """What is known beside the layers, a sentence each."""
-    said = []
+    """Returns the facts beside the table of layers, a sentence each."""
+    sentences = []
     own = own_dtype(gemm for row in rows for gemm in row.gemms)
     if summary.saved_bytes is not None and summary.saved_bytes_bf16:
         share = summary.saved_bytes / summary.saved_bytes_bf16
-        said.append(
+        sentences.append(
             f"saved for backward {byte_count(summary.saved_bytes)},"
             f" without mxcompile {byte_count(summary.saved_bytes_bf16)} ({share:.0%})"
         )
         if share > 1:
-            said.append(
+            sentences.append(
                 f"warning: more is kept for backward than in {own}: the copies for backward come on top of"
                 " what the model keeps anyway; `saved: bf16` in the policy keeps as much as BF16"
             )
     if summary.weight_bytes:
         note = weights_note(summary, rows)
-        said.append(
+        sentences.append(
             f"weights of linear layers {byte_count(summary.weight_bytes)}{f' ({note})' if note else ''}"
         )
-    said += work(summary)
+    sentences += work(summary)
     if summary.peak_bytes is not None:
         optimizer = ", the optimizer not counted" if summary.gradient_bytes else ""
-        said.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
+        sentences.append(f"peak memory {byte_count(summary.peak_bytes)} ({memory(summary)}{optimizer})")
     if summary.estimate_us and summary.estimate_bf16_us:
-        said.append(
+        sentences.append(
             f"roofline estimate, not measured: matmuls and casts {duration(summary.estimate_us)},"
             f" {duration(summary.estimate_bf16_us)} in {own}"
             f" ({summary.estimate_bf16_us / summary.estimate_us:.2f}×)"
         )
-    said.append(
+    sentences.append(
         f"{count(summary.graphs, 'graph')}, {count(summary.graph_breaks, 'graph break')},"
         f" passes {summary.pass_time_us / 1e3:.0f} ms, Inductor cache {summary.cache}"
     )
     slow = [f"{row.name or '(root)'} ({ratio:.2f}×)" for row, ratio in slower(rows)]
     if slow:
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
-        said.append(f"warning: estimated slower than in {own}: {', '.join(slow[:_NAMED])}{more}")
-    return said + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
+        sentences.append(f"warning: estimated slower than in {own}: {', '.join(slow[:_NAMED])}{more}")
+    return sentences + [f"warning: {' '.join(warning.split())}" for warning in summary.warnings]
 
 
 def work(summary: Summary) -> list[str]:
     """Casts and what is sent, a sentence each."""
-    said = []
+    texts = []
     if summary.casts:
         often = "forward and backward" if summary.saved_bytes is not None else "call"
-        said.append(f"{count(summary.casts, 'cast')} in each {often}")
+        texts.append(f"{count(summary.casts, 'cast')} in each {often}")
     if summary.wire_bytes:
         less = f", without mxcompile {byte_count(summary.wire_bytes_bf16)}"
         changed = summary.wire_bytes != summary.wire_bytes_bf16
-        said.append(f"{byte_count(summary.wire_bytes)} sent by each rank{less if changed else ''}")
-    return said
+        texts.append(f"{byte_count(summary.wire_bytes)} sent by each rank{less if changed else ''}")
+    return texts
 
 
 def weights_note(summary: Summary, rows: Iterable[Row]) -> str:
-    """What the weights would take in BF16, if they do not, and with the chosen ones stored quantized."""
-    said = []
+    """Returns the bytes of the weights in BF16, if they differ, and with the chosen ones stored quantized."""
+    texts = []
     if summary.weight_bytes != summary.weight_bytes_bf16:
-        said.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
+        texts.append(f"{byte_count(summary.weight_bytes_bf16)} in BF16")
     saving = stored_saving(rows)
     if 0 < saving < summary.weight_bytes_bf16 <= summary.weight_bytes:
-        said.append(f"{byte_count(summary.weight_bytes_bf16 - saving)} as quantize_weights_ would store them")
-    return ", ".join(said)
+        texts.append(
+            f"{byte_count(summary.weight_bytes_bf16 - saving)} as quantize_weights_ would store them"
+        )
+    return ", ".join(texts)
 
 
 def slower(rows: Iterable[Row]) -> list[tuple[Row, float]]:
@@ -172,9 +174,9 @@ def precision(gemms: Sequence[GemmRecord]) -> str:
     by_gemm: dict[str, set[str]] = {}
     for gemm in gemms:
         by_gemm.setdefault(gemm.gemm, set()).add(precision_word(gemm))
-    said = {gemm: "/".join(sorted(found)) for gemm, found in by_gemm.items()}
-    first = next(iter(said.values()), "")
-    others = [f"{gemm} {word}" for gemm, word in said.items() if word != first]
+    words = {gemm: "/".join(sorted(precisions)) for gemm, precisions in by_gemm.items()}
+    first = next(iter(words.values()), "")
+    others = [f"{gemm} {word}" for gemm, word in words.items() if word != first]
     return "; ".join([first, *others])
 
 
@@ -214,8 +216,8 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
     for key, members in by_kernel.items():
         merged = _merged(members)
         for gemm in members:
-            said = formats(gemm.formats if merged is None or not gemm.formats else merged)
-            groups.setdefault((*key, said or "-"), []).append(gemm)
+            words = formats(gemm.formats if merged is None or not gemm.formats else merged)
+            groups.setdefault((*key, words or "-"), []).append(gemm)
     total = sum(gemm.flops for gemm in gemms) or 1
     shares = {key: sum(gemm.flops for gemm in members) / total for key, members in groups.items()}
     return [["precision", "kernel", "formats", "GEMMs", "FLOPs"]] + [
@@ -226,8 +228,8 @@ def _kernel_table(gemms: Sequence[GemmRecord]) -> Table:
 
 def _merged(gemms: Iterable[GemmRecord]) -> tuple[OperandFormat, ...] | None:
     """One format for each operand of `gemms`, or None if there are several."""
-    found = {form for gemm in gemms for form in gemm.formats}
-    by_operand = {form.operand: form for form in found}
-    if len(by_operand) < len(found):
+    forms = {form for gemm in gemms for form in gemm.formats}
+    by_operand = {form.operand: form for form in forms}
+    if len(by_operand) < len(forms):
         return None
     return tuple(by_operand[operand] for operand in ("x", "w", "dy") if operand in by_operand)
