@@ -15,6 +15,7 @@ from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT,
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
+from mxcompile.ops.view import argument_of
 
 
 class Depends(Flag):
@@ -185,9 +186,8 @@ def gathered(node: fx.Node) -> fx.Node | None:
     if value is None or value.ndim < 3:
         return None
     if what is aten.index_select:
-        return stack if node.args[1] == 0 else None
-    indices = node.args[1]
-    assert isinstance(indices, list | tuple)
+        return stack if argument_of(node, "dim") == 0 else None
+    indices = argument_of(node, "indices")
     return stack if len(indices) == 1 and _is_list_of_numbers(indices[0]) else None
 
 

@@ -28,11 +28,11 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
 from mxcompile.graph.tags import tensor, value_of
-from mxcompile.ops.view import Cast, results_of
+from mxcompile.ops.view import Cast, argument_of, results_of
 
 _VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
-_ALONG = {aten.cat: 1, aten.slice: 1, aten.split: 2}
-"""What takes rows apart or together along one dimension, and which argument that is; 0 if there is none."""
+_ALONG = frozenset({aten.cat, aten.slice, aten.split})
+"""What takes rows apart or together along one dimension."""
 _COLLECTIVES = torch.ops._c10d_functional
 
 
@@ -179,16 +179,13 @@ def _keeps_last(step: fx.Node, width: int) -> bool:
     if what in (_COLLECTIVES.wait_tensor, operator.getitem) or what in COPIES or _converts(step):
         return True
     if what in _ALONG:
-        first = step.args[0][0] if what is aten.cat else step.args[0]  # type: ignore[index]
-        value, place = tensor(first), _ALONG[what]
-        dim = step.args[place] if len(step.args) > place else 0
+        value, dim = tensor(step.all_input_nodes[0]), argument_of(step, "dim")
         return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
     value = tensor(step)
     if value is None or not isinstance(value.shape[-1], int) or value.shape[-1] != width:
         return False
     if what is aten.permute:
-        order: Any = step.args[1]
-        return bool(order[-1] % value.ndim == value.ndim - 1)
+        return bool(argument_of(step, "dims")[-1] % value.ndim == value.ndim - 1)
     return what in _VIEWS
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import tensor
+from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import Depends, gathered, origin, stored
 
 _NEAR = 6
@@ -47,8 +48,7 @@ class Weights:
         """Whether `source` puts a parameter beside what is computed from parameters."""
         if packet(source) is not aten.cat:
             return False
-        pieces: Any = source.args[0]
-        return any(packet(origin(piece)) is not None for piece in pieces)
+        return any(packet(origin(piece)) is not None for piece in argument_of(source, "tensors"))
 
     def makes_layer(self, node: fx.Node, data: Any, weight: Any) -> bool:
         """Whether `node` multiplies `data`, a moving tensor, with `weight` as a linear layer does."""

@@ -27,7 +27,7 @@ from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, results_of
+from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, arguments_of, results_of
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
 """Dtypes that have every FP8 element times a power of two, extreme scales aside."""
@@ -103,7 +103,8 @@ def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
     value = value_of(scales)
     rows, call = value.ndim - 2, build.call
     for user in list(scales.users):
-        if user.target is aten.slice.Tensor and user.args[1] == rows and user.args[4:] == (BLOCK,):
+        sliced = arguments_of(user) if user.target is aten.slice.Tensor else {}
+        if sliced and sliced["dim"] == rows and sliced["step"] == BLOCK:
             user.replace_all_uses_with(tiles)
     if not any(user.users for user in scales.users):
         return

@@ -26,7 +26,7 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.lowering.templates.attention_forms import MOST_DIMS, form
-from mxcompile.ops.view import Dequantize
+from mxcompile.ops.view import Dequantize, argument_of, arguments_of
 
 _FLOATS = (torch.bfloat16, torch.float32)
 _FORMS = {
@@ -114,7 +114,7 @@ class CachedAttention(LoweringPass):
 
 def _form_obstacle(node: fx.Node, query: torch.Tensor) -> str:
     """Returns the feature of `node`, an attention of a CPU, that the kernel lacks; "" if it lacks none."""
-    given = _arguments(node)
+    given = arguments_of(node)
     if given.get("dropout_p") or given.get("is_causal"):
         return "it drops weights out" if given.get("dropout_p") else "causal without a mask"
     if any(user.users and user.args[1:] != (0,) for user in node.users):
@@ -192,7 +192,7 @@ def _unrepeated(node: fx.Node) -> fx.Node:
         return node
     unsqueezed = argument(expanded)
     source, wide, result = tensor(argument(unsqueezed)), tensor(expanded), tensor(node)
-    if unsqueezed.args[1] not in (2, -3) or source is None or wide is None or result is None:
+    if argument_of(unsqueezed, "dim") not in (2, -3) or source is None or wide is None or result is None:
         return node
     batch, heads, length, dim = source.shape if source.ndim == 4 else (0, 0, 0, 0)
     same = wide.shape[:2] == (batch, heads) and wide.shape[3:] == (length, dim)
@@ -209,7 +209,7 @@ def _cached(node: fx.Node) -> bool:
 
 def _mask(node: fx.Node) -> fx.Node | None:
     """Returns the tensor that is added to the scores, before it is expanded."""
-    given = _arguments(node)
+    given = arguments_of(node)
     mask = given.get("attn_mask", given.get("attn_bias"))
     while isinstance(mask, fx.Node) and packet(mask) is aten.expand:
         value = tensor(argument(mask))
@@ -217,12 +217,6 @@ def _mask(node: fx.Node) -> fx.Node | None:
             break
         mask = argument(mask)
     return mask if isinstance(mask, fx.Node) else None
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of `node`, a call of an operator, that are given, by their names."""
-    schema: Any = node.target._schema  # type: ignore[union-attr]
-    return {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

@@ -15,18 +15,19 @@ from torch import Tensor, fx
 
 from mxcompile.graph.opsets import CONVOLUTION_BACKWARD, gradient_index, packet
 from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
+from mxcompile.ops.view import arguments_of
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
 def _parts(node: fx.Node) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
     """Input, weight and result (or its gradient) of a convolution, forward or backward, and its settings.
 
-    Settings: stride, padding, dilation, transposed, output_padding, groups.
+    The settings are `_SETTINGS`.
     """
-    if packet(node) in CONVOLUTION_BACKWARD:
-        dy, x, w = (tensor(argument) for argument in node.args[:3])
-        return x, w, dy, node.args[4:10]
-    x, w = (tensor(argument) for argument in node.args[:2])
-    return x, w, tensor(node), node.args[3:9]
+    given = arguments_of(node)
+    result = given["grad_output"] if packet(node) in CONVOLUTION_BACKWARD else node
+    return tensor(given["input"]), tensor(given["weight"]), tensor(result), tuple(map(given.get, _SETTINGS))
 
 
 def convolution_sizes(node: fx.Node) -> Sizes:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from mxcompile.graph.opsets import OPAQUE, aten, packet
 from mxcompile.graph.shapes import gradient_sizes
 from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
+from mxcompile.ops.view import arguments_of
 
 
 def opaque_sizes(node: fx.Node) -> list[Sizes]:
@@ -61,21 +62,20 @@ def _value(argument: Any) -> Any:
 
 def _trilinear_sizes(node: fx.Node) -> Sizes:
     """Σ a·b·c over the dimensions that are summed: their product is k, that of the others m."""
-    *operands, first, second, third, summed = node.args[:7]
+    given = arguments_of(node)
     shapes = []
-    for operand, expanded in zip(operands, (first, second, third), strict=True):
-        value = tensor(operand)
+    for number in "123":
+        value = tensor(given[f"i{number}"])
         if value is None:
             return UNKNOWN
         shape = list(value.shape)
-        dims: Any = expanded
-        for dim in sorted(dims):
+        for dim in sorted(given[f"expand{number}"]):
             shape.insert(dim, 1)
         shapes.append(shape)
     m, k = 1, 1
     for dim, lengths in enumerate(zip(*shapes, strict=True)):
         length = next((size for size in lengths if not isinstance(size, int) or size != 1), 1)
-        if dim in summed:  # type: ignore[operator]
+        if dim in given["sumdim"]:
             k = k * length
         else:
             m = m * length

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mxcompile.graph.tags import tensor
+from mxcompile.ops.view import argument_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -94,8 +95,7 @@ def is_matmul(node: fx.Node) -> bool:
     """Whether `node` is one matrix product, a convolution among them; one of several gradients is one too."""
     what = packet(node)
     if what in CONVOLUTION_BACKWARD:
-        mask = node.args[-1]
-        return isinstance(mask, list | tuple) and any(mask[:2])
+        return any(argument_of(node, "output_mask")[:2])
     return what in MATMULS or what in CONVOLUTIONS or is_grouped(node)
 
 
@@ -248,10 +248,9 @@ def permutation(node: fx.Node) -> list[int] | None:
     order = [*range(rank)]
     match packet(node):
         case aten.permute:
-            dims: Any = node.args[1]
-            return [dim % rank for dim in dims]
+            return [dim % rank for dim in argument_of(node, "dims")]
         case aten.transpose:
-            one, other = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+            one, other = (argument_of(node, name) % rank for name in ("dim0", "dim1"))
             order[one], order[other] = order[other], order[one]
             return order
         case aten.t:

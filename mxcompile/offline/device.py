@@ -31,7 +31,7 @@ from mxcompile.errors import OptionError, not_allowed
 from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, argument, aten, packet
 from mxcompile.graph.tags import KEY, set_tag, tags_of
 from mxcompile.lowering.targets import Target
-from mxcompile.ops.view import arguments_of
+from mxcompile.ops.view import argument_of, arguments_of
 
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -128,7 +128,7 @@ class _Attention:
             self._graph.erase_node(old)
 
     def _replace_forward(self, node: fx.Node) -> None:
-        q, k, v, dropout, causal, mask, scale = _forward_arguments(node)
+        q, k, v, dropout, causal, mask, scale = (argument_of(node, name) for name in _FORWARD_ARGUMENTS)
         arguments: tuple[Any, ...]
         with self._graph.inserting_before(node):
             if mask is not None:
@@ -181,8 +181,8 @@ class _Attention:
             match packet(forward):
                 case aten._scaled_dot_product_efficient_attention:
                     target = aten._scaled_dot_product_efficient_attention_backward.default
-                    mask = [True, True, True, False]
-                    arguments = (forward.args[3], out, logsumexp, *saved, dropout, mask, causal)
+                    bias, mask = argument_of(forward, "attn_bias"), [True, True, True, False]
+                    arguments = (bias, out, logsumexp, *saved, dropout, mask, causal)
                 case aten._scaled_dot_product_cudnn_attention:
                     target = aten._scaled_dot_product_cudnn_attention_backward.default
                     arguments = (out, logsumexp, *saved[4:], None, *saved[:4], dropout, causal)
@@ -228,8 +228,4 @@ def _origin(result: Any) -> fx.Node:
     return result  # type: ignore[no-any-return]
 
 
-def _forward_arguments(node: fx.Node) -> tuple[Any, ...]:
-    q, k, v, *rest = node.args
-    defaults: list[Any] = [0.0, False]
-    dropout, causal = [*rest, *defaults[len(rest) :]][:2]
-    return q, k, v, dropout, causal, node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+_FORWARD_ARGUMENTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")

@@ -1,6 +1,7 @@
-"""Calls of mx operators, read by the names of their schemas: one more argument is a change here alone.
+"""Calls of operators, read by the names of their schemas: one more argument is a change here alone.
 
 Cast.of(node).elem_dtype          Product.of(node).scale_b          None for calls of other operators
+argument_of(node, "dim")          of any operator, ATen's too, with the default
 build.call(ops.dequantize, *view.arguments(dtype=torch.float32), like=node)               made again
 """
 
@@ -41,6 +42,16 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     names, defaults = _schema(node.target)
     given = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {name: given[name] for name in names}
+
+
+def argument_of(node: fx.Node, name: str) -> Any:
+    """The argument `name` of `node`, a call of an operator, or its default. Raises `KeyError` for others."""
+    names, defaults = _schema(node.target)
+    if name in node.kwargs:
+        return node.kwargs[name]
+    if name in names[: len(node.args)]:
+        return node.args[names.index(name)]
+    return defaults[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +18,7 @@ from torch import fx
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, tags_of, tensor
+from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import Depends
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.products import Products, is_softmax, softmax_dim
@@ -147,8 +147,8 @@ class _FeedsSweep:
 
     def _restores(self, node: fx.Node) -> bool:
         """Whether `node` puts results of layers back to the tokens that a top-k chose for them."""
-        position = _PUTS.get(packet(node))
-        rows = node.args[position] if position is not None else None
+        name = _PUTS.get(packet(node))
+        rows = None if name is None else argument_of(node, name)
         origins = self.feeds.made[rows] if isinstance(rows, fx.Node) else _NOTHING
         return bool(origins) and all(self.feeds.kind[source] is Source.LAYER for source in origins)
 
@@ -223,8 +223,7 @@ class _FeedsSweep:
 
     def _adds_features(self, node: fx.Node) -> bool:
         """Whether `node` puts features of several origins beside each other."""
-        pieces: Any = node.args[0]
-        dim = node.args[1] if len(node.args) > 1 else 0
+        pieces, dim = argument_of(node, "tensors"), argument_of(node, "dim")
         value = tensor(node)
         if value is None or dim not in (-1, value.ndim - 1):
             return False
@@ -293,7 +292,7 @@ class _FeedsSweep:
         return self._source(node, Source.PRODUCT)
 
 
-_PUTS = {aten.index_add: 3, aten.index_put: 2, aten.scatter_add: 3}
+_PUTS = {aten.index_add: "source", aten.index_put: "values", aten.scatter_add: "src"}
 """Operators that put rows where indices say, and the argument that holds the rows."""
 _NUMBERS = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
@@ -311,5 +310,5 @@ def _latest(streams: frozenset[int]) -> frozenset[int]:
 
 def is_depthwise(node: fx.Node) -> bool:
     """Whether the convolution `node` keeps channels apart: it mixes positions as a filter does."""
-    weight = tensor(node.args[1])
-    return weight is not None and weight.shape[1] == 1 and not node.args[6]
+    weight = tensor(argument_of(node, "weight"))
+    return weight is not None and weight.shape[1] == 1 and not argument_of(node, "transposed")

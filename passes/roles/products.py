@@ -25,6 +25,7 @@ from mxcompile.graph.opsets import (
 )
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of
+from mxcompile.ops.view import argument_of, arguments_of
 from mxcompile.passes.flow import origin
 from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
 from mxcompile.passes.roles.sources import Made, Origins, Source
@@ -139,10 +140,10 @@ def is_softmax(node: fx.Node) -> bool:
 def softmax_dim(node: fx.Node) -> int:
     """The dimension a softmax runs over."""
     if packet(node) in SOFTMAX:
-        dim = node.args[1]
+        dim = argument_of(node, "dim")
     else:
         maximum = _maximum(node)
-        dim = maximum.args[1] if maximum is not None and len(maximum.args) > 1 else -1
+        dim = -1 if maximum is None else arguments_of(maximum).get("dim")
     if isinstance(dim, list | tuple):
         dim = dim[0] if dim else -1
     return dim if isinstance(dim, int) else -1

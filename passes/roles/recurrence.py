@@ -9,14 +9,14 @@ of one row that meet (rotary embedding takes pairs of them) are none: the select
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import argument, aten, packet
 from mxcompile.graph.tags import Kind, tag_of
+from mxcompile.ops.view import argument_of, result_of
 from mxcompile.passes.roles.axes import COLUMN, ROW, axes
 
 _Place = tuple[fx.Node, int]
@@ -44,8 +44,8 @@ class Recurrences:
             return []
         merged: dict[_Place, Any] = {}
         layers: dict[fx.Node, None] = {}
-        for argument in arguments:
-            for key, index in self._taken.get(argument, merged).items():
+        for read in arguments:
+            for key, index in self._taken.get(read, merged).items():
                 if merged.setdefault(key, index) != index and self._is_over_rows(key, sources):
                     merged[key] = index
                     layers[self._first.setdefault(key, node)] = None
@@ -64,12 +64,8 @@ class Recurrences:
 def _selection(node: fx.Node) -> tuple[fx.Node, int, Any] | None:
     """Tensor, dimension and index that `node` selects, if it does."""
     if packet(node) is aten.select:
-        source, dim, index = node.args[:3]
-    elif node.target is operator.getitem and packet(node.args[0]) is aten.unbind:  # type: ignore[arg-type]
-        unbound, index = node.args[:2]
-        source, dim = unbound.args[0], (*unbound.args[1:], 0)[0]  # type: ignore[union-attr]
-    else:
-        return None
-    assert isinstance(source, fx.Node)
-    assert isinstance(dim, int)
-    return source, dim, index
+        return argument(node), argument_of(node, "dim"), argument_of(node, "index")
+    unbound, index = result_of(node)
+    if unbound is not None and packet(unbound) is aten.unbind:
+        return argument(unbound), argument_of(unbound, "dim"), index
+    return None

@@ -11,6 +11,7 @@ from torch import fx
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import stored
 from mxcompile.passes.roles.axes import data_operand
 from mxcompile.passes.roles.feeds import Feeds
@@ -164,9 +165,8 @@ class Site:
     @property
     def tied(self) -> bool:
         """Whether its weight is a table of embeddings too."""
-        return any(
-            packet(user) is aten.embedding and user.args[0] is self.weight for user in self.weight.users
-        )
+        readers = [user for user in self.weight.users if packet(user) is aten.embedding]
+        return any(argument_of(user, "weight") is self.weight for user in readers)
 
 
 def _beyond(origins: Made, feeds: Feeds) -> Made:

@@ -41,6 +41,17 @@ def test_defaults_and_keywords_are_read():
     assert (named.square, named.scale_layout) == (False, "128x4")
 
 
+def test_arguments_of_aten_are_read_by_name():
+    """By position, by keyword, by default; an argument that the schema lacks is an error."""
+    sliced = call(aten.slice.Tensor, "a", 1, end=4)
+    names = ("dim", "start", "end", "step")
+    assert [view.argument_of(sliced, name) for name in names] == [1, None, 4, 1]
+    assert str(view.argument_of(sliced, "self")) == "a"
+    assert view.argument_of(call(aten.unbind.int, "a"), "dim") == 0
+    with pytest.raises(KeyError):
+        view.argument_of(sliced, "index")
+
+
 def test_an_operator_lacks_what_others_have():
     values = view.Cast.read(call(ops.quantize_dequantize, "a", -2, E4M3, "floor", True, BF16))
     assert (values.square, values.dtype, values.scale_layout) == (True, BF16, "row-major")
