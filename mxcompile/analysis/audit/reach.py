@@ -23,7 +23,7 @@ Sources = tuple[Tensor | None, Tensor | None]
 
 @dataclass(kw_only=True, slots=True)
 class Reach:
-    """What a run with noise for a gradient finds out.
+    """The findings of a run with noise for a gradient.
 
     squares: by layer, the estimated sum of squares by which its forward GEMM changes the main output. A layer
     is missing if none of its backward GEMMs is quantized, because then its gradient is not seen.
