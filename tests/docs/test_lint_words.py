@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import lint_words
 import pytest
 
@@ -33,3 +35,12 @@ def test_prose_is_paragraphs_items_and_cells():
         '# Heading\n\nOne `is no` two.\n\n- Item "that of".\n\n| head |\n|---|\n| cell |\n\n```\ncode\n```\n'
     )
     assert [text for _, text in lint_words.prose(page)] == ["One CODE two.", "Item QUOTE.", "head", "cell"]
+
+
+def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
+    source = 'def f(found):\n    """What it is."""\n    made = found\n\n\nclass C:\n    made: int\n'
+    tree = ast.parse(source)
+    assert list(lint_words.variables("f.py", tree)) == [
+        "f.py:1: found is not a noun", "f.py:3: made is not a noun",
+    ]  # fmt: skip
+    assert list(lint_words.docstrings("f.py", tree)) == ["f.py:1: begins with What: What it is."]
