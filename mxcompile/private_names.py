@@ -58,7 +58,7 @@ def _is_private(path: str) -> bool:
 
 
 def missing() -> list[str]:
-    """Those of `used` that the installed versions lack, with their modules."""
+    """Returns the names of `used` that the installed versions lack, with their modules."""
     import torch._inductor.compile_fx  # noqa: F401 — parts of Inductor import each other, in its order
 
     return [

@@ -181,7 +181,7 @@ class _Crossing:
             return None if repeated_value is None else self._laid_out(repeated_value, value)
 
     def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
-        """That of `readers` which comes first in backward."""
+        """Returns the one of `readers` that comes first in backward."""
         if all(node in self._place for node in readers):
             return min(readers, key=self._place.__getitem__)
         wanted = set(readers)  # a size that was taken of what they read, since the places were noted

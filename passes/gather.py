@@ -69,7 +69,7 @@ class _Moved:
 
     @staticmethod
     def of(gather: fx.Node, places: Mapping[fx.Node, int]) -> _Moved | None:
-        """That of `gather`; None if the casts cannot go in front. places: of the nodes in their graph."""
+        """Returns the move of casts in front of `gather`, or None. places: of the nodes in their graph."""
         value = tensor(argument(gather))
         if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
             return None

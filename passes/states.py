@@ -25,7 +25,7 @@ FORWARD = "mx_forward_slot"
 
 
 class States:
-    """Those of one graph."""
+    """The states of one graph."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build
@@ -81,7 +81,7 @@ class States:
 
 
 def histories(graph: fx.Graph, first: int) -> tuple[tuple[int, int], ...]:
-    """Of the states that `graph` reads: the position among them, and how many calls count.
+    """Returns, for each state that `graph` reads, its position among them, and how many calls count.
 
     first: position of the first state among the inputs of the captured graph.
     """

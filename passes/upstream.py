@@ -30,7 +30,7 @@ _BEHIND = frozenset({Role.ATTN_OUT, Role.FFN_OUT, Role.EXPERT_OUT, Role.MIXER_OU
 
 
 class _Origin(IntEnum):
-    """Of what a value is: the larger wins where several come together."""
+    """The origin of a value: the larger wins where several come together."""
 
     CONSTANT = 0
     FRAGILE = 1
@@ -40,7 +40,7 @@ class _Origin(IntEnum):
 def upstream(
     graph: fx.Graph, inputs: Sequence[GraphInput], kept: Collection[fx.Node]
 ) -> dict[fx.Node, GemmTag]:
-    """Those of `kept`, nodes of the forward `graph`, that are reached, with the first layer that does."""
+    """Returns the nodes of `kept`, of the forward `graph`, that layers reach, with the first such layer."""
     origins = _made(graph, inputs)
     by_value: dict[fx.Node, list[fx.Node]] = {}
     for node in kept:
@@ -59,7 +59,7 @@ def upstream(
 
 
 def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origin]:
-    """Of what every value of `graph` is made."""
+    """Returns the origin of every value of `graph`."""
     depends = dependencies(graph, inputs)
     origins: dict[fx.Node, _Origin] = {}
     for node in graph.nodes:
@@ -80,7 +80,7 @@ def _made(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, _Origi
 def _reached(
     layer: fx.Node, values: Collection[fx.Node], seen: set[tuple[fx.Node, bool, bool]], *, behind: bool
 ) -> Iterable[fx.Node]:
-    """Those of `values` behind the operands of `layer`, up to other layers; all of them, or the nearest."""
+    """Returns the ones of `values` behind the operands of `layer`, up to other layers, or the nearest."""
     pending = [(arg, True) for arg in layer.all_input_nodes]
     while pending:
         node, counts = pending.pop()

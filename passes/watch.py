@@ -123,7 +123,7 @@ def _cast_of(qdata: fx.Node) -> fx.Node | None:
 
 
 def _sizes(source: fx.Node) -> tuple[int, ...]:
-    """Those of `source`; none if they are not known before the graph runs."""
+    """Returns the sizes of `source`; none if they are not known before the graph runs."""
     sizes = tuple(value_of(source).shape)
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 

@@ -27,6 +27,7 @@ IS_NO = re.compile(
 THAT_OF = re.compile(r"\b(?:that|those) of\b")
 SOURCES = ("mxcompile", "lowering", "passes")
 """Folders whose docstrings and variables follow the rules."""
+NO_SUBJECTS = ("What", "Of", "That", "Those")
 NO_NOUNS = ("found", "made", "said")
 
 COINED = ("untap", "tapped", "twin", "obstacle", "misfit", "disguise", "outline")
@@ -62,12 +63,12 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def docstrings(path: str, tree: ast.Module) -> Iterator[str]:
-    """Yields a line for each docstring that begins with "What"."""
+    """Yields a line for each docstring that begins with a word of `NO_SUBJECTS`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
-            if text.startswith("What "):
-                yield f"{path}:{getattr(node, 'lineno', 1)}: begins with What: {text.splitlines()[0]}"
+            if text.partition(" ")[0] in NO_SUBJECTS:
+                yield f"{path}:{getattr(node, 'lineno', 1)}: has no subject: {text.splitlines()[0]}"
 
 
 def variables(path: str, tree: ast.Module) -> Iterator[str]:

@@ -82,7 +82,7 @@ class CppCast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Progress:
-    """Of one graph. seen: casts that have results. early: results whose node's turn has not come."""
+    """Casts of one graph. seen: casts that have results. early: results whose node's turn has not come."""
 
     seen: set[fx.Node] = field(default_factory=set)
     early: dict[fx.Node, Made] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Problem:
 
     @staticmethod
     def of(node: fx.Node, target: Target, device: str) -> Problem:
-        """That of `node`, an ``encoded_mm``."""
+        """Returns the problem of `node`, an ``encoded_mm``."""
         product = Product.read(node)
         left, right = product.forms
         return Problem(

@@ -22,7 +22,7 @@ from mxcompile.ops.view import Cast, Encode, result_of
 
 
 class DequantizedOperands:
-    """Those of one graph, dequantized so far."""
+    """The operands of one graph that are dequantized so far."""
 
     def __init__(self, build: Builder) -> None:
         self._build = build

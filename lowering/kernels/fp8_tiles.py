@@ -59,7 +59,7 @@ def block_amax(x, SQUARE: tl.constexpr):
 
 @triton.jit
 def column_amax(x):
-    """Those of its columns, [1, C]."""
+    """Returns the largest magnitudes of the columns of x, [1, C]."""
     return tl.max(tiles.magnitude_bits(x), 0, keep_dims=True).to(tl.float32, bitcast=True)
 
 

@@ -113,7 +113,7 @@ def group_of(offs_ptr, tile, M, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr, B
 
 @triton.jit
 def blocks_of(offs_ptr, NUM_GROUPS: tl.constexpr, POWER: tl.constexpr):
-    """Of groups of K: their first blocks, their ends, and the ends of their scale tiles, of 4 blocks.
+    """Returns the first blocks of groups of K, their ends, and the ends of their scale tiles, of 4 blocks.
 
     Vectors [POWER]. Every group has its own tiles, one group after the other, and a block that two groups
     share is in the tiles of both.

@@ -192,7 +192,7 @@ def lower_quantize_two(
     rounding: str,
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> Results:
-    """Those of `lower_quantize_both` of x, then of y."""
+    """The results of `lower_quantize_both` of x, then of y."""
     target = _target(x, "both")
     if target is None or len(x.get_size()) != 2:
         first = lower_quantize_both(x, elem_dtype, rounding, scale_layout)

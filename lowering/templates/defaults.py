@@ -181,7 +181,7 @@ TABLE = (
 
 
 def forms(tiles: Sequence[TiledConfig]) -> set[str]:
-    """Those of ours that have one of `tiles` to run with, and the pointer form."""
+    """Returns the forms of mxcompile that one of `tiles` can run, and the pointer form."""
     specialized = {SPECIALIZED for tile in tiles if tile.warp_specialize}
     return {POINTERS, *specialized, *([PERSISTENT] if tiles else [])}
 

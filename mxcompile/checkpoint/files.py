@@ -156,7 +156,7 @@ def _of_index(path: Path) -> tuple[Path, ...]:
 
 
 def _check_index(path: Path, entries: dict[str, Entry]) -> None:
-    """That the index, if there is one, says of every tensor where it is."""
+    """Raise an error if there is an index that does not name the file of every tensor."""
     if not (path / INDEX).is_file():
         return
     weights = _weight_map(path)

@@ -104,7 +104,7 @@ def _compile(part: nn.Module, backend: Backend) -> None:
 
 
 def _compilable(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Those of `parts` that Inductor compiles right by themselves; a warning names the others."""
+    """Yields the parts that Inductor compiles right by themselves; a warning names the others."""
     for path, part in parts:
         if gathers_both(part):
             log.warning(

@@ -64,7 +64,7 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
 
 
 def _owned(root: nn.Module, paths: set[str]) -> set[str]:
-    """Those of `paths` that a plan of `root` may know: a parameter shared by modules has but one there."""
+    """Returns the ones of `paths` that a plan of `root` may know; a shared parameter has one there."""
     return paths.intersection(user_path(raw) for raw, _ in root.named_parameters()) if paths else paths
 
 

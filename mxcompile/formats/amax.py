@@ -19,7 +19,7 @@ from mxcompile.errors import FormatError, not_allowed
 
 
 class AmaxKind(StrEnum):
-    """Of which of these it is."""
+    """The kinds of a magnitude that a scale follows from."""
 
     MAX = "max"
     PERCENTILE = "percentile"

@@ -118,7 +118,7 @@ def scales_of(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
 
 
 def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
-    """Of each tile the smallest magnitude that `fmt`'s share of its elements do not exceed."""
+    """Returns the smallest magnitude of each tile that `fmt`'s share of its elements do not exceed."""
     every = extents(x.ndim, block_dim, fmt.tile)
     magnitudes = _tiled(x.to(torch.float32).abs(), every)
     held = _tiled(torch.ones_like(x, dtype=torch.bool), every)  # not what pads the last tiles

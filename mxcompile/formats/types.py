@@ -54,7 +54,7 @@ class ScaleType(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor that holds scales: E8M0 as bytes."""
+        """The dtype of the tensor that holds scales: E8M0 as bytes."""
         return torch.uint8 if self is ScaleType.E8M0 else torch.float32
 
 
@@ -240,7 +240,7 @@ class Format:
 
     @property
     def bytes_per_element(self) -> float:
-        """Of elements as packed as their bits allow, with the scales of blocks along one dimension."""
+        """Bytes of an element, packed as its bits allow, with the scales of blocks along one dimension."""
         scales = 0.0 if self.tile.along == WHOLE else self.scale.dtype.itemsize / self.tile.along
         return self.elem.bits / 8 + scales / max(self.tile.across, 1)
 

@@ -69,7 +69,7 @@ def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:
 
 
 def attention_flops(node: fx.Node) -> float:
-    """Of an attention's kernel: half of each product under a causal mask, in backward the scores again."""
+    """FLOPs of an attention's kernel: half of each product if causal, in backward the scores again."""
     tags = tags_of(node)
     again = 1.25 if packet(node) in ATTENTION_BACKWARD else 1.0
     half = 0.5 if arguments_of(node).get("is_causal") else 1.0

@@ -111,7 +111,7 @@ class Estimate:
 
 
 def library_work(*, num_bytes: float, flops: float, product: str, target: Target) -> Work:
-    """Of a library's kernel. product: the kind of `rates` of its products."""
+    """Returns the work of a library's kernel. product: the kind of `rates` of its products."""
     peak = _peak(target)
     tflops = {
         "fp32": peak.fp32_tflops,

@@ -233,7 +233,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
 
 
 def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> float:
-    """Of the products of `nodes`, whose tags are `tags`."""
+    """Returns the FLOPs of the products of `nodes`, whose tags are `tags`."""
     attention = sum(graph.attention_flops.get(node, 0.0) for node in nodes)
     return attention or sum(tag.flops for tag in dict.fromkeys(tags))
 

@@ -73,7 +73,7 @@ class Facts:
 def read(
     *, num_bytes: float, flops: float, source: str, numbers: tuple[int, ...], binary: Binary, target: Target
 ) -> Facts:
-    """Of a generated kernel. numbers: written out where it is launched, the grid last if it is given."""
+    """Returns the facts of a generated kernel. numbers: of its launch, the grid last if it is given."""
     sizes = {name: int(value) for name, value in _NUMBER.findall(source)}
     sizes |= {name: value for name, value in binary.settings.items() if isinstance(value, int)}
     code = parse(binary.text.get("sass") or binary.text.get("amdgcn", ""))
@@ -147,7 +147,7 @@ class _Launched:
 
     @cached_property
     def k(self) -> float:
-        """Of a tile; on average, where programs read on the device which part of K is theirs."""
+        """The length of K of a tile; the mean, where programs read on the device which part is theirs."""
         area = math.prod(self.sizes.get(name, 1) for name in ("BLOCK_M", "BLOCK_N"))
         results = self.sizes.get("NUM_GROUPS", 0) * math.prod(
             math.ceil(self.sizes.get(side, 0) / self.sizes.get(f"BLOCK_{side}", 1)) for side in "MN"
@@ -175,7 +175,7 @@ class _Launched:
 
     @cached_property
     def tiles(self) -> int:
-        """Of the result, those of a batch together."""
+        """The number of tiles of the result, of all matrices of a batch together."""
         tile = 2 * self.sizes.get("BLOCK_M", 1) * self.sizes.get("BLOCK_N", 1) * self.k
         return max(1, math.ceil(self.flops / tile))
 
@@ -200,7 +200,7 @@ class _Launched:
         return rounds | dict.fromkeys(self.code.product_loops[:-2], 1 / self.warps)
 
     def _rounds(self) -> float | None:
-        """Of a loop without products: over the rows of a program, over a reduction, or over K."""
+        """Returns the rounds of a loop without products: over rows, over a reduction, or over K."""
         for extent, block in (("RSPLIT_SIZE", "XBLOCK"), ("r0_numel", "R0_BLOCK"), ("K", "BLOCK_K")):
             if extent in self.sizes and block in self.sizes:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
@@ -218,7 +218,7 @@ class _Launched:
 
     @cached_property
     def instructions(self) -> float:
-        """That a warp issues."""
+        """The number of instructions that a warp issues."""
         return self.code.issued(self.trips)
 
     @cached_property
@@ -229,7 +229,7 @@ class _Launched:
 
     @cached_property
     def turns(self) -> int:
-        """Of programs, one after the other."""
+        """The number of turns in which the programs run, one after the other."""
         return math.ceil(self.programs / (self.target.processors * self.resident))
 
     @cached_property
@@ -245,7 +245,7 @@ class _Launched:
 
     @cached_property
     def shared_us(self) -> float:
-        """Of the operands of tiles in shared memory, written by loads and read by the matrix units."""
+        """The time of operands in shared memory, written by loads and read by the matrix units."""
         if self.steady is None or not self.target.tmem_columns:
             return 0.0
         sides = self.sizes.get("BLOCK_M", 1) + self.sizes.get("BLOCK_N", 1)
@@ -255,7 +255,7 @@ class _Launched:
 
     @cached_property
     def waits(self) -> int:
-        """Of a tile, for what its steps along K begin to load, where nothing else is on the processor."""
+        """The waits of a tile for loads of its steps along K, where nothing else is on the processor."""
         alone = self.steady is not None and self.resident == 1
         return self.steps * self.code.waits(self.steady) if alone and self.steady else 0
 
@@ -276,7 +276,7 @@ class _Launched:
 
     @cached_property
     def tile_cycles(self) -> float:
-        """That the products of a tile take at the data sheet's rate."""
+        """The cycles of the products of a tile at the data sheet's rate."""
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
         operations = 2 * self.steps * math.prod(self.sizes.get(name, 1) for name in names)
         return operations * self.target.processors * _cycles_of_us(self.target) / (self._tflops * 1e6)
@@ -305,11 +305,11 @@ class _Launched:
 
     @property
     def busy_cycles(self) -> float:
-        """That the products of a tile take at the sustained rate."""
+        """The cycles of the products of a tile at the sustained rate."""
         return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
-        """Of storing a tile, what the products of the next do not cover; all of it without room for two."""
+        """Returns the cycles of a tile's store that the next tile's products do not cover."""
         outside = [
             loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
         ]

@@ -93,7 +93,7 @@ class MachineCode:
 
     @cached_property
     def product_loops(self) -> tuple[Loop, ...]:
-        """Those that hold a matrix instruction, outer ones first."""
+        """The loops that hold a matrix instruction, outer ones first."""
         products = [at for at, instruction in enumerate(self.instructions) if instruction.multiplies]
         return tuple(loop for loop in self.loops if any(map(loop.holds, products)))
 

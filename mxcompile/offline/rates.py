@@ -83,7 +83,7 @@ class Rates:
 
     @staticmethod
     def of(target: Target, measured: str | Path | None = None) -> Rates:
-        """Those of the table. measured: a file as ``make gpu`` writes it, whose rates replace them.
+        """Returns the rates of the table. measured: a file of ``make gpu``, whose rates replace them.
 
         Raises `OptionError` if the file is of another target, or does not hold rates.
         """

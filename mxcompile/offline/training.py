@@ -113,7 +113,7 @@ class TrainingStep:
 
     @property
     def _collectives_us(self) -> float:
-        """Of a micro-batch: weights gathered in forward and in backward, gradients reduced."""
+        """Returns the time of a micro-batch's collectives: weights gathered twice, gradients reduced."""
         if self.gpus == 1 or self.link_gbs is None:
             return 0.0
         each = 2 * 2 + self.reduce_bytes

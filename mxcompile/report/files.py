@@ -43,7 +43,7 @@ def save(path: str | Path, text: str, what: str) -> None:
 
 
 def form_of(path: str | Path, forms: Mapping[str, _T], what: str) -> _T:
-    """That of `forms`, by suffix, for `path`. Raises `OptionError` for a suffix without one."""
+    """Returns the one of `forms` for the suffix of `path`. Raises `OptionError` for a suffix without one."""
     suffix = Path(path).suffix
     if suffix not in forms:
         raise OptionError(f"{what} {str(path)!r}: {not_allowed('suffix', suffix, forms)}")

@@ -8,10 +8,10 @@
                FLOPs · (rel_error² + lost)        of a cast, with those of the GEMMs that read it
 
 x is the tensor before its cast, or the product of the tensors before their casts; q is what took its place.
-What is worst has most harm: an error counts by the arithmetic it gets into, and SQNR, to which small elements
-are nothing, does not hide that a cast loses many of them. They count by their magnitudes: a row of rounding
-noise beside ordinary ones is lost without harm. `output_change` says how far the error of a forward GEMM
-reaches (see `mxcompile.analysis.audit.reach`); it counts more than FLOPs.
+The rows with most harm are the worst. An error counts by the FLOPs that it enters. SQNR hardly sees small
+elements, so the share of magnitudes that a cast loses counts too. A row of rounding noise beside ordinary
+rows loses many elements, but little magnitude and so without harm. `output_change` says how far the error of a
+forward GEMM reaches (see `mxcompile.analysis.audit.reach`); it counts more than FLOPs.
 Nothing is measured here (see `mxcompile.analysis.audit`), and tensors are not kept.
 """
 
@@ -188,7 +188,7 @@ class Numerics:
 
     @property
     def lowest_sqnr_db(self) -> float | None:
-        """Of the GEMMs; nan if one of them is, None if there are none."""
+        """The lowest SQNR of the GEMMs; nan if one of them has nan, None if there are none."""
         return lowest(gemm.sqnr_db for gemm in self.gemms) if self.gemms else None
 
     @property

@@ -33,7 +33,7 @@ def fired(rules: Sequence[Rule], sample: Sample) -> list[Fired]:
 
 
 class Actions:
-    """Of the rules of one watch.
+    """The actions of the rules of one watch.
 
     send: takes the kind of a record and what it says. warn: takes what failed, and the error.
     """

@@ -22,7 +22,7 @@ Below = frozenset[tuple[str, str]]
 
 
 class Fallbacks:
-    """Of one watch. path: of the policy file, None if no rule can put anything into BF16."""
+    """The GEMMs that one watch has put into BF16. path: of the policy file; None if no rule can do this."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

@@ -37,7 +37,7 @@ Delivery = tuple[Call, list[dict[str, Any]], Tensor, list[Tensor], list[Excerpt 
 
 
 class Recorder:
-    """Of one watch.
+    """The recorder of one watch.
 
     is_sampled: whether a step is. finished: takes the number of a sampled step and what was measured in it.
     left_out: operands that are not measured, and why. excerpts: of the step that has ended, for `finished`.

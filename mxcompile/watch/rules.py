@@ -110,7 +110,7 @@ class Rule:
         return held == self.over
 
     def sentence(self, step: int, row: Mapping[str, Any]) -> str:
-        """That the rule fired for `row`, in words."""
+        """Returns a sentence that says that the rule fired for `row`."""
         conditions = ", ".join(f"{each} ({row[each.name]:.4g})" for each in self.conditions)
         times = f" in {self.over} samples" if self.over > 1 else ""
         return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"

@@ -52,7 +52,7 @@ class Tally:
 
     @classmethod
     def of(cls, role: str, fmt: str, numbers: list[float]) -> Tally:
-        """Of one call. numbers: a result of ``cast_statistics``."""
+        """Returns the tally of one call. numbers: a result of ``cast_statistics``."""
         sums = dict(zip(FIELDS, numbers[: len(FIELDS)], strict=True))
         counts = numbers[len(FIELDS) :]
         histogram = {byte: counts[byte] for byte in range(NUM_BYTES) if counts[byte]}

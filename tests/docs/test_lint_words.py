@@ -43,4 +43,4 @@ def test_code_has_nouns_and_docstrings_that_say_what_is_returned():
     assert list(lint_words.variables("f.py", tree)) == [
         "f.py:1: found is not a noun", "f.py:3: made is not a noun",
     ]  # fmt: skip
-    assert list(lint_words.docstrings("f.py", tree)) == ["f.py:1: begins with What: What it is."]
+    assert list(lint_words.docstrings("f.py", tree)) == ["f.py:1: has no subject: What it is."]

@@ -129,7 +129,7 @@ class Session:
         return loss
 
     def _gradients(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Of what a training step computes gradients of, those of parameters."""
+        """Returns the gradients of parameters, as a training step computes them."""
         named = {user_path(name): p for name, p in self.model.named_parameters() if p.requires_grad}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = [*named.values(), *(tensor for tensor in given if tensor.requires_grad)]

@@ -57,7 +57,7 @@ class Sums:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between x and q; 1 if both are 0."""
+        """The cosine of the angle between x and q; 1 if both are 0."""
         if self.signal == 0 and self.output == 0:
             return 1.0
         scale = math.sqrt(self.signal) * math.sqrt(self.output)

@@ -34,7 +34,7 @@ def advised(report: Report) -> Report:
 
 
 def _of_fp32(report: Report) -> list[str]:
-    """That a model is in FP32, which hardly anybody trains on a GPU."""
+    """Yields a warning if the model is in FP32, which hardly anybody trains on a GPU."""
     peak = TARGETS[report.summary.target].peak
     if own_dtype(report.gemms) != "FP32" or peak is None:
         return []

@@ -36,7 +36,7 @@ def with_memory(report: Report, model: nn.Module, *, training: bool) -> Report:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all of them; a weight stored quantized counts as it is stored, a sparse one with its indices."""
+    """Returns their bytes. A quantized weight counts as it is stored, a sparse one with its indices."""
     return sum(map(_size, tensors))
 
 

@@ -119,5 +119,5 @@ def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:
 
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:
-    """Of the two operands and the result."""
+    """Returns the number of elements of the two operands and the result."""
     return gemm.batch * gemm.m * gemm.k, gemm.batch * gemm.k * gemm.n, gemm.batch * gemm.m * gemm.n

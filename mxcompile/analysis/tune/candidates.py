@@ -121,7 +121,7 @@ class Costs:
             self._quantized.add(key)
 
     def __call__(self, layer: str, option: Option) -> Cost:
-        """Of `layer` with `option`."""
+        """Returns the cost of `layer` with `option`."""
         costs = [
             self._of.get((layer, BF16.candidate if gemm in option.kept else option.candidate, gemm), (0, 0))
             for gemm in _ALL

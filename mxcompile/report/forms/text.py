@@ -83,7 +83,7 @@ def amounts(gemms: Sequence[GemmRecord]) -> str:
 
 
 def memory(summary: Summary) -> str:
-    """Of what the peak of a step is made; "" where it is not known."""
+    """Returns the parts of the peak memory of a step in words; "" where it is not known."""
     if summary.peak_bytes is None:
         return ""
     parts = [
