@@ -1,7 +1,7 @@
 """The names of PyTorch and Triton that are not public and that mxcompile uses, read from its own source.
 
-A compiler for Inductor cannot do without them, and any release may rename them. What needs a name that is
-missing falls back with a reason (`lowering.optional`) or fails where it is imported. `missing`, which
+A compiler for Inductor cannot do without them, and any release may rename them. Code that needs a missing
+name falls back with a reason (`lowering.optional`) or fails where it is imported. `missing`, which
 ``mxcompile env`` prints, says which those are before anything is compiled. A script looks for them in a wheel
 that is not installed (`tests/packaging/names_in_wheel.py`).
 """

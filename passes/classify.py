@@ -4,8 +4,8 @@ Four sweeps over the forward, each linear in it: residual streams (`roles.stream
 of (`roles.feeds`), what becomes of it (`roles.uses`), and, from the last layer to the first, the statements
 about roles (`roles.precedence`). Module and parameter names play no part.
 
-A product with a parameter that is no linear layer (a query, a mix of scores) becomes a product
-here: no policy can quantize it.
+A product with a parameter that is not a linear layer (a query, a mix of scores) becomes a product here, so no
+policy can quantize it.
 """
 
 from __future__ import annotations

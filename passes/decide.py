@@ -63,7 +63,7 @@ class Decide:
 
 
 def keep_products(graph: fx.Graph) -> None:
-    """Set the choice in the tags of all that is no linear layer: no policy decides there."""
+    """Set the choice in the tags of every product that is not a linear layer: no policy decides there."""
     for node in graph.nodes:
         tags = tags_of(node)
         if tags and tags[0].kind is not Kind.LINEAR:

@@ -168,7 +168,7 @@ class _Finder:
 
 
 def _origins(node: fx.Node) -> frozenset[fx.Node]:
-    """Where the operands of `node` come from; of an operator that is no plain matmul, all its inputs."""
+    """Where the operands of `node` come from; all inputs of an operator that is not a plain matmul."""
     arguments = operands(node) if is_matmul(node) else node.all_input_nodes
     return frozenset(origin(arg) for arg in arguments if isinstance(arg, fx.Node))
 

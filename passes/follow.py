@@ -3,11 +3,11 @@
     y = x·w, both inputs of this graph   a layer of the module that runs it, where its sizes leave no choice
 
 A graph that was cut shows a layer without its surroundings: the last one in sight looks like the head, one
-whose activation lies in the next graph like none in particular. The plan has seen the whole. A layer is
-found by its name; of one that runs several times, each run counts if all are here, else the first of its
-sizes does. A product whose weight was taken from a parameter in front of the cut (an expert's, from the stack
-of all) is found by its module. What the plan does not know keeps the role that its surroundings in this graph
-give.
+whose activation lies in the next graph like none in particular. The plan has seen the whole. A layer is found
+by its name; of one that runs several times, each run counts if all are here, else the first of its sizes
+does. A product whose weight was taken from a parameter in front of the cut (an expert's, from the stack of
+all) is found by its module. A layer that the plan does not know keeps the role that its surroundings in this
+graph give.
 """
 
 from __future__ import annotations

@@ -63,12 +63,14 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def docstrings(path: str, tree: ast.Module) -> Iterator[str]:
-    """Yields a line for each docstring that begins with a word of `NO_SUBJECTS`."""
+    """Yields a line for each docstring that begins with a word of `NO_SUBJECTS`, or says "is no X"."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             if text.partition(" ")[0] in NO_SUBJECTS:
                 yield f"{path}:{getattr(node, 'lineno', 1)}: has no subject: {text.splitlines()[0]}"
+            if IS_NO.search(" ".join(text.split())):
+                yield f'{path}:{getattr(node, "lineno", 1)}: say "is not a": {text.splitlines()[0]}'
 
 
 def variables(path: str, tree: ast.Module) -> Iterator[str]:

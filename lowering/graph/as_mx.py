@@ -4,7 +4,7 @@
 
 A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
-values of E4M3 and stored as such. Both are exact, so the product is. What remains emulated: FP32 scales
+values of E4M3 and stored as such. Both are exact, so the product is. These remain emulated: FP32 scales
 between powers of two, blocks of 16.
 """
 

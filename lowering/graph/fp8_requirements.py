@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def odd(self) -> dict[str, Any]:
-        """The sizes of the right operand that are no multiples, by their names."""
+        """The sizes of the right operand that are not multiples, by their names."""
         sizes = {"k": self.b.shape[0], "n": self.b.shape[1]}
         return {key: size for key, size in sizes.items() if not isinstance(size, int) or size % _MULTIPLE}
 

@@ -1,9 +1,9 @@
 """native: choose the mx GEMMs of a graph that the target's own MX GEMM runs, and leave them in place.
 
-What stays is lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the vendor's
-product, as `templates.defaults` says: matrices, batches of them and groups. The record names the template,
-until Inductor has chosen (`inductor.winners`). The others are left to `expand`: empty ones, those with a
-single result, and groups whose number is not known.
+The products that stay are lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the
+vendor's product, as `templates.defaults` says: matrices, batches of them and groups. The record names the
+template, until Inductor has chosen (`inductor.winners`). The others are left to `expand`: empty ones, those
+with a single result, and groups whose number is not known.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ It wants the contraction innermost in both operands: one cast along its other di
 copy, which a cast of its own writes where casts are templates (see `fp8_layouts`). There this runs on the
 joint graph, so that what is kept for backward is what backward reads. On gfx942 the bias of elements'
 exponents is larger by one (``fnuz``): the same bits are half the value, but for −0 and NaN, and the scales
-make up for it. What the GEMM does not take (see `fp8_requirements`) is left to `expand`, with the reason.
-Accumulation is in FP32.
+make up for it. Products that the GEMM does not take (see `fp8_requirements`) are left to `expand`, with the
+reason. Accumulation is in FP32.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class JointVendorFP8(VendorFP8):
 
 
 def _is_fp8(product: Product) -> bool:
-    """Whether `product` is of FP8 elements, which are no codes of fewer bits, under FP32 scales."""
+    """Whether `product` is of FP8 elements, not of codes of fewer bits, under FP32 scales."""
     return all(form.scale is ScaleType.FP32 and not form.elem.is_coded for form in product.forms)
 
 

@@ -58,7 +58,8 @@ def narrowed(source: str) -> str:
 def approximated(source: str) -> str:
     """`source` with the sigmoids before its cast, alone or in x · sigmoid(x), by `packed.sigmoid`.
 
-    And with values rounded to BF16 by twos. What is stored behind the cast may be FP32, and stays as it is.
+    And with values rounded to BF16 by twos. A value that is stored behind the cast may be FP32, and stays as
+    it is.
     """
 
     def one(silu: re.Match[str]) -> str:

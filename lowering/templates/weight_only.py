@@ -5,8 +5,8 @@
     out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums, in one order
 
 The weight is read as it is stored, once for all rows of the dot form; the sums are device functions of
-`kernels.weight_only_mm`. Sizes may be anything; offsets into weights are 64 bits wide. What is not for the
-kernel is dequantized (see `inductor.dequantized`).
+`kernels.weight_only_mm`. Sizes may be anything; offsets into weights are 64 bits wide. All other products are
+dequantized (see `inductor.dequantized`).
 """
 
 from __future__ import annotations

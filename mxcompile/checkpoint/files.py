@@ -1,8 +1,8 @@
 """Reading safetensors checkpoints: one file, or a directory of shards with its index.
 
 Headers are read when a checkpoint is opened, tensors when they are asked for. Nothing is unpickled, and no
-file is opened whose name leads out of the directory. What is wrong with a checkpoint is a `CheckpointError`
-of one line that names the file.
+file is opened whose name leads out of the directory. A fault of a checkpoint is a `CheckpointError` of one
+line that names the file.
 """
 
 from __future__ import annotations

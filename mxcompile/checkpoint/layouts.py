@@ -38,9 +38,8 @@ Kind = tuple[torch.dtype, torch.dtype] | None
 class Named:
     """One weight of a checkpoint.
 
-    name: in the model. elements, scales: names of its tensors in the files; scales is "" for what is no
-    MXFP8.
-    block_dim: negative, of MXFP8. dtype: of the values, where the checkpoint says.
+    name: in the model. elements, scales: names of its tensors in the files; scales is "" for a tensor that is
+    not MXFP8. block_dim: negative, of MXFP8. dtype: of the values, where the checkpoint says.
     """
 
     name: str

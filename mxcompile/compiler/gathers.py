@@ -2,10 +2,10 @@
 
     its shard of each of them     once in forward, and in backward too unless reshard_after_forward=False
 
-FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. What it
-gathered is read from its own state, which is not public: of a torch that keeps it otherwise nothing is
-counted, and a warning says so. Neither are gradients, which are reduced as without mxcompile, nor weights
-that no compiled graph reads.
+FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. The gathered
+tensors are read from its own state, which is not public. If a torch keeps them otherwise, nothing is counted,
+and a warning says so. Gradients, which are reduced as without mxcompile, are not counted either. Neither are
+weights that no compiled graph reads.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     q_proj.weight   →   q_proj.weight_amax_history     FP32 [3, history]: of x, w and dy, the newest first
 
 The graph gets one input more for every weight, [3], what the history says of each operand, and gives one
-output more if it computes gradients, what this call saw of x and w; what it saw of dy comes as the
-"gradient" of that input, so it takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not
-ask for it. Histories move on after the forward, and after the backward, of calls that compute gradients; a
-call that checkpointing runs again reads what it read the first time. What is not finite leaves no mark. The
+output more if it computes gradients, what this call saw of x and w; what it saw of dy comes as the "gradient"
+of that input, so it takes a ``backward()``: ``torch.autograd.grad`` of chosen tensors does not ask for it.
+Histories move on after the forward, and after the backward, of calls that compute gradients; a call that
+checkpointing runs again reads what it read the first time. A value that is not finite leaves no mark. The
 history of a rank is its own: every product is exact under the scales of its own operands, so ranks need not
-agree, and no collective is hidden in a step, for which ranks of a pipeline or of experts would wait in
-vain. `reduce_histories` makes them agree.
+agree, and no collective is hidden in a step, for which ranks of a pipeline or of experts would wait in vain.
+`reduce_histories` makes them agree.
 
 The buffers are registered when a graph that has such scales is compiled: they are saved with the model, and
 follow it to other devices. A state dict that has them can be loaded before that where the model is known: by

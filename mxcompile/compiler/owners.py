@@ -4,7 +4,7 @@
 
 Compiled autograd copies the backward of every compiled graph into one graph, beside the rest that autograd
 runs. Dynamo keeps the ``custom`` metadata of its nodes. AOTAutograd keeps no metadata, but it keeps the
-products and their order. What compiles such a graph gives the tags back, and tells the owners of the GEMMs
+products and their order. The compile of such a graph gives the tags back, and tells the owners of the GEMMs
 which kernels run them.
 """
 

@@ -4,8 +4,8 @@
                             yes: the second code    the same graph, with the operators of the pass `watch`
 
 Both come from the same captured graph and the same joint passes, and save the same values. The second one is
-compiled with the first, without CUDA graphs, for what it delivers is heard by Python. What is compiled for
-calls without gradients is not watched.
+compiled with the first, without CUDA graphs, for what it delivers is heard by Python. Code that is compiled
+for calls without gradients is not watched.
 """
 
 from __future__ import annotations

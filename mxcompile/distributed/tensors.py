@@ -196,7 +196,7 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None) -> str:
-    """Why shards of the rows of a weight of shape `whole` on `ranks` ranks are no tiles; "" if they are.
+    """Returns why shards of a weight of shape `whole` on `ranks` ranks are not whole tiles; "" if they are.
 
     shard: the shape of one; by default as FSDP2 makes them.
     """

@@ -5,7 +5,7 @@
     others                       a formula registered with `torch.utils.flop_counter`, if there is one; else
                                  x[…, k], w[n, k] or [k, n] → y[…, n] is taken for what it has the shapes of
 
-What none of this covers has FLOPs that are unknown; sizes of 0 stand for that.
+All other operators have unknown FLOPs; sizes of 0 stand for that.
 """
 
 from __future__ import annotations

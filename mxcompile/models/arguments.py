@@ -1,6 +1,6 @@
 """The arguments of a model, where a function takes them beside options of its own.
 
-    explain(model, x, mask=m, policy="ocp")              a keyword that is no option goes to the model
+    explain(model, x, mask=m, policy="ocp")              a keyword that is not an option goes to the model
     explain(model, x, kwargs={"target": y, "policy": z})   any name goes to the model this way
 
 The options of the function come first: an argument of the model that is called like one of them can only be

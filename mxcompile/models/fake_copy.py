@@ -29,7 +29,7 @@ _COMPILED = "_compiled_call_impl"
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of `model`, unwrapped, on fake tensors; what it shares stays shared.
 
-    What cannot be copied (a process group, a lock) is the model's own.
+    An object that cannot be copied (a process group, a lock) is the model's own.
     """
     model = users_own(model)
     modules, fake = [m for m in model.modules() if unwrapped(m) is m], Faker(mode)

@@ -68,8 +68,8 @@ def cross_compile(name: str, source: str, target: Target, time: Callable[[Binary
 
     time: estimates a binary in µs; of several without problems that of the least is returned.
 
-    To be called with the stand-in of `target` in place. A kernel that does not compile is no error here: its
-    `problems` say why.
+    To be called with the stand-in of `target` in place. A kernel that does not compile is not an error here;
+    its `problems` say why.
     """
     tuner = vars(PyCodeCache.load(source))[name]
     binaries = [_compiled(name, tuner, config, target) for config in tuner.configs]

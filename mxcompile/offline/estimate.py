@@ -9,7 +9,7 @@
 The largest of the four counts, and a constant for the launch. Where a block waits for itself in every round
 of a loop, as in a reduction of each row, nothing of a round runs beside the rest of it: there memory, issue
 and latency add up. Not in it: caches (bytes are those of whole tensors, once), a last turn that is not full,
-clocks that sink under power. It is no lower bound: a kernel may be faster than its estimate.
+clocks that sink under power. It is not a lower bound, because a kernel may be faster than its estimate.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def codegen(
     "cudnn" or "flash"; "auto" is PyTorch's choice.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
-    model cannot be traced. A kernel that would not run is no error: see `CodegenResult.problems`.
+    model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
     """
     given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy}
     named = keywords("codegen", model, inputs, kwargs, given)

@@ -309,7 +309,10 @@ class _Launched:
         return self.tile_cycles / _SUSTAINED_MMA
 
     def _uncovered_cycles(self) -> float:
-        """Returns the cycles of a tile's store that the next tile's products do not cover."""
+        """Returns the cycles of a tile's store that the next tile's products do not cover.
+
+        They cover none where tensor memory has no room for two accumulators.
+        """
         outside = [
             loop for loop in self.code.loops if loop.depth == 0 and loop not in self.code.product_loops
         ]

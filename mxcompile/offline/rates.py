@@ -9,9 +9,9 @@
     latency_us                       from a load to its first use, under load
     launch_us                        that a kernel takes beside its work: its start, and its last programs
 
-A share is of the peaks in `lowering.targets`; a time is in µs, of which low is the longest. What was not
-measured on a chip is assumed, with a wide range, and its source says so. ``make gpu-rates`` writes measured
-ones in the form that `Rates.load` reads; they replace rows of the table.
+A share is of the peaks in `lowering.targets`; a time is in µs, of which low is the longest. A rate that was
+not measured on a chip is assumed, with a wide range, and its source says so. ``make gpu-rates`` writes
+measured ones in the form that `Rates.load` reads; they replace rows of the table.
 """
 
 from __future__ import annotations

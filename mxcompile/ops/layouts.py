@@ -7,8 +7,8 @@
 
 "Along rows" contracts the last dimension, "along columns" the first: scales [M, 1] and [1, N] of channels,
 [M, ⌈N/128⌉] and [⌈M/128⌉, N] of blocks. Of formats with one scale both ways, a tensor or squares, that along
-rows is made for both. What is not asked for is empty. `fnuz`: elements of half the value (see `as_fnuz`).
-`seen`: the largest magnitude too.
+rows is made for both. Results that are not asked for are empty. `fnuz`: elements of half the value (see
+`as_fnuz`). `seen`: the largest magnitude too.
 
 The lowering makes these of `encode`; the implementations are the reference.
 """

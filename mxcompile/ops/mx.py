@@ -17,7 +17,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
     quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
-    grouped_mm           the same of operands that are no MX data, in any floating-point dtype
+    grouped_mm           the same of operands that are not MX data, in any floating-point dtype
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 

@@ -1,7 +1,7 @@
 """The policy language as JSON Schema (draft 2020-12), for editors that complete and check YAML.
 
 Made from the same tables that read a policy (`schema`), and kept beside this file as policy.schema.json. It
-says which keys and words there are and of what type values have to be. What takes more is not in it: shadowed
+says which keys and words there are and of what type values have to be. Other checks are not in it: shadowed
 rules, regular expressions that do not parse, duplicate keys.
 """
 

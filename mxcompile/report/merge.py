@@ -4,7 +4,7 @@ A graph that is compiled again (another shape, another process) says the same of
 of the latest compile stand, and a compile of which nothing stands does not count in the summary. Where it
 does not say the same, both stand: another precision for another shape, and one row beside many (decode beside
 prefill: Dynamo never covers both by one graph). A layer that a graph calls twice has the records of both
-calls. What is planned and not compiled yet comes as planned.
+calls. Layers that are planned and not compiled yet come as planned.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
 def work_of(parts: Sequence[Part]) -> dict[str, Any]:
     """The summary's figures of bytes and casts: of a step, or of a call where none trains.
 
-    What modules run that have no part of their own counts too. A weight that several graphs read counts
+    The work of modules that have no part of their own counts too. A weight that several graphs read counts
     once, and so does a layer that several graphs compute.
     """
     training = [part for part in parts if part.saved_bytes is not None] or list(parts)

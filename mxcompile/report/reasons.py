@@ -45,7 +45,7 @@ class Reasons:
 def reasons(gemms: Iterable[GemmRecord], pattern: str) -> tuple[Reasons, ...]:
     """The reasons of the layers of `gemms` whose names `pattern` fits, in the order of the model.
 
-    Raises `OptionError` for a pattern that fits none or is no regular expression.
+    Raises `OptionError` for a pattern that fits none or is not a regular expression.
     """
     match, gemms = Match(name=(pattern,)), tuple(gemms)
     try:

@@ -177,7 +177,7 @@ class ReportData:
 
 
 def flop_share(gemms: Iterable[GemmRecord]) -> float:
-    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none. What is but planned is not."""
+    """Part of the FLOPs of `gemms` that is in MXFP8; 0 if there are none; planned ones do not count."""
     gemms = tuple(gemms)
     total = sum(gemm.flops for gemm in gemms)
     compiled = (gemm for gemm in gemms if gemm.kernel != NOT_COMPILED)

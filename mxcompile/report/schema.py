@@ -1,8 +1,8 @@
 """The JSON form of a report, derived from its dataclasses: reading with checks, and the JSON Schema.
 
 An object has the keys of its dataclass: those with a default may be missing, and others, which a later
-version may write, are passed over. A tuple is an array. What is not as declared is one error with the place
-of the fault: ``$.gemms[3].formats[0].elem``. A file says what it is (``kind``) and in which form
+version may write, are passed over. A tuple is an array. Data that is not as declared is one error with the
+place of the fault: ``$.gemms[3].formats[0].elem``. A file says what it is (``kind``) and in which form
 (``schema``).
 """
 

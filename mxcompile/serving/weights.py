@@ -2,10 +2,10 @@
 
     parameter w of a layer that the policy sends to MXFP8 in forward  →  MXTensor, quantize(w along K)
 
-What every other parameter is, it stays: embeddings, heads, norms, routers, biases, and weights that something
-else than such layers reads too. A parameter that several modules share stays shared. Where a rule stores a
-head that shares its weight with an embedding, the embedding keeps the weight as it was. One weight is cast at
-a time, some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
+All other parameters stay as they are: embeddings, heads, norms, routers, biases, and weights that other
+operators read too. A parameter that several modules share stays shared. Where a rule stores a head that
+shares its weight with an embedding, the embedding keeps the weight as it was. One weight is cast at a time,
+some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def quantize_weights_(
 
     The model then computes with the values of its stored weights, in its own dtype, eagerly and under any
     backend. Stored weights are not trained: they require no gradient. Weights of three dimensions, stacks of
-    experts, are stored like others. What is MXFP8 already stays as it is.
+    experts, are stored like others. Weights that are MXFP8 already stay as they are.
 
     Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
     cannot be traced, or that needs `args` or `kwargs`, and `PolicyError` for a policy that quantizes weights,

@@ -2,7 +2,7 @@
 
     rule fires in step s   →   the policy file is written   →   graphs of these layers are compiled again
 
-They run from step s + 1 on. What is kept only grows. The file is a policy as any other: a restart that is
+They run from step s + 1 on. Their set only grows. The file is a policy as any other: a restart that is
 given it starts in this state.
 """
 

@@ -2,7 +2,7 @@
 
     casts in the order of the run:   finite … finite  FIRST  later ones
 
-What comes later got it from the first one. The first one was born between the last product before it, whose
+Later operands got it from the first one. The first one was born between the last product before it, whose
 operands are finite, and its own cast; a weight has it from an update or from what the model was loaded from.
 """
 

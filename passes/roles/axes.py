@@ -2,8 +2,8 @@
 
     y[b, m, n]: axis BATCH runs over b, ROW over m, COLUMN over n
 
-A dimension is followed back through views, casts and elementwise operators (`graph.dims`). What cannot be
-followed has no axis.
+A dimension is followed back through views, casts and elementwise operators (`graph.dims`). A dimension that
+cannot be followed has no axis.
 """
 
 from __future__ import annotations

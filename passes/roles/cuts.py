@@ -1,7 +1,7 @@
 """Where a graph was cut out of the model: which of its ends are the model's own.
 
 A graph break, a bucket of DDP or a block compiled alone leaves a graph whose inputs other graphs made and
-whose outputs go on into others. What such an end hides is not guessed.
+whose outputs go on into others. Nothing is guessed of what such an end hides.
 """
 
 from __future__ import annotations

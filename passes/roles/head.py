@@ -1,6 +1,6 @@
 """head: makes what the model gives its caller, alone or as one of several layers in a row.
 
-It stands behind the residual stream or other layers and is no part of a stream itself. Its weight may be the
+It stands behind the residual stream or other layers and is not part of a stream itself. Its weight may be the
 table of the embeddings. Where the graph was cut, what leaves it is not the model's result, and nothing is a
 head.
 """

@@ -3,8 +3,9 @@
     mixer_in    an operand of a state-space model or a linear attention, or a gate on what one made
     mixer_out   the layer behind it, whose result joins the residual stream
 
-What mixes is a product of activations that is no softmax attention, a cumulative sum, a recurrence over
-tokens, a Fourier transform, or a filter between gates where no activation makes it a feed-forward network.
+These operators mix: a product of activations other than a softmax attention, a cumulative sum, a recurrence
+over tokens, a Fourier transform. A filter between gates mixes too, unless an activation makes it a
+feed-forward network.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Products:
         return node in self.soft or (attention is not None and not attention.scores)
 
     def forget(self, node: fx.Node) -> None:
-        """`node` is no attention after all."""
+        """`node` is not an attention after all."""
         self.attentions.pop(node, None)
         self.soft.discard(node)
 

@@ -5,9 +5,9 @@
 The skip s may be scaled, dropped out or summed with other branches on its way; f leads through at least one
 layer or convolution on every path from s, which tells a stream from what happens inside a branch (a state-
 space model's D·x, a value added to its own attention), and is more than a mix of a product's batch, as
-talking heads add one to the scores. What a branch reads from elsewhere (a position added in every layer, a
-condition) is no skip: where the branch has joined its stream, only what the skip was made of counts. A sum
-of the model's input and the end of a whole stream is none either, but how a model that predicts a
+talking heads add one to the scores. A value that a branch reads from elsewhere (a position added in every
+layer, a condition) is not a skip: where the branch has joined its stream, only the sources of the skip count.
+A sum of the model's input and the end of a whole stream is none either, but how a model that predicts a
 difference ends.
 
 Which values a value was made from is known for the skips alone, each as long as it has a sum ahead: the sets

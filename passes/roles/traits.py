@@ -57,7 +57,7 @@ _SETS = (
 
 
 def traits_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The traits of every node's operator, and whether the node is tagged; 0 for what is no call."""
+    """The traits of every node's operator, and whether the node is tagged; 0 for nodes that are not calls."""
     by_operator: dict[int, int] = {}
     marks: dict[fx.Node, int] = {}
     for node in nodes:

@@ -1,7 +1,7 @@
 """Changes between two audits of a model: of its report, and how far the measured errors moved.
 
 GEMMs are matched by layer and kind, casts by layer, operand and layout, the n-th of one audit with the n-th
-of the other. What moved by less than chance moves it between batches is not listed.
+of the other. Errors that moved by less than chance moves them between batches are not listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Moved:
     """A measure that moved. name: layer. what: GEMM or cast. before, after: its values, in `unit`.
 
     unit: "dB" for an SQNR, "" for the share of elements cast to zero. worse: by how much, in the same unit;
-    negative if it got better, inf if it is no number any more.
+    negative if it got better, inf if it is not a number any more.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
     Dynamo ─▶ AOTAutograd joint graph ─▶ all passes ─▶ marks ─▶ partitioner ─▶ interpreter
 
-What Dynamo keeps of this must not keep the model alive: it is referred to weakly.
+Dynamo keeps this object, which must not keep the model alive, so it refers to the model weakly.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
 the partitioner keeps them for backward, where wgrad is held to them. Casts stay as they are and get a mark.
-What is computed does not change; the marked graph is for `mxcompile.audit.interpreter`, not for Inductor.
+The computation does not change; the marked graph is for `mxcompile.audit.interpreter`, not for Inductor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Streaming statistics of casts and GEMMs: tensors are looked at in pieces and not kept.
 
-All sums are in FP64 of the exact FP32 values. What they mean is in `mxcompile.report.numerics`.
+All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defines them.
 """
 
 from __future__ import annotations

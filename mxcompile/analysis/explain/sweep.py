@@ -1,8 +1,8 @@
 """`sweep`: the roofline of one report at other numbers of tokens: where quantizing begins to pay.
 
 Nothing is traced again: more tokens are more sequences, so a linear layer has more rows (m of fprop and
-dgrad, k of wgrad) and an attention product a larger batch, and every estimate is `roofline`'s. What the
-policy decided for the tokens of the report stays decided, also where a rule asks for `min_m` or `max_m`.
+dgrad, k of wgrad) and an attention product a larger batch, and every estimate is `roofline`'s. The decisions
+of the policy for the tokens of the report stay, also where a rule asks for `min_m` or `max_m`.
 """
 
 from __future__ import annotations

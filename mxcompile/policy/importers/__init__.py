@@ -1,4 +1,4 @@
-"""Policies made of other tools' configurations. What a policy cannot say is listed, never dropped unheard."""
+"""Policies made of other tools' configurations. Settings that a policy cannot express are listed."""
 
 from __future__ import annotations
 
