@@ -64,10 +64,6 @@ class Range:
         high = math.sqrt(sum(max(move, 0.0) ** 2 for move in moves))
         return Range(centre - low, centre, centre + high)
 
-    def overlaps(self, other: Range) -> bool:
-        """Whether either could be the smaller."""
-        return self.low <= other.high and other.low <= self.high
-
     def text(self, form: str) -> str:
         """``centre (low–high)``, each in `form`."""
         return f"{self.centre:{form}} ({self.low:{form}}–{self.high:{form}})"

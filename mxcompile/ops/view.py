@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format, ScaleLayout
-from mxcompile.ops.general import decode, encode, encoded_grouped_mm, encoded_mm
+from mxcompile.ops.general import encode, encoded_grouped_mm, encoded_mm
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
     dequantize,
@@ -145,18 +145,6 @@ class Dequantize(View):
     block_dim: int
     dtype: torch.dtype
     operators: ClassVar[frozenset[Any]] = frozenset({dequantize})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decode(View):
-    """Values of data in the format `fmt`, or, without a scale, its elements."""
-
-    qdata: fx.Node
-    scale: fx.Node | None
-    block_dim: int
-    fmt: str
-    dtype: torch.dtype
-    operators: ClassVar[frozenset[Any]] = frozenset({decode})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,15 +55,6 @@ def test_a_ratio_moves_by_what_its_sides_do_not_share():
     assert total(mxfp8, Rates.of(B200)) == pytest.approx(1e12 / (4500e6 * 0.60) + 3)
 
 
-@pytest.mark.parametrize(
-    ("other", "overlaps"),
-    [(Range(0.5, 0.6, 0.69), False), (Range(0.5, 0.6, 0.71), True), (Range(0.9, 1, 2), False)],
-)
-def test_ranges_overlap(other, overlaps):
-    one = Range(0.7, 0.75, 0.8)
-    assert one.overlaps(other) == other.overlaps(one) == overlaps
-
-
 def test_measured_rates_replace_those_of_the_table(tmp_path):
     path = tmp_path / "rates.json"
     measured = Rate(low=0.85, centre=0.9, high=0.92, source="measured")

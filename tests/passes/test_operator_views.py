@@ -21,7 +21,6 @@ KINDS = (
     view.Encode,
     view.EncodeTransposed,
     view.Dequantize,
-    view.Decode,
     view.DequantizeTiles,
     view.Product,
 )
