@@ -125,7 +125,7 @@ def _apply(
     device: torch.device,
     promotes: bool = False,
 ) -> None:
-    """Apply those of `passes` that are for `target`. Tags say why one that is cannot be used here."""
+    """Apply the passes that are for `target`. Tags say why one that is cannot be used here."""
     for each in passes:
         step = each(target=target, device=device.type, promotes=promotes)
         if not step.applies:

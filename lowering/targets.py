@@ -232,7 +232,7 @@ CHIPS = {
 
 
 def check(name: str) -> str:
-    """The target called `name`, or that of the chip called so; "auto" stays. Raises `TargetError`."""
+    """The target called `name`, or the target of the chip called so; "auto" stays. Raises `TargetError`."""
     known = name if name == AUTO or name in TARGETS else CHIPS.get(name.lower().replace(" ", ""))
     if known is None:
         raise TargetError(f"{not_allowed('target', name, [AUTO, *TARGETS])}, or a chip: {', '.join(CHIPS)}")

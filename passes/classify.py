@@ -32,7 +32,7 @@ Verdicts = dict[str, tuple[Role, Evidence]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classify:
-    """Options: `inputs`, those of the captured graph; `cuts`, where it was cut out of the model."""
+    """Options: `inputs`, of the captured graph; `cuts`, where it was cut out of the model."""
 
     name: ClassVar[str] = "classify"
     inputs: tuple[GraphInput, ...] = ()

@@ -174,7 +174,7 @@ def _origins(node: fx.Node) -> frozenset[fx.Node]:
 
 
 def _can_be_gradient(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether the sizes of `node` are those of `forward` in another order."""
+    """Whether `node` has the sizes of `forward` in another order."""
     if not is_matmul(forward):
         return False
     return sorted(map(hint, matmul_sizes(node))) == sorted(map(hint, matmul_sizes(forward)))
@@ -208,7 +208,7 @@ def _sizes_of_other(node: fx.Node) -> list[Sizes]:
 
 
 def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
-    """One tag per product of a node; those of an attention know their role."""
+    """One tag per product of a node; the tags of an attention know their role."""
     if tag.kind is not Kind.ATTENTION:
         return [_sized(tag, size) for size in sizes]
     half = len(sizes) // 2

@@ -33,7 +33,7 @@ _BIASED = frozenset({aten.addmm, aten.baddbmm})
 
 
 def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Depends]:
-    """For every node of `graph`, what it depends on. `inputs` are those of the captured graph.
+    """For every node of `graph`, what it depends on. `inputs` are the inputs of the captured graph.
 
     The result of a layer that reads parameters alone is data: a query that every sample of a batch has its
     copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by

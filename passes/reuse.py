@@ -99,7 +99,7 @@ def _read_tiles(graph: fx.Graph, build: Builder) -> None:
 
 
 def _read_scales(scales: fx.Node, tiles: fx.Node, build: Builder) -> None:
-    """Let what reads `scales`, those of tiles repeated for every row, read `tiles`."""
+    """Let users of `scales`, which repeat the scales of tiles for every row, read `tiles`."""
     value = value_of(scales)
     rows, call = value.ndim - 2, build.call
     for user in list(scales.users):

@@ -5,9 +5,9 @@
     bf16        the source is kept; it is quantized in backward
     mxfp8       as columnwise; what else is kept is for `compress`
 
-By default nothing is marked: a columnwise copy is needed by backward alone, so the min-cut partitioner
-weighs its bytes against those of its source, and a weight, which is kept anyway, is cast in backward.
-Numerics do not change.
+By default nothing is marked. Only backward needs a columnwise copy, so the min-cut partitioner weighs its
+bytes against the bytes of its source. A weight, which is kept anyway, is cast in backward. Numerics do not
+change.
 """
 
 from __future__ import annotations

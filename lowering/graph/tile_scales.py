@@ -54,7 +54,7 @@ class TileScales(NativePass):
 
 
 def _can_tile(cast: Cast) -> bool:
-    """Whether `cast` is of a matrix that is not empty, its scales those of rows or columns, row-major."""
+    """Whether `cast` is of a matrix that is not empty, with row-major scales of rows or columns."""
     value = tensor(cast.x)
     if value is None or value.ndim != 2 or cast.square or cast.scale_layout != ScaleLayout.ROW_MAJOR:
         return False
@@ -62,7 +62,7 @@ def _can_tile(cast: Cast) -> bool:
 
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
-    """Whether `user` is a product of matrices on the chip, and `scale` that of one of its operands."""
+    """Whether `user` is a product of matrices on the chip, and `scale` the scale of one of its operands."""
     out, product = tensor(user), Product.of(user) if user.target is ops.scaled_mm else None
     reads_scale = product is not None and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and native.runs(user)

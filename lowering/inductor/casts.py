@@ -105,7 +105,7 @@ def _dims(x: ir.TensorBox, block_dim: int, square: bool) -> tuple[int, ...]:
 
 
 def _scale_output(cast: _TensorCast, block_dim: int) -> ir.TensorBox:
-    """Scale bytes in the layout of blocks along `block_dim`, those of a square tile repeated."""
+    """Scale bytes in the layout of blocks along `block_dim`; the byte of a square tile is repeated."""
     blocks = cast.blocks
 
     def byte(block: Index) -> Any:

@@ -224,7 +224,7 @@ def lower_block_bytes(
 
 @register_lowering(ops.as_fnuz, type_promotion_kind=None)
 def lower_as_fnuz(qdata: ir.TensorBox) -> ir.TensorBox:
-    """The elements as those of half the value."""
+    """The elements as elements of half the value."""
     elem = elem_type(qdata.get_dtype())
     load = qdata.make_loader()
 

@@ -21,7 +21,7 @@ _VIEW = lowerings[torch.ops.aten.view.default]
 
 
 def tiled(scale: ir.TensorBox, block_dim: int) -> ir.TensorBox:
-    """Tiled scale bytes from those of a matrix cast along `block_dim`."""
+    """Tiled scale bytes from the row-major bytes of a matrix cast along `block_dim`."""
     rowwise = block_dim % 2 == 1
     rows, blocks = scale.get_size() if rowwise else reversed(scale.get_size())
     load = scale.make_loader()

@@ -74,7 +74,7 @@ def parts(scale):
 
 @triton.jit
 def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, STATEFUL: tl.constexpr):
-    """`x` over scales that are given by their `parts`, of shapes that broadcast to that of `x`, FP32."""
+    """`x` over scales that are given by their `parts`, of shapes that broadcast to the shape of `x`, FP32."""
     a = x * power
     if STATEFUL:
         LIMIT: tl.constexpr = 4.0 * _largest(ELEM)

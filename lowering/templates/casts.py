@@ -251,7 +251,7 @@ def _cast(
     entry: int = 0,
     second: ir.TensorBox | None = None,
 ) -> Results:
-    """The casts of one matrix, or of a batch whose entries have `entry` rows each; then those of `second`."""
+    """The casts of a matrix, or of a batch with `entry` rows in each entry; then the casts of `second`."""
     sources = [realize_inputs(source) for source in (x, second) if source is not None]
     x = sources[0]
     device, (m, n) = x.get_device_or_error(), x.get_size()

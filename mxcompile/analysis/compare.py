@@ -83,7 +83,7 @@ class Comparison:
         return [["layer", "GEMM", *(_name(each.report) for each in self.audits)], *rows]
 
     def _notes(self) -> list[str]:
-        """The notes that all audits share, once, and then those of each."""
+        """The notes that all audits share, once, and then the notes of each."""
         every = [each.numerics for each in self.audits]
         shared = [note for note in every[0].notes if all(note in numerics.notes for numerics in every)]
         return [f"note: {note}" for note in shared] + [

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """`parser` and those of its commands and their actions."""
+    """`parser` and the parsers of its commands and their actions."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -58,7 +58,7 @@ class Mark:
 
 
 def mark(backward: fx.Graph, owner: Owner) -> object:
-    """Mark the GEMMs of `backward` as those of `owner`. The marks hold as long as the result lives."""
+    """Mark the GEMMs of `backward` as GEMMs of `owner`. The marks hold as long as the result lives."""
     nodes = [node for node in backward.nodes if tags_of(node)]
     marked = _Marked(owner, {tag.index: tag for node in nodes for tag in tags_of(node)})
     key = uuid.uuid4().hex  # a cache may bring the marks of another process

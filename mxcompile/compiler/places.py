@@ -37,7 +37,7 @@ class Places:
         self._places = [(ledger, REGISTRY.put(ledger, index, part)) for ledger, index in self._places]
 
     def adopt(self, model: nn.Module) -> None:
-        """`model`, whose modules are called as those of the first, runs the code too."""
+        """`model`, whose modules have the names of the first model's, runs the code too."""
         assert self._part is not None
         fresh = self._places[0][0].of(model)
         ledger = REGISTRY.open((self._key, fresh.model), fresh)

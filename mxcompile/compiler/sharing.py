@@ -117,7 +117,7 @@ def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
 
 
 def named(root: nn.Module, path: str) -> nn.Module:
-    """The module of `root` at the user's `path`, that of the innermost of wrappers."""
+    """The module of `root` at the user's `path`, inside of all wrappers."""
     return root.get_submodule(_raw(root, path))
 
 

@@ -5,7 +5,7 @@
 
 Expectation is y: exactly where y is a normal element's binade, to 2^−24 ulp below the smallest normal. A word
 is a function of where its element lies, so that every device, order and way of cutting loops gives the same.
-Streams tell casts of one seed apart; the index is that of the element in its tensor, modulo 2^32.
+Streams tell casts of one seed apart; the index is the place of the element in its tensor, modulo 2^32.
 
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11), with its constants.
 """

@@ -61,7 +61,7 @@ def _value(argument: Any) -> Any:
 
 
 def _trilinear_sizes(node: fx.Node) -> Sizes:
-    """Σ a·b·c over the dimensions that are summed: their product is k, that of the others m."""
+    """Σ a·b·c over the dimensions that are summed: their product is k, the product of the others is m."""
     given = arguments_of(node)
     shapes = []
     for number in "123":

@@ -240,7 +240,7 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """For each dimension of `node` that of what it views, if it permutes dimensions; None for all others."""
+    """Returns the viewed dimension for each dimension of `node`, if it permutes dimensions; else None."""
     value = tensor(node)
     if value is None:
         return None

@@ -130,7 +130,7 @@ def tag_of(node: fx.Node) -> GemmTag | None:
 
 
 def set_tag(node: fx.Node, *tags: GemmTag) -> None:
-    """Make `tags` those of `node`."""
+    """Make `tags` the tags of `node`."""
     node.meta[KEY] = tags
 
 

@@ -108,7 +108,7 @@ class _Mover:
 
 
 class _Attention:
-    """Attention operators of the CPU become those of a GPU."""
+    """Replaces attention operators of the CPU with a GPU's operators."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, backend: str) -> None:
         self._graph = graph

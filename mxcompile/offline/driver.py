@@ -3,8 +3,8 @@
     model on fake CPU tensors ─ Dynamo ─ AOTAutograd ─▶ joint graph ─▶ moved to the target's device
         ─ passes ─ partitioner ─▶ forward, backward ─ Inductor: lowering, scheduling, code ─▶ source
 
-The hooks, the passes and the lowering are those of a compile (see `compilation`). The generated module is
-not loaded: its source is kept.
+The hooks, the passes and the lowering are the same as in a compile (see `compilation`). The generated module
+is not loaded: its source is kept.
 """
 
 from __future__ import annotations

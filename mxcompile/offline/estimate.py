@@ -80,7 +80,7 @@ class Work:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """Its fields that are not those of no work, times with five digits."""
+        """Returns the fields that differ from no work at all, times with five digits."""
         items = dataclasses.asdict(self).items()
         return {
             key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in items if value

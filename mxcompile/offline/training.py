@@ -11,7 +11,7 @@
     exposed      FSDP's gathers of BF16 weights, twice a micro-batch, and its reduction of gradients, as far
                  as they take longer than the layers beside them
 
-Arithmetic on the sizes of the model; kernels are those of `estimate`. Not in it: the time of the host, the
+Arithmetic on the sizes of the model, with the kernels of `estimate`. Not in it: the time of the host, the
 first layer's missing gradient of its input, and waits between ranks that are not equally fast.
 """
 

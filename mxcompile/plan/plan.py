@@ -188,7 +188,7 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
-    """Paths of the parameters and buffers that `graph` reads, those of layers left out too."""
+    """Paths of the parameters and buffers that `graph` reads, also in layers that are left out."""
     for node in graph.find_nodes(op="placeholder"):
         stored = node.meta.get("desc")
         if isinstance(stored, Stored) and node.users:

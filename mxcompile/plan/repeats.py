@@ -78,7 +78,7 @@ class Repeats:
                     yield self._moved(one, str(keeper), path)
 
     def _moved(self, one: Named, keeper: str, path: str) -> Named:
-        """`one`, of the layer at `keeper`, as that of the layer at `path`."""
+        """Returns `one`, of the layer at `keeper`, for the layer at `path`."""
         name = path + one.name.removeprefix(keeper)
         moved = dataclasses.replace(one, name=name, block=self.blocks.place(name))
         if isinstance(moved, GemmTag):

@@ -120,7 +120,7 @@ def _running(parts: Sequence[Part], *, every: bool = False) -> Iterator[tuple[Pa
 def with_plan(
     gemms: Iterable[GemmRecord], planned: Sequence[GemmRecord], graph: int
 ) -> tuple[GemmRecord, ...]:
-    """`gemms`, and those of `planned` whose name and GEMM they lack, in the order of the plan.
+    """`gemms`, and the records of `planned` whose name and GEMM they lack, in the order of the plan.
 
     graph: position that the records of the plan are given.
     """

@@ -7,7 +7,7 @@ BF16. Attention gets values, whoever computes it; in a compiled graph `lowering.
 an attention of few queries read codes instead. Layers that look through a window, hold a recurrent state or
 share another layer's keys stay what transformers makes them: `MXStaticCache.kept` says which, and why.
 
-Scales follow RCEIL, as those of all activations by default. For inference alone.
+Scales follow RCEIL, as for all activations by default. For inference alone.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def choose(
 
 
 def _table(path: str) -> Layer:
-    """An embedding as rules see layers; its sizes are not those of a product."""
+    """An embedding as rules see layers; its sizes are not sizes of a product."""
     name = path.rpartition(".")[0]
     return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
 

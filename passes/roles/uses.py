@@ -83,7 +83,7 @@ class _UsesSweep:
         self.uses[node] = here
 
     def _from(self, node: fx.Node, user: fx.Node, there: int) -> int:
-        """Returns the uses that `user` adds to those of `node`, `there` being the uses of `user`."""
+        """Returns the uses that `user` adds to the uses of `node`; `there` are the uses of `user`."""
         if user in self._layers:
             return LAYER
         traits = self._traits[user]

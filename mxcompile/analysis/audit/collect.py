@@ -72,7 +72,7 @@ def _sums(reference: Tensor, actual: Tensor) -> Sums:
 def parameters(
     gemms: Iterable[GemmRecord], reference: Outcome, outcome: Outcome
 ) -> Iterator[ParameterNumerics]:
-    """The gradients of both runs; the FLOPs are those of the wgrad that made them."""
+    """The gradients of both runs, with the FLOPs of the wgrad that computed each."""
     flops: Counter[str] = Counter()
     roles = {}
     for gemm in gemms:

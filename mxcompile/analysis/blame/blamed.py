@@ -19,7 +19,7 @@ from mxcompile.report.forms.words import count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlamedPart:
-    """A layer, or a group of neighbours, and those of its GEMMs that were quantized or left out together.
+    """A layer, or a group of neighbours, and the GEMMs of it that were quantized or left out together.
 
     layers: paths. gemms: "fprop", "dgrad", "wgrad". alone: the effect of these alone. left_out: of all but
     these. None for what was not measured.

@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def runs(self) -> int:
-        """How many runs all steps take at most, with those of the reference and of everything quantized."""
+        """How many runs all steps take at most, with the reference and everything quantized."""
         parts = self.alone + self.left_out + self.worst + self.kinds + self.gemms
         return self.repeats * (2 + parts) + self.more
 

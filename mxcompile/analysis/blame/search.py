@@ -213,7 +213,7 @@ class Search:
             yield BlamedPart(layers=names, gemms=(gemm,), alone=effect)
 
     def _narrowed(self, worst: Keys, left: Effect, gemms: Sequence[BlamedPart]) -> tuple[Keys, Effect]:
-        """Returns those of `worst` that do most of their layer's harm, if that is enough, and the rest's."""
+        """Returns the GEMMs of `worst` with most of their layers' harm, if that is enough, and the others."""
         small: set[tuple[str, str]] = set()
         most: dict[Names, float] = {}
         for part in gemms:

@@ -95,7 +95,7 @@ class BlameTrials:
 
     @property
     def to_come(self) -> int:
-        """How many runs the reference needs beyond those of its repeats."""
+        """How many runs the reference needs beyond its repeats."""
         return 1 - len(self._references)
 
     def repeat(self, count: int) -> None:

@@ -134,5 +134,5 @@ class _Explainer(Rehearsal[Assuming]):
         return run
 
     def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
-        """The path of the running module, and those of the parameters among `inputs`, "" for what is none."""
+        """The path of the running module, and the paths of `inputs`, "" for other tensors than parameters."""
         return [module, *(self._paths.get(id(value), "") for value in inputs)]

@@ -103,7 +103,7 @@ class Trials:
         return session
 
     def _sqnr(self, session: Session, index: int) -> dict[Key, float]:
-        """Returns the SQNR of the GEMMs that are not kept, the worst of those of one name, as they run."""
+        """Returns the SQNR of the GEMMs that are not kept, the worst for each name, as they run."""
         kept = self.kept[index]
         run = Run(quantized=lambda key: key[1] not in kept.get(key[0], ()), observe=True)
         session.run(run, backward=True)
@@ -137,7 +137,7 @@ class Trials:
         return failing
 
     def gap(self, mix: Mix) -> float:
-        """Returns by what share `mix` moves the loss from that of BF16; layers it lacks are in BF16."""
+        """Returns by what share `mix` moves the loss from the loss in BF16; layers it lacks are in BF16."""
         used = {option.candidate for option in mix.values() if option != BF16}
         if len(used) > 1:
             session = self._call.session(self.policy(dict.fromkeys(self.layers, BF16) | dict(mix)))

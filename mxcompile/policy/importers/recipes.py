@@ -1,4 +1,4 @@
-"""FP8 training recipes: those of Transformer Engine and torchao, by name, with their fields.
+"""FP8 training recipes of Transformer Engine and torchao, by name, with their fields.
 
     recipe: DelayedScaling          the class (Transformer Engine) or the name (torchao's Float8LinearConfig)
     amax_history_len: 16            its fields, as in Python; an enumeration by its member's name

@@ -157,7 +157,7 @@ def _graphs(report: ReportData) -> Iterator[dict[str, Any]]:
 
 
 def _behind(node: OutlineNode, gemms: list[GemmRecord]) -> list[GemmRecord]:
-    """The records of `gemms`, those of the node's layer, that the node stands for."""
+    """The records among `gemms`, of the node's layer, that the node stands for."""
     if node.kind == "gemm":
         return [gemm for gemm in gemms if gemm.role == node.role]
     return gemms if node.kind == "attention" else []
