@@ -18,7 +18,7 @@ from recorded_bars import recorded_bars
 from torch import nn
 
 import mxcompile
-from mxcompile.analysis.audit import Audit, Outcome, Session, audit
+from mxcompile.analysis.audit import Audit, Outcome, Session, audit, depth
 from mxcompile.analysis.audit.plot import plot
 from mxcompile.analysis.audit.text import to_text
 from mxcompile.cli import main
@@ -192,7 +192,7 @@ def test_pictures_say_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.Mo
         name="a", role="qkv", gemm="fprop", m=1, n=2, k=3, sqnr_db=30.0, cosine=1.0, mse=0.0, rel_error=0.1
     )
     casts = [replace(cast, name=f"layers.{i}") for i in range(62)]
-    gemms = [replace(gemm, name=f"layers.{i}") for i in range(62)]
+    gemms = [replace(gemm, name=f"layer_{i}") for i in range(62)]
     casts[5], gemms[5] = replace(casts[5], sqnr_db=math.nan), replace(gemms[5], sqnr_db=math.inf)
     said: dict[str, str] = {}
     monkeypatch.setattr(
@@ -207,6 +207,45 @@ def test_pictures_say_what_they_leave_out(tmp_path: Path, monkeypatch: pytest.Mo
     said.clear()
     plot(Numerics(gemms=(gemm,)), tmp_path)
     assert said == {"gemms.png": ""}
+
+
+def test_gemms_of_blocks_are_drawn_by_depth(
+    result: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: figures.append(figure))
+    numerics = result.numerics
+    wrong = [gemm if i else replace(gemm, sqnr_db=math.nan) for i, gemm in enumerate(numerics.gemms)]
+    plot(replace(numerics, gemms=tuple(wrong), tensors=()), tmp_path)
+    (figure,) = figures
+    axes, bar = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["model.layers.0", "model.layers.1"]
+    kinds = [label.get_text() for label in axes.get_xticklabels()]
+    assert kinds[:2] == ["self_attn.q_proj fprop", "self_attn.k_proj fprop"]
+    assert len(kinds) == 21
+    assert kinds[-1].endswith(" wgrad")
+    image = axes.get_images()[0].get_array()
+    for gemm in wrong:
+        block, _, kind = gemm.name.removeprefix("model.layers.").partition(".")
+        cell = image[int(block), kinds.index(f"{kind} {gemm.gemm}")]
+        assert bool(cell.mask) if math.isnan(gemm.sqnr_db) else float(cell) == pytest.approx(gemm.sqnr_db)
+    assert "dB" in bar.get_ylabel()
+    assert figure.get_supxlabel() == "not drawn: 1 with NaN"
+
+
+def test_experts_of_a_block_share_a_column_and_layers_outside_blocks_have_rows(result: Audit) -> None:
+    gemm = result.numerics.gemms[0]
+    names = ("proj", "layers.0.experts.0.up", "layers.0.experts.1.up", "layers.1.experts.0.up")
+    measured = [replace(gemm, name=name, gemm="fprop", sqnr_db=30.0 + i) for i, name in enumerate(names)]
+    by_depth = depth.grid(measured)
+    assert by_depth is not None
+    assert by_depth.rows == ("proj", "layers.0", "layers.1")
+    assert by_depth.columns == ("fprop", "experts.*.up fprop")
+    assert by_depth.cells == {(0, 0): 30.0, (1, 1): 31.0, (2, 1): 33.0}
+    broken = depth.grid([*measured, replace(measured[2], sqnr_db=math.nan)])
+    assert broken is not None
+    assert math.isnan(broken.cells[1, 1])
+    assert depth.grid(measured[:3]) is None  # one block alone
 
 
 class TwoLayers(nn.Module):

@@ -1,4 +1,4 @@
-"""Pictures of an audit: SQNR per GEMM, SQNR and lost elements per cast, and where the scales lie."""
+"""Pictures of an audit: SQNR per GEMM, by depth where a model has blocks; casts; where the scales lie."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mxcompile.analysis.audit import depth
 from mxcompile.errors import OptionError
 from mxcompile.report import GemmNumerics, Numerics, TensorNumerics
 
@@ -41,7 +42,13 @@ def plot(numerics: Numerics, folder: Path) -> list[Path]:
 
 
 def _gemms(figure: Any, numerics: Numerics) -> None:
-    """One row per layer, one mark per GEMM; the layer with the most harmful GEMM on top."""
+    """A row per block and a column per kind of GEMM; without blocks a row per layer, most harm on top."""
+    title = f"GEMMs in {numerics.precision}"
+    by_depth = depth.grid(numerics.gemms)
+    if by_depth is not None:
+        depth.draw(figure, by_depth, title)
+        _leaves_out(figure, [_without_place(numerics.gemms)])
+        return
     layers: dict[str, list[GemmNumerics]] = {}
     for gemm in numerics.worst_gemms():
         layers.setdefault(gemm.name, []).append(gemm)
@@ -52,7 +59,7 @@ def _gemms(figure: Any, numerics: Numerics) -> None:
         ]
         _marks(axes, points, which)
     axes.set_xlabel("SQNR of the output against FP32, dB")
-    axes.set_title(f"GEMMs in {numerics.precision}")
+    axes.set_title(title)
     _leaves_out(figure, [_without_place(numerics.gemms), _unlabelled(len(layers), "layers")])
 
 
