@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._inductor import config
 
-from mxcompile.errors import VerificationError
+from mxcompile.graph import sound
 from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
@@ -134,12 +134,5 @@ def _apply(
         reasons = dict.fromkeys(step.candidates(graph), obstacle) if obstacle else step.apply(graph)
         for node, reason in reasons.items():
             add_fallback(node, reason)
-        _verify(graph, step.name)
+        sound.check(graph, step.name)
         log.debug("%s", Printed(graph, f"{step.name} for {target.name}"))
-
-
-def _verify(graph: fx.Graph, after: str) -> None:
-    try:
-        graph.lint()
-    except (RuntimeError, AssertionError) as error:
-        raise VerificationError(f"after {after}: {error}") from error

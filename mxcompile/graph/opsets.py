@@ -121,7 +121,7 @@ def may_be_product(target: Any) -> bool:
 
 
 @functools.cache
-def _is_elementary(target: Any) -> bool:
+def is_elementary(target: Any) -> bool:
     """Whether no call of `target` is matmul-like: known once of the operators that most nodes call."""
     if target is operator.getitem:
         return True
@@ -135,7 +135,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 def is_matmul_like(node: fx.Node) -> bool:
     """Whether `node` must end up in the report."""
-    if node.op == "call_function" and _is_elementary(node.target):
+    if node.op == "call_function" and is_elementary(node.target):
         return False
     return packet(node) in _MATMUL_LIKE or is_matmul(node) or is_foreign(node)
 
