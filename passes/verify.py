@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,8 +26,14 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
     with scales of matching shape; every mx node has a fake value; casts that are kept are of inputs.
     """
     sound.check(graph, after)
+    elementary: dict[int, bool] = {}  # by identity: operators compute their hash in Python
     for node in graph.nodes:
-        if node.op != "call_function" or _is_elementary(node.target):
+        if node.op != "call_function":
+            continue
+        known = elementary.get(id(node.target))
+        if known is None:
+            known = elementary[id(node.target)] = _is_elementary(node.target)
+        if known:
             continue
         operator = packet(node)
         is_product = operator in ops.PRODUCTS
@@ -44,9 +49,8 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
             raise VerificationError(f"after {after}: {node.format_node()} has no value")
 
 
-@functools.cache
 def _is_elementary(target: Any) -> bool:
-    """Whether calls of `target` need no tag and no value: known once of operators that most nodes call."""
+    """Whether calls of `target` need no tag and no value."""
     what = getattr(target, "_overloadpacket", target)
     return what not in ops.PRODUCTS and what not in ops.CASTS and is_elementary(target)
 

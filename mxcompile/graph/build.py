@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
@@ -57,7 +58,9 @@ class Builder:
         node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
         node.meta[PASS_KEY] = self.made_by
         positional, keywords = fx.node.map_arg(given, lambda n: n.meta["val"])
-        if target in ops.SPECS and self._fake is not None:
+        if target is operator.getitem and isinstance(positional[0], list | tuple):
+            node.meta["val"] = operator.getitem(*positional)
+        elif target in ops.SPECS and self._fake is not None:
             results = [self._empty(spec, positional[0].device) for spec in ops.SPECS[target](*positional)]
             node.meta["val"] = results[0] if len(results) == 1 else tuple(results)
         elif self._fake and not keywords and (like_it := _like(target, positional, self._fake)) is not None:
@@ -75,11 +78,9 @@ class Builder:
         return self._as_fake(meta, device)
 
     def _as_fake(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The fake tensor on `device` that is like `meta`."""
+        """The fake tensor on `device` that is like `meta`, which nothing else refers to."""
         assert self._fake is not None
-        converter = self._fake.fake_tensor_converter
-        result: torch.Tensor = converter.from_meta_and_device(self._fake, meta, device)
-        return result
+        return FakeTensor(self._fake, meta, device)
 
     def size(self, node: fx.Node, dim: int, like: fx.Node) -> Any:
         """Length of dimension `dim` of the tensor `node`: an int, or a node if it is symbolic."""
@@ -140,11 +141,6 @@ def _like(target: Any, args: Any, fake: FakeTensorMode) -> torch.Tensor | None:
     with no_dispatch():
         if target is aten.mm.default:
             return torch.empty((len(args[0]), args[1].shape[1]), dtype=args[0].dtype, device="meta")
-        if target is prims.convert_element_type.default and _is_dense(args[0]):
+        if target is prims.convert_element_type.default and is_non_overlapping_and_dense_or_false(args[0]):
             return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[1], device="meta")
     return None
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether `x` is a contiguous matrix or tensor, or the transpose of one."""
-    return x.is_contiguous() or (x.ndim == 2 and x.stride() == (1, len(x)))

@@ -28,21 +28,30 @@ def _is_sound(graph: fx.Graph) -> bool:
     own and call what can be called. A graph with calls of methods or modules is not looked at further.
     """
     known: set[fx.Node] = set()
-    names: set[str] = set()
-    table = graph._find_nodes_lookup_table.table
+    alike: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        op, target = node.op, node.target
-        if op == "call_function":
-            legal, key = callable(target), (op, target)
-        else:
-            legal, key = _is_legal(node), (op, None)
-        if not legal or node.graph is not graph or node not in table[key]:
-            return False
-        if not known.issuperset(node._input_nodes):
+        if node.graph is not graph or not known.issuperset(node.all_input_nodes):
             return False
         known.add(node)
-        names.add(node.name)
-    return len(names) == len(known)
+        kind = id(node.target) if node.op == "call_function" else node.op
+        alike.setdefault(kind, []).append(node)
+    if len({node.name for node in known}) != len(known):
+        return False
+    return all(_are_legal(nodes) and _are_filed(nodes) for nodes in alike.values())
+
+
+def _are_filed(nodes: list[fx.Node]) -> bool:
+    """Whether the graph finds `nodes`, all calls of one function or all of another operation."""
+    first = nodes[0]
+    target = first.target if first.op == "call_function" else None
+    return set(first.graph.find_nodes(op=first.op, target=target, sort=False)).issuperset(nodes)
+
+
+def _are_legal(nodes: list[fx.Node]) -> bool:
+    """Whether each of `nodes`, of one kind, is a call, an input, the output or an attribute that exists."""
+    if nodes[0].op == "call_function":
+        return callable(nodes[0].target)
+    return all(map(_is_legal, nodes))
 
 
 def _is_legal(node: fx.Node) -> bool:

@@ -13,6 +13,9 @@ from mxcompile.graph.build import Builder
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+HEADS = torch.empty(2, 3, 4, 6).transpose(1, 2)
+ONE_HEAD = torch.empty(2, 3, 1, 6).transpose(1, 2)
+
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "permute": (aten.permute.default, (torch.empty(4, 6), [1, 0])),
     "permute of a view": (aten.permute.default, (torch.empty(3, 4, 6)[1:, :, ::2], [0, 2, 1])),
@@ -20,6 +23,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "mm of transposes": (aten.mm.default, (torch.empty(6, 4).t(), torch.empty(5, 6).t())),
     "convert": (prims.convert_element_type.default, (torch.empty(4, 6), torch.bfloat16)),
     "convert a transpose": (prims.convert_element_type.default, (torch.empty(4, 6).t(), torch.float16)),
+    "convert heads": (prims.convert_element_type.default, (HEADS, torch.half)),
+    "convert one head": (prims.convert_element_type.default, (ONE_HEAD, torch.half)),
     "convert a part": (prims.convert_element_type.default, (torch.empty(4, 6)[:, ::2], torch.bfloat16)),
     "add": (aten.add.Tensor, (torch.empty(4, 6), torch.empty(6))),
 }  # fmt: skip
