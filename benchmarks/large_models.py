@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import common
@@ -110,6 +111,7 @@ def cold(repeats: int) -> list[dict[str, Any]]:
             "way": way,
             "cpu_s": middle(way, "cpu_s"),
             "of_which_compilers_s": middle(way, "of_which_compilers_s"),
+            "cpp_kernels": rounds[0][way]["cpp_kernels"],
             "to_inductor": ratio(way),
             "layers": LAYERS,
             "rounds": repeats,
@@ -143,6 +145,11 @@ def _processor_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
+def _cpp_kernels() -> int:
+    """C++ kernels that Inductor has compiled into the cache of this process."""
+    return len([*Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so")])
+
+
 def compiled(way: str) -> dict[str, Any]:
     """A first step of a Llama, compiled in `way`; small ones before it pay for the imports of all ways."""
     for backend in ("inductor", "mxfp8"):
@@ -151,10 +158,11 @@ def compiled(way: str) -> dict[str, Any]:
     ids = torch.randint(1024, (2, 64))
     run = COMPILE[way](model)
     parts = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    before = [_processor_s(part) for part in parts]
+    before, kernels = [_processor_s(part) for part in parts], _cpp_kernels()
     run(input_ids=ids, labels=ids).loss.backward()
     own, compilers = (_processor_s(part) - start for part, start in zip(parts, before, strict=True))
-    return {"way": way, "cpu_s": own + compilers, "of_which_compilers_s": compilers}
+    seconds = {"cpu_s": own + compilers, "of_which_compilers_s": compilers}
+    return {"way": way, **seconds, "cpp_kernels": _cpp_kernels() - kernels}
 
 
 if __name__ == "__main__":

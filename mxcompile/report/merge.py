@@ -31,6 +31,11 @@ def _key(gemm: GemmRecord) -> _Key:
     return gemm.name, gemm.role, gemm.gemm, gemm.source, gemm.precision, gemm.m == 1
 
 
+def _which(gemm: GemmRecord) -> tuple[str, str, bool]:
+    """Equal for records of one layer's GEMM, in whatever precision."""
+    return gemm.name, gemm.gemm, gemm.m == 1
+
+
 def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:
     """The parts of `compiles` without the records that a later compile of the same frame repeats.
 
@@ -58,8 +63,11 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 
 
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
-    """The records of modules that run code compiled for another, those with records of their own left out."""
-    covered = {gemm.name for gemm in own}
+    """The records of modules that run code compiled for another, of every GEMM those of the last compile.
+
+    GEMMs that have records of their own are left out: a module may share its code of forward alone.
+    """
+    covered = {_which(gemm) for gemm in own}
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -68,8 +76,8 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
             for path, block in part.twins
             for gemm in part.gemms
         ]
-        yield from (copy for copy in copies if copy.name not in covered)
-        covered |= {copy.name for copy in copies}
+        yield from (copy for copy in copies if _which(copy) not in covered)
+        covered |= {_which(copy) for copy in copies}
 
 
 def work_of(parts: Sequence[Part]) -> dict[str, Any]:

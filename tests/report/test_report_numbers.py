@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_reports import kept, record, report
+from made_reports import kept, record, report, training
 
 from mxcompile.report import GemmRecord, Part, Report, Summary
 from mxcompile.report.merge import latest
@@ -87,6 +87,21 @@ def test_work_is_that_of_training_and_of_all_that_run_the_code():
     assert (merged(shared).casts, merged(shared).wire_bytes) == (18, 99)
     own = replace(block, gemms=(record("layers.2.up"),), prefix="layers.2")
     assert merged(shared, own).casts == 18
+
+
+def test_modules_that_share_code_have_the_records_of_every_part_that_they_run():
+    path = "layers.0"
+    twins = ("layers.1", None), ("layers.2", None)
+    first = Part(gemms=tuple(training("layers.0.up")), prefix=path, saved_bytes=1)
+    others = Part(gemms=tuple(training("layers.1.up")), prefix="layers.1", twins=twins[1:], saved_bytes=1)
+    called = Part(gemms=(record("layers.0.up"),), prefix=path, twins=twins)
+    one_row = Part(gemms=(record("layers.0.up", m=1),), prefix=path, twins=twins)
+    for parts in ((first, others, called), (called, first, others), (first, others, called, one_row)):
+        gemms = Report.of(latest([(0, (part,)) for part in parts]), target="cpu", policy="p").gemms
+        for layer in range(3):
+            of_layer = [(gemm.gemm, gemm.m) for gemm in gemms if gemm.name == f"layers.{layer}.up"]
+            expected = [("fprop", 1)] * (one_row in parts)
+            assert sorted(of_layer) == [("dgrad", 64), *expected, ("fprop", 64), ("wgrad", 64)]
 
 
 def test_work_in_words():

@@ -50,19 +50,19 @@ def grid(gemms: Iterable[GemmNumerics]) -> Grid | None:
     )
 
 
-def draw(figure: Any, found: Grid, title: str) -> None:
-    """Draw `found` as a heat map, the first block on top; cells without a finite SQNR stay white."""
-    height, width = len(found.rows), len(found.columns)
+def draw(figure: Any, by_depth: Grid, title: str) -> None:
+    """Draw `by_depth` as a heat map, the first block on top; cells without a finite SQNR stay white."""
+    height, width = len(by_depth.rows), len(by_depth.columns)
     image = [[math.nan] * width for _ in range(height)]
-    for (row, column), sqnr in found.cells.items():
+    for (row, column), sqnr in by_depth.cells.items():
         image[row][column] = sqnr if math.isfinite(sqnr) else math.nan
     figure.set_size_inches(4 + 0.28 * width, 3.2 + 0.22 * min(height, _MOST_LABELS))
     axes = figure.add_subplot(1, 1, 1)
     shown = axes.imshow(image, aspect="auto", cmap="viridis", interpolation="nearest")
     figure.colorbar(shown, ax=axes, label="SQNR of the output against FP32, dB")
     every = math.ceil(height / _MOST_LABELS)
-    axes.set_yticks(range(0, height, every), found.rows[::every], fontsize=7)
-    axes.set_xticks(range(width), found.columns, fontsize=7, rotation=90)
+    axes.set_yticks(range(0, height, every), by_depth.rows[::every], fontsize=7)
+    axes.set_xticks(range(width), by_depth.columns, fontsize=7, rotation=90)
     axes.set_ylabel("blocks, by depth")
     axes.set_title(title)
 
