@@ -19,6 +19,7 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
+from mxcompile.lowering.cpu import statistics as statistics  # and the one of what a watch measures
 from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.collect import Collect
@@ -82,18 +83,27 @@ def config_patches(
         for key, value in _EXACT.items():
             if asked.get(key, operator.attrgetter(key)(config)) != value:
                 log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
-        return dict(_EXACT)
+        return _EXACT | _regions(uuid, asked, config._post_fusion_custom_pass)
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
     from mxcompile.lowering.inductor.winners import Winners
 
-    patches: dict[str, Any] = {
-        "_post_fusion_custom_pass": Winners(uuid, config._post_fusion_custom_pass, tell)
-    }
+    winners = Winners(uuid, config._post_fusion_custom_pass, tell)
+    patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, asked, winners)
     if target.arch is not None:
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
     return patches
+
+
+def _regions(uuid: str, asked: Mapping[str, Any], others: Any) -> dict[str, Any]:
+    """The setting for names of layers in traces, if Inductor is to mark its calls. others: passes before."""
+    key = "profiler_mark_wrapper_call"
+    if not asked.get(key, config.profiler_mark_wrapper_call) or optional.obstacle("inductor.regions"):
+        return {}
+    from mxcompile.lowering.inductor.regions import Regions
+
+    return {"_post_fusion_custom_pass": Regions(uuid, others)}
 
 
 def obstacles(target: Target) -> list[str]:

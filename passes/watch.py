@@ -5,7 +5,8 @@
 
                          bad = nonfinite(s)              …   deliver([bad, …], sites)      for every step
 
-`sites` notes the casts of a joint graph, with the operands of the products that read them. `Watch` adds the
+`sites` notes the casts of a joint graph, with the operands of the products that read them, and the results of
+products, y and dw, which are not cast. `Watch` adds the
 operators to forward and backward once these are apart, so that the same values are saved with and without
 them: a source that forward computes is measured there. Nothing else reads what is added, and a cast reads its
 source from memory either way, so that losses and gradients stay the same bits. Numerics do not change.
@@ -14,7 +15,7 @@ source from memory either way, so that losses and gradients stay the same bits. 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from mxcompile.graph.opsets import COPIES, PICKS, VIEWS, argument, packet
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.ops.view import Cast, Encode, Product, result_of, results_of
+from mxcompile.policy import Gemm
 
 KEPT = 1 << 16
 """How many elements of the cast of a weight are compared from sample to sample."""
@@ -34,12 +36,18 @@ KEPT = 1 << 16
 DUMPED = 1 << 16
 """How many elements of an operand are kept for a rule that writes them."""
 
+RESULTS = {Gemm.FPROP: "y", Gemm.WGRAD: "dw"}
+"""What the results of products are called."""
+
+OPERANDS = ("x", "w", "dy", *RESULTS.values())
+"""What can be watched of products."""
+
 _GATHERS = frozenset({"_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """An operand of a product: of which layer and GEMM, and which of "x", "w" and "dy" it is."""
+    """An operand or result of a product: of which layer and GEMM, and which of `OPERANDS` it is."""
 
     layer: str
     gemm: str
@@ -49,11 +57,11 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """One cast to be measured.
+    """One cast to be measured, or the result of a product.
 
     source, seed, scale: names of nodes; "" for none. scales: the name of the cast's own. dim: the contraction
-    dimension. fmt: the format's word. sizes: of the source, if an excerpt of it is kept, else empty.
-    missing: why it cannot be measured, "" if it can.
+    dimension. fmt: the format's word, "" of a result. sizes: of the source, if an excerpt of it is kept, else
+    empty. missing: why it cannot be measured, "" if it can.
     """
 
     readers: tuple[Reader, ...]
@@ -81,16 +89,19 @@ class Site:
 
 
 def sites(
-    graph: fx.Graph, watched: Callable[[str], bool], dumped: Callable[[Reader], bool] = lambda _: False
+    graph: fx.Graph,
+    watched: Callable[[str], bool],
+    dumped: Callable[[Reader], bool] = lambda _: False,
+    operands: Container[str] = OPERANDS[:3],
 ) -> list[Site]:
     """The casts of the joint graph `graph`, after all passes, for layers whose names are `watched`.
 
-    dumped: whether an excerpt of the operand is to be kept.
+    dumped: whether an excerpt of the operand is to be kept. operands: those of `OPERANDS` that are wanted.
     """
     casts: dict[fx.Node, list[Reader]] = {}
     missing: list[Site] = []
     for tag, operand, cast in _operands(graph):
-        if not watched(tag.name):
+        if operand not in operands or not watched(tag.name):
             continue
         reader = Reader(layer=tag.name, gemm=str(tag.gemm), operand=operand, role=str(tag.role))
         if cast is None:
@@ -107,6 +118,8 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
         if tag is not None and packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
                 yield tag, operand, _cast_of(qdata)
+            if tag.gemm in RESULTS:
+                yield tag, RESULTS[tag.gemm], node
 
 
 def _cast_of(qdata: fx.Node) -> fx.Node | None:
@@ -130,6 +143,8 @@ def _sizes(source: fx.Node) -> tuple[int, ...]:
 
 def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
     given = tuple(dict.fromkeys(readers))
+    if packet(cast) in ops.PRODUCTS:
+        return Site(readers=given, source=cast.name)
     scales = next((result.name for place, result in results_of(cast) if place == 1), "")
     encode = Encode.of(cast)
     if encode is not None:

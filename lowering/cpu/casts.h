@@ -80,6 +80,17 @@ struct Cast {
     }
   }
 
+  // the largest of each 32 of COLUMNS maxima, for all of them
+  static void share(Magnitude* most) {
+    for (int64_t at = 0; at < COLUMNS; at += BLOCK) {
+      Magnitude all = 0;
+      #pragma omp simd reduction(max : all)
+      for (int64_t i = at; i < at + BLOCK; i++) all = most[i] > all ? most[i] : all;
+      #pragma omp simd
+      for (int64_t i = at; i < at + BLOCK; i++) most[i] = all;
+    }
+  }
+
   // up to COLUMNS elements of a row, blocks along it
   static void row(const Source* x, int64_t count, Results<Value> out) {
     Magnitude most[GROUP] = {};
@@ -111,14 +122,7 @@ struct Cast {
       #pragma omp simd
       for (int64_t i = 0; i < count; i++) most[i] = magnitude(from[i]) > most[i] ? magnitude(from[i]) : most[i];
     }
-    if (square)
-      for (int64_t at = 0; at < COLUMNS; at += BLOCK) {
-        Magnitude all = 0;
-        #pragma omp simd reduction(max : all)
-        for (int64_t i = at; i < at + BLOCK; i++) all = most[i] > all ? most[i] : all;
-        #pragma omp simd
-        for (int64_t i = at; i < at + BLOCK; i++) most[i] = all;
-      }
+    if (square) share(most);
     scales_of(most, COLUMNS, inverse, scale, bytes);
     if (out.scales) std::memcpy(out.scales, bytes, count);
     for (int64_t r = 0; r < height; r++) {

@@ -152,7 +152,7 @@ class Compilation:
             raise self._with_rules(error, graph) from None
         trace_graph(graph, "after")
         if self._watch is not None:
-            self._sites += sites(graph, self._watch.watches, self._watch.dumps)
+            self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
         gathers = Gathers() if self.traced else self.capture.gathers
         drawn = outline(graph, self.capture.inputs, self.capture.path)
         self.traced = True

@@ -3,12 +3,14 @@
     mxcompile_before_passes, mxcompile_after_passes     the joint or inference graph as text
     mxcompile_report                                    a line for each GEMM: decision, kernel, reason
 
-They stand beside the artifacts of Dynamo and Inductor for the same compile. Without a trace nothing is made.
+They stand beside the artifacts of Dynamo and Inductor for the same compile. The lines go to the log
+``mxcompile.report`` too. Without a trace or that log nothing is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Sequence
 
 from torch import fx
 from torch._logging._internal import trace_structured
@@ -16,14 +18,19 @@ from torch._logging._internal import trace_structured
 from mxcompile.graph.printer import print_ir
 from mxcompile.report import GemmRecord
 
+log = logging.getLogger("mxcompile.report")
+
 
 def trace_graph(graph: fx.Graph, when: str) -> None:
     """Tell `graph`. when: "before" or "after" the passes."""
     _tell(f"mxcompile_{when}_passes", lambda: print_ir(graph))
 
 
-def trace_gemms(gemms: Iterable[GemmRecord]) -> None:
+def trace_gemms(gemms: Sequence[GemmRecord]) -> None:
     """Tell the records of one graph."""
+    if log.isEnabledFor(logging.DEBUG):
+        for gemm in gemms:
+            log.debug("%s", _line(gemm))
     _tell("mxcompile_report", lambda: "\n".join(_line(gemm) for gemm in gemms))
 
 

@@ -1,6 +1,7 @@
 """Operators of a graph that is watched: statistics of a cast, and the call that hands them over.
 
-    cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep]
+    cast_statistics  x → what a cast of x loses, FP64 [`LENGTH`], and a part of the cast, FP32 [keep];
+                     nothing, if the format is ""
     excerpt          x → its rows, along a dimension, of the largest magnitudes, and their places, INT64
     nonfinite        scales, or x → how many are NaN or Inf, FP64 [1]; E8M0 bytes say so by 255
     deliver          statistics of one run of a graph → whoever listens
@@ -57,21 +58,32 @@ def _cast_statistics(
     stream: int = 0,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    form = Format.of(fmt)
-    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale)
-    value = decode_tensors(qdata, scale, block_dim, form, torch.float32).flatten()
-    stored = element_values(qdata, form.elem).flatten()
+    value, stored, histogram = _cast(x, block_dim, fmt, seed, stream, scale)
+    limit = Format.of(fmt).elem.max if fmt else math.inf
     sums = torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
     sums[1] = math.inf
     flat = x.flatten()
     for start in range(0, flat.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
-        part = _sums(flat[piece].to(torch.float64), value[piece], stored[piece], form.elem.max)
+        part = _sums(flat[piece].to(torch.float64), value[piece], stored[piece], limit)
         largest = torch.maximum(sums[0], part[0])
         smallest = torch.minimum(sums[1], part[1])
         sums = torch.cat([largest.reshape(1), smallest.reshape(1), sums[2:] + part[2:]])
-    compared = value if form.pow2 or form.scale is ScaleType.E8M0 else stored
-    return torch.cat([sums, _histogram(scale)]), _kept(compared, keep)
+    has_values = not fmt or Format.of(fmt).pow2 or Format.of(fmt).scale is ScaleType.E8M0
+    return torch.cat([sums, histogram]), _kept(value if has_values else stored, keep)
+
+
+def _cast(
+    x: Tensor, block_dim: int, fmt: str, seed: Tensor | None, stream: int, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and stored elements of the cast, FP32 of one dimension, and the histogram of its scales."""
+    if not fmt:
+        value = x.to(torch.float32).flatten()
+        return value, value, torch.zeros(NUM_BYTES, dtype=torch.float64, device=x.device)
+    form = Format.of(fmt)
+    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale)
+    value = decode_tensors(qdata, scale, block_dim, form, torch.float32).flatten()
+    return value, element_values(qdata, form.elem).flatten(), _histogram(scale)
 
 
 def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:

@@ -37,9 +37,9 @@ STATS = (
 class Tally:
     """The counts and sums of one operand in one step.
 
-    role, format: words. calls: of the graph that casts it, over all ranks. sums: by `FIELDS`. histogram: of
-    scales, by byte. compared, changed: how many elements of a weight's cast were compared with those of the
-    sample before, and how many of them differ.
+    role, format: words; the format of a result, which is not cast, is "". calls: of the graph that has
+    it, over all ranks. sums: by `FIELDS`. histogram: of scales, by byte. compared, changed: how many elements
+    of a weight's cast were compared with those of the sample before, and how many of them differ.
     """
 
     role: str
@@ -73,19 +73,25 @@ class Tally:
             self.histogram[byte] = self.histogram.get(byte, 0.0) + count
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the statistics from the sums; None for one that is not defined."""
+        """Returns the statistics from the sums; None for one that is not defined. A result has no losses."""
+        sums = self.sums
+        values = {
+            "amax": sums["amax"],
+            "smallest": sums["smallest"] if math.isfinite(sums["smallest"]) else None,
+            "nan": int(sums["nan"]),
+            "inf": int(sums["inf"]),
+        }
+        return values | self._losses() if self.format else values
+
+    def _losses(self) -> dict[str, Any]:
         sums = self.sums
         finite = sums["elements"] - sums["nan"] - sums["inf"]
         return {
-            "amax": sums["amax"],
-            "smallest": sums["smallest"] if math.isfinite(sums["smallest"]) else None,
             "underflow": _share(sums["underflow"], sums["nonzero"]),
             "saturated": _share(sums["saturated"], finite),
             "error": _error(sums["noise"], sums["signal"]),
             "sqnr": _decibels(sums["signal"], sums["noise"]),
             **self._scales(),
-            "nan": int(sums["nan"]),
-            "inf": int(sums["inf"]),
             "poisoned": int(sums["poisoned"]),
             "changed": self.changed / self.compared if self.compared else None,
         }

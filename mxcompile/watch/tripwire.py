@@ -3,7 +3,8 @@
     casts in the order of the run:   finite … finite  FIRST  later ones
 
 Later operands got it from the first one. The first one was born between the last product before it, whose
-operands are finite, and its own cast; a weight has it from an update or from what the model was loaded from.
+operands are finite, and its own cast; a weight has it from an update or from what the model was loaded from,
+a result from its product.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mxcompile.passes.watch import RESULTS
 from mxcompile.watch.recorder import Count
 
 
@@ -33,6 +35,8 @@ def _origin(counts: Sequence[Count], index: int) -> str:
     (layer, _, operand), _ = counts[index]
     if operand == "w":
         return "born in the weight: by an update, or in what the model was loaded from"
+    if operand in RESULTS.values():
+        return "born in the product, whose operands are finite"
     before = [key for key, _ in counts[:index] if key[2] == operand and key[0] != layer]
     if not before:
         return (

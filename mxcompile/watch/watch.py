@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
-from mxcompile.passes.watch import Reader
+from mxcompile.passes.watch import OPERANDS, Reader
 from mxcompile.policy import Layer, Match, Policy
 from mxcompile.report.files import rank
 from mxcompile.watch.actions import Actions, fired
@@ -41,7 +41,8 @@ class Watch:
     to: a path for JSON lines, a callable that takes each record, a ``SummaryWriter`` of TensorBoard, or
     several of these. every: steps from a sample to the next; None for no samples. start, stop: the first step
     that is sampled, and the first after them that is not.
-    layers: globs or ``re:`` expressions of names of layers, all by default. stats: those of `STATS` that
+    layers: globs or ``re:`` expressions of names of layers, all by default. operands: of "x", "w" and "dy",
+    which is the default, and the results "y" and "dw", which are not cast. stats: those of `STATS` that
     records have. first: the number of the first step; a run that goes on from a checkpoint has a later one.
     nonfinite: what a NaN or Inf in any step does, before an optimizer has stepped: "warn" or "stop", which
     raises `NonFiniteError`; None does not look. rules: see `mxcompile.watch.rules`. policy: the file in which
@@ -60,6 +61,7 @@ class Watch:
         start: int = 0,
         stop: int | None = None,
         layers: str | Sequence[str] = (),
+        operands: Sequence[str] = OPERANDS[:3],
         stats: Sequence[str] = STATS,
         first: int = 0,
         nonfinite: str | None = None,
@@ -76,7 +78,8 @@ class Watch:
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)
         self.layers = (layers,) if isinstance(layers, str) else tuple(layers)
-        self.stats = frozenset(_stats(stats))
+        self.operands = frozenset(_words("operand", operands, OPERANDS))
+        self.stats = frozenset(_words("statistic", stats, STATS))
         self._match = Match(name=self.layers)
         self._writers = [_writer(each) for each in _listed(to)]
         tripped = self._trip if nonfinite else None
@@ -119,7 +122,7 @@ class Watch:
     def identity(self) -> str:
         """Equal for watches that measure the same of a graph."""
         dumps = [(rule.match.name, rule.role, rule.gemm) for rule in self._rules if rule.do == "dump"]
-        return f"{self.layers} {dumps}"
+        return f"{self.layers} {sorted(self.operands)} {dumps}"
 
     def dumps(self, reader: Reader) -> bool:
         """Whether a rule may write the operand that is `reader`."""
@@ -235,10 +238,10 @@ def _number(name: str, value: Any, least: int = 0) -> int:
     return value
 
 
-def _stats(stats: Sequence[str]) -> Iterable[str]:
-    for word in [stats] if isinstance(stats, str) else stats:
-        if word not in STATS:
-            raise OptionError(not_allowed("statistic", word, STATS))
+def _words(what: str, given: Sequence[str], allowed: Sequence[str]) -> Iterable[str]:
+    for word in [given] if isinstance(given, str) else given:
+        if word not in allowed:
+            raise OptionError(not_allowed(what, word, allowed))
         yield word
 
 

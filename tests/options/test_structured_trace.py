@@ -36,13 +36,16 @@ def kept() -> Iterator[Kept]:
     trace_log.setLevel(level)
 
 
-def test_artifacts(kept: Kept):
+def test_artifacts(kept: Kept, caplog: pytest.LogCaptureFixture):
+    """The log of the report has the same lines."""
+    caplog.set_level(logging.DEBUG, "mxcompile.report")
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     torch.compile(model, backend=EagerBackend(root=model))(torch.randn(40, 64)).sum().backward()
     assert {*kept.found} == {"mxcompile_before_passes", "mxcompile_after_passes", "mxcompile_report"}
     assert "scaled_mm" in kept.found["mxcompile_after_passes"]
     assert "scaled_mm" not in kept.found["mxcompile_before_passes"]
     lines = kept.found["mxcompile_report"].splitlines()
+    assert [message for message in caplog.messages if message in lines] == lines
     assert [line.split(":")[0] for line in lines if line.startswith("2 wgrad")] == [
         "2 wgrad [ffn_out] 64x96x40 mxfp8 -"
     ]

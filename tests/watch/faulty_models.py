@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """kept: the blocks that this process has, under their names in the whole model."""
+    """number: of blocks."""
 
-    def __init__(self, kept: Iterable[int] = range(2)) -> None:
+    def __init__(self, number: int = 2) -> None:
         super().__init__()
-        blocks = {str(index): Block() for index in range(2)}
-        self.blocks = nn.ModuleDict({str(index): blocks[str(index)] for index in kept})
+        self.blocks = nn.ModuleDict({str(index): Block() for index in range(number)})
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks.values():

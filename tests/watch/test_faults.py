@@ -103,7 +103,7 @@ def tensor_parallel(model: Model) -> Model:
 
 
 def pipeline(model: Model) -> Model:
-    """A stage of two."""
+    """A block for each rank."""
     rank = dist.get_rank()
     model.blocks = nn.ModuleDict({name: block for name, block in model.blocks.items() if int(name) == rank})
     return model
@@ -111,22 +111,21 @@ def pipeline(model: Model) -> Model:
 
 def step_of(model: nn.Module, wrap: Any, step: int) -> None:
     """One step of training."""
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     if wrap is not pipeline:
         shard = step * dist.get_world_size() + (rank if wrap is fully_sharded else 0)
         (model(batch(shard).requires_grad_()) * direction()).sum().backward()
         return
     x = batch(step).requires_grad_()  # by hand: the schedules of torch change the batch
-    if rank == 0:
-        y = model(x)
-        dist.send(y.detach(), 1)
-        gradient = torch.empty_like(y)
-        dist.recv(gradient, 1)
-        y.backward(gradient)
-    elif rank == 1:
-        dist.recv(x.data, 0)
-        (model(x) * direction()).sum().backward()
-        dist.send(x.grad, 0)
+    if rank > 0:
+        dist.recv(x.data, rank - 1)
+    y, gradient = model(x), direction()
+    if rank < last:
+        dist.send(y.detach(), rank + 1)
+        dist.recv(gradient, rank + 1)
+    y.backward(gradient)
+    if rank > 0:
+        dist.send(x.grad, rank - 1)
 
 
 def worker(rank: int, ranks: int, wrap: Callable[[Model], Model], fault: str, folder: str, port: int) -> None:
@@ -135,7 +134,7 @@ def worker(rank: int, ranks: int, wrap: Callable[[Model], Model], fault: str, fo
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
     try:
         torch.manual_seed(0)
-        model = Model()
+        model = Model(ranks if wrap is pipeline else 2)
         FAULTS[fault].inject(model.blocks[str(FAULTY)])
         nonfinite = "warn" if fault == "inf" else None
         watch = Watch(f"{folder}/run.jsonl", every=1, rules=[FAULTS[fault].rule], nonfinite=nonfinite)
@@ -157,7 +156,7 @@ WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wrap", "ranks"), [("fsdp2", 2), ("fsdp2", 4), ("tp", 2), ("tp", 4), ("pp", 2)], ids=str
+    ("wrap", "ranks"), [("fsdp2", 2), ("fsdp2", 4), ("tp", 2), ("tp", 4), ("pp", 2), ("pp", 4)], ids=str
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):

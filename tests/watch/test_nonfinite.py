@@ -68,6 +68,20 @@ def test_the_first_is_named(fault: str):
     assert (record["kind"], record["step"], record["rank"]) == ("nonfinite", 1, 0)
 
 
+def test_a_product_that_overflows():
+    """Its operands are finite, its result, if it is watched, is not."""
+    torch.manual_seed(0)
+    model, records = Model(), []
+    watch = Watch(records.append, every=None, nonfinite="warn", operands=["x", "w", "y"])
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    compiled(outlier(model).requires_grad_()).sum().backward()
+    watch.close()
+    (record,) = records
+    place = record["layer"], record["gemm"], record["operand"]
+    assert place == ("blocks.0.down", "fprop", "y")
+    assert record["origin"] == "born in the product, whose operands are finite"
+
+
 def test_a_warning_and_a_check(caplog: pytest.LogCaptureFixture, tmp_path: Any):
     """With samples too; `check` tells it where no optimizer steps, once."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from watched_models import FFN, LAYERS, WIDTH, Model, batch, direction, keys, sa
 
 import mxcompile
 from mxcompile.errors import OptionError
+from mxcompile.passes.watch import OPERANDS
 from mxcompile.watch import Watch, read
 
 
@@ -193,6 +194,22 @@ def test_optimizers_of_other_models_end_no_step(tmp_path: Path):
     assert watch.current_step == 1
 
 
+def test_optimizers_that_step_within_the_backward(tmp_path: Path):
+    """The sample of a step is written when its backward is over, with all that the backward has measured."""
+    model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.zero_grad())
+    for step in range(3):
+        compiled(batch(step).requires_grad_()).sum().backward()
+        found = samples(tmp_path / "run.jsonl")
+        assert [*found] == [*range(step + 1)]
+        assert {*found[step]} == {*keys()}
+        assert {row["calls"] for row in found[step].values()} == {1}
+
+
 def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
     """What a graph does not cast cannot be measured, and the first record says so."""
     model, watch = Model(), Watch(tmp_path / "run.jsonl", every=1)
@@ -206,6 +223,26 @@ def test_a_stored_weight_is_left_out_with_a_reason(tmp_path: Path):
     assert {*first["left_out"][0]} == {"layer", "gemm", "operand", "why"}
 
 
+def test_results_of_products(tmp_path: Path):
+    """Y and dw, where they are asked for, are those that the model gives and its parameters get."""
+    model = nn.Sequential(nn.Linear(WIDTH, FFN, bias=False), nn.GELU(), nn.Linear(FFN, WIDTH, bias=False))
+    watch = Watch(tmp_path / "run.jsonl", every=1, operands=["y", "dw"])
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch, policy=EVERYTHING))
+    y = compiled(batch(0).requires_grad_())
+    (y * direction()).sum().backward()
+    y = y.detach()
+    watch.close()
+    (rows,) = samples(tmp_path / "run.jsonl").values()
+    assert {*rows} == {(layer, *each) for layer in "02" for each in (("fprop", "y"), ("wgrad", "dw"))}
+    cases = {("2", "fprop", "y"): y, ("0", "wgrad", "dw"): model[0].weight.grad}
+    for key, value in cases.items():
+        assert rows[key]["elements"] == value.numel()
+        assert rows[key]["amax"] == float(value.abs().max())
+        assert rows[key]["smallest"] == float(value[value != 0].abs().min())
+        assert (rows[key]["nan"], rows[key]["inf"]) == (0, 0)
+        assert "underflow" not in rows[key]
+
+
 FRONTS = {
     "torch.compile": lambda model, watch: torch.compile(
         model, backend="mxfp8", options={} if watch is None else {"watch": watch}
@@ -214,12 +251,16 @@ FRONTS = {
 }
 
 
+WATCHED = {"operands": OPERANDS[:3], "results": OPERANDS}
+
+
+@pytest.mark.parametrize("operands", mostly_slow(WATCHED, "operands"))
 @pytest.mark.parametrize("front", mostly_slow(FRONTS, "mxcompile.compile"))
-def test_compiled_code_is_the_same(front: str, tmp_path: Path):
+def test_compiled_code_is_the_same(front: str, operands: str, tmp_path: Path):
     """Unsampled steps run the code without a watch, and results are equal bits in sampled steps too."""
     results, codes = [], []
     torch._dynamo.utils.counters.clear()
-    for watch in (None, Watch(tmp_path / "run.jsonl", every=2)):
+    for watch in (None, Watch(tmp_path / "run.jsonl", every=2, operands=WATCHED[operands])):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Model()
@@ -237,7 +278,8 @@ def test_compiled_code_is_the_same(front: str, tmp_path: Path):
     assert {*plain} <= {*watched}
     assert any("cast_statistics" in code for code in {*watched} - {*plain})
     assert len(watched) == 2 * len(plain)
-    assert {*samples(tmp_path / "run.jsonl")[2]} == {*keys()}
+    found = {key for key in samples(tmp_path / "run.jsonl")[2] if key[2] not in ("y", "dw")}
+    assert found == {*keys()}
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
@@ -247,6 +289,7 @@ def test_compiled_code_is_the_same(front: str, tmp_path: Path):
         ({"every": 0}, "every is an integer from 1 on"),
         ({"start": -1}, "start is an integer from 0 on"),
         ({"stats": ["amaxx"]}, "did you mean 'amax'"),
+        ({"operands": ["dz"]}, "unknown operand 'dz'"),
         ({"to": ""}, "expected a path, a callable or a SummaryWriter"),
     ],
 )

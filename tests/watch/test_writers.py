@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
-from watched_models import Model, batch
+from watched_models import Model, batch, keys, samples
 
 from mxcompile.watch import Watch, read
 from mxcompile.watch.writers import SCHEMA, JsonLines, TensorBoard
@@ -81,6 +81,49 @@ def test_fifty_kills_at_random(tmp_path: Path):
         assert steps == sorted(steps)
         first = max(told) + 1000
     assert len(told) >= 50
+
+
+KILLS = 4
+"""Of a training process, which takes seconds to start."""
+
+
+def train_until_killed(path: Path, first: int, told: Any) -> None:
+    """Tells the number of each step when its optimizer has stepped."""
+    torch.set_num_threads(1)
+    model = Model()
+    watch = Watch(path, every=1, first=first)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in itertools.count(first):
+        compiled(batch(step).requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.send(step)
+
+
+@pytest.mark.slow
+def test_training_that_is_killed_at_random(tmp_path: Path):
+    """The sample of every step that was made is in the file, complete, and each run goes on in it."""
+    path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("spawn")
+    first, told = 0, []
+    for kill in range(KILLS):
+        receiver, sender = processes.Pipe(duplex=False)
+        process = processes.Process(target=train_until_killed, args=(path, first, sender))
+        process.start()
+        sender.close()
+        told.append(receiver.recv())
+        time.sleep(random.Random(kill).uniform(0.0, 0.3))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                told.append(receiver.recv())
+        found = samples(path)
+        assert {*told} <= {*found}
+        assert all({*rows} == {*keys()} for rows in found.values())
+        first = max(told) + 1000
+    assert len({step // 1000 for step in told}) == KILLS
 
 
 def test_a_cut_line_is_left_out_and_the_next_run_goes_on(tmp_path: Path):

@@ -1,0 +1,102 @@
+"""The C++ statistics of a cast in every form this machine can run, against the operator's definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cpp_forms import PARAMS, integer, library, pointer
+from test_cpu_casts import SOURCES, sources
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from mxcompile import ops
+from mxcompile.lowering.cpu import statistics as statistics  # registers the lowering
+from mxcompile.ops.watch import FIELDS, LENGTH
+
+FORMATS = ("e4m3 1x32 rceil", "e4m3 32x32 floor", "e5m2 1x32 even", "e5m2 32x32 ceil")
+KEPT = 100
+
+
+def _source() -> str:
+    lines = ['#include "statistics.h"', "using namespace mxcompile;"]
+    for source in SOURCES:
+        for fmt in FORMATS:
+            elem, tile, how = fmt.split()
+            kind = f"Statistics<{elem.upper()}, Rounding::{how}, {source}>"
+            sizes = "int64_t number, int64_t m, int64_t n, int64_t keep"
+            head = f"(const {source}* x, {sizes}, double* out, float* kept)"
+            name = f"{elem}_{tile}_{how}_{source}"
+            square = str(tile == "32x32").lower()
+            body = f"{kind}::matrices<{square}>(x, number, m, n, 2, out, keep, kept);"
+            lines.append(f'extern "C" void columns_{name}{head} {{ {body} }}')
+            if tile == "1x32":
+                body = f"{kind}::rows(x, number * m, n, 2, out, keep, kept);"
+                lines.append(f'extern "C" void rows_{name}{head} {{ {body} }}')
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return library(request.param, _source(), tmp_path_factory.mktemp("forms"))
+
+
+def check(found: Tensor, kept: Tensor, x: Tensor, dim: int, fmt: str):
+    expected, part = ops.cast_statistics(x, dim, fmt, len(kept))
+    sums = FIELDS.index("signal"), len(FIELDS)
+    assert torch.equal(found[: sums[0]], expected[: sums[0]])
+    assert torch.equal(found[sums[1] :], expected[sums[1] :])
+    assert found[slice(*sums)].tolist() == pytest.approx(expected[slice(*sums)].tolist(), rel=1e-12)
+    assert torch.equal(kept.nan_to_num(7e30), part.nan_to_num(7e30))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_statistics_of_every_form(forms, source: str, fmt: str):
+    """Of all magnitudes, NaN and Inf among them, in both layouts."""
+    for x in sources(SOURCES[source]):
+        for way, dim in (("columns", -2), ("rows", -1)):
+            if way == "rows" and "32x32" in fmt:
+                continue
+            numbers = torch.zeros(LENGTH, dtype=torch.float64)
+            kept = torch.zeros(min(KEPT, x.numel()))
+            function = getattr(forms, f"{way}_{fmt.replace(' ', '_')}_{source}")
+            sizes = map(integer, (*x.shape, len(kept)))
+            function(pointer(x), *sizes, pointer(numbers), pointer(kept))
+            check(numbers, kept, x, dim, fmt)
+
+
+@pytest.mark.parametrize("keep", [0, 64])
+@pytest.mark.parametrize(
+    ("fmt", "dim"), [("e4m3 1x32 rceil", -1), ("e4m3 1x32 rceil", 1), ("e5m2 32x32 floor", -1)]
+)
+def test_compiled(fmt: str, dim: int, keep: int):
+    """Inductor runs the kernel, once for each call of the operator."""
+    x = torch.randn(3, 40, 72)
+    x[1, 2, 3], x[2, 0, 5] = math.nan, math.inf
+
+    def measure(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.cast_statistics(x, dim, fmt, keep)
+
+    torch._dynamo.reset()
+    (found, kept), (code,) = run_and_get_code(torch.compile(measure, fullgraph=True), x)
+    assert code.count("mxcompile::Statistics<mxcompile::E") == 1
+    check(found, kept, x, dim, fmt)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        ("", torch.float32),
+        ("e4m3 tensor nearest", torch.float32),
+        ("e2m1 1x32 rceil", torch.float32),
+        ("e4m3 1x32 rceil", torch.float64),
+    ],
+)
+def test_others_are_measured_as_they_are_defined(fmt: str, dtype: torch.dtype):
+    x = torch.randn(40, 72, dtype=dtype)
+    torch._dynamo.reset()
+    (found, kept), (code,) = run_and_get_code(torch.compile(lambda x: ops.cast_statistics(x, -1, fmt, 9)), x)
+    assert "mxcompile::Statistics" not in code
+    check(found, kept, x, -1, fmt)

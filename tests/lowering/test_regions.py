@@ -1,0 +1,42 @@
+"""Traces of the profiler name layers and GEMMs, where Inductor marks its calls; other code has no regions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+
+EVERYTHING = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+GEMMS = {f"{layer} {gemm}" for layer in ("0", "2") for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_trace_names_layers(marked: bool):
+    """Each product lies inside the region of its layer and GEMM, once a call."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    options = {"policy": EVERYTHING, "inductor": {"profiler_mark_wrapper_call": marked}}
+    compiled = torch.compile(model, backend="mxfp8", options=options)
+
+    def step() -> None:
+        compiled(torch.randn(40, 64).requires_grad_()).sum().backward()
+
+    _, code = run_and_get_code(step)
+    assert any("mx_region" in each for each in code) == marked
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step()
+    events = trace.events()
+    regions = [event for event in events if event.name in GEMMS]
+    assert sorted(event.name for event in regions) == (sorted(GEMMS) if marked else [])
+    products = [event for event in events if event.name in ("aten::mm", "aten::addmm")]
+    assert len(products) == len(GEMMS)
+    for event in products if marked else ():
+        inside = [
+            region
+            for region in regions
+            if region.time_range.start <= event.time_range.start
+            and event.time_range.end <= region.time_range.end
+        ]
+        assert len(inside) == 1
