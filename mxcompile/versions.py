@@ -1,11 +1,11 @@
 """The versions that the tests of values have run with, in one place.
 
-What the tests hold the machine code of kernels to (instructions an element, spills, barriers) are figures of
-the Triton that `.ci/constraints.txt` pins; another one allocates registers otherwise.
+Tests hold the machine code of kernels to figures (instructions an element, spills, barriers) of the Triton
+that `.ci/constraints.txt` pins; another one allocates registers otherwise.
 
-`pyproject.toml` has the lower bounds. There is no upper one: nothing newer is known to break, and what is
-used that is not public falls back with a reason where it is missing. Newer versions are said to be untested
-by ``mxcompile env`` and, once, by the backend.
+`pyproject.toml` has the lower bounds. There is no upper one: nothing newer is known to break, and code
+that uses private names falls back with a reason where one is missing. ``mxcompile env`` and, once, the
+backend say that newer versions are untested.
 """
 
 from __future__ import annotations

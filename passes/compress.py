@@ -3,17 +3,18 @@
     forward saves x; backward reads x
     →  forward saves qdata, scale = quantize(x); backward reads dequantize(qdata, scale)
 
-`upstream` says which of what is saved. Backward then computes all that it computed of x of the value of its
-MX copy, whose rounding is all that changes. Where a GEMM of backward reads an MX copy of x, along rows or
-columns, that copy is the one that is kept, so that nothing is cast twice or kept twice:
+`upstream` names the saved tensors that it applies to. Backward then reads the value of the MX copy in the
+place of x; its rounding is the only change. Where a GEMM of backward reads an MX copy of x, along rows or
+columns, that copy is kept, so that nothing is cast twice or kept twice:
 
     forward saves x and quantize(x)      →  x is not saved
     backward casts x: quantize(x)        →  forward does it
 
 Other copies run along the innermost dimension in memory, in the format of the layer's input if that is MX,
-else in E4M3 with scales rounded up. What stays as it is: inputs and outputs of the model, which are there
-anyway; what a product in BF16 reads itself; rows shorter than a block, as statistics have; dtypes but BF16
-and FP32. Runs on the partitioned graphs, where what crosses between them is known.
+else in E4M3 with scales rounded up. These tensors stay as they are: inputs and outputs of the model,
+which are there anyway; tensors that a product in BF16 reads itself; rows shorter than a block, as statistics
+have; dtypes but BF16 and FP32. The pass runs on the partitioned graphs, where the tensors between
+them are known.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     the rest: the modules outside that hold matrices, each by itself
     a model without stacks is one block
 
-What distributes a model acts on modules (FSDP2 gathers a block, DDP waits for its gradients), so a block is
-the unit in which compiling does not get in its way, and one block's code serves a hundred. Roles and
+Libraries that distribute a model act on modules: FSDP2 gathers a block, DDP waits for its gradients.
+Compilation by blocks does not get in their way, and the code of one block serves all equal ones. Roles and
 decisions come from the plan of the whole model, which is made when its first block is called.
 """
 

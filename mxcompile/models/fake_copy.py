@@ -1,9 +1,9 @@
 """A model as its author wrote it, on fake tensors: copied without what distributes or compiles it.
 
-What ``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
-to a model are classes, modules around modules, hooks and sharded parameters; the copy has the class before,
-no wrappers, no hooks of ``torch.distributed`` and parameters of the whole size. Modules are copied attribute
-by attribute: wrapped ones refuse ``copy.deepcopy``, which knows nothing of closures either (see `rebind`).
+``fully_shard``, ``parallelize_module``, ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add
+classes, modules around modules, hooks and sharded parameters to a model. The copy has the original class, no
+wrappers, no hooks of ``torch.distributed``, and parameters of the whole size. Modules are copied attribute by
+attribute, because wrapped ones refuse ``copy.deepcopy``, which does not copy closures either (see `rebind`).
 Where ``torch.compile`` of a method is an attribute (``model.forward = torch.compile(model.forward)``) the
 copy has the method of the copy.
 """

@@ -63,8 +63,8 @@ def user_path(raw: str) -> str:
     """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.
 
     ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with its own
-    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``. What a
-    method is bound to is the module that has it: ``layers.0.forward.args.0.__self__.fc``, of a checkpoint.
+    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``. A
+    method is bound to the module that has it: ``layers.0.forward.args.0.__self__.fc``, of a checkpoint.
     """
     while raw.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         raw = raw.removeprefix("getattr(")

@@ -5,9 +5,8 @@
     binary    kernel → assembly, binary, registers, spills, instructions
     kernel_work, estimate    launch → what it has to do → how long that takes, and why
 
-What differs from a compile on the machine itself: nothing is measured, so that where Inductor would time
-several configurations that of the least estimate is taken, and the model is traced on the CPU (see
-`device`).
+Two things differ from a compile on the machine itself. Nothing is measured: where Inductor would time several
+configurations, the one of the least estimate is taken. And the model is traced on the CPU (see `device`).
 """
 
 from __future__ import annotations
