@@ -169,13 +169,17 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
-    if (function.__module__ or "").partition(".")[0] == "torch":
-        return
+    if _is_torchs(function.__module__) and _is_torchs(function.__globals__.get("__name__")):
+        return  # both: functools.wraps gives a closure the module of what it wraps, an nn.Sequential's say
     for cell in function.__closure__ or ():
         yield from _content(cell)
     yield from (one for one in (function.__defaults__, function.__kwdefaults__) if one)
     yield from vars(function).values()
     yield from (one for _, one in _globals(function))
+
+
+def _is_torchs(module: Any) -> bool:
+    return str(module or "").partition(".")[0] == "torch"
 
 
 def _content(cell: CellType) -> tuple[Any, ...]:

@@ -97,6 +97,12 @@ def closure_of_a_closure(model: nn.Module) -> None:
     closure(model)
 
 
+def closure_named_as_torchs(model: nn.Module) -> None:
+    """What `functools.wraps` makes of the forward of an ``nn.Sequential``."""
+    closure(model)
+    model.forward.__module__ = nn.Sequential.forward.__module__
+
+
 def closure_of_a_callable(model: nn.Module) -> None:
     casts = Casts(model.forward)
 
@@ -182,7 +188,7 @@ def closures_of_blocks(model: nn.Module) -> None:
 FORWARDS = [
     closure, closure_over_the_model, closure_of_a_closure, closure_of_a_callable, callable_object, partial,
     partial_of_a_closure, default_argument, own_method, method_of_another, weak_reference, global_of_the_file,
-    disabled, call_replaced, closures_of_blocks,
+    disabled, call_replaced, closures_of_blocks, closure_named_as_torchs,
 ]  # fmt: skip
 LEADING_TO_COMPILED = [compiled_and_kept, hook_that_runs_a_block]
 """What these run of the model is in other code than its blocks'."""
