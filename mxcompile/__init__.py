@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mxcompile.compiler.histories import reduce_histories as reduce_histories
     from mxcompile.distributed import QuantizedGathers as QuantizedGathers
     from mxcompile.distributed import quantize_gathers_ as quantize_gathers_
+    from mxcompile.mesh import RankReport as RankReport
     from mxcompile.offline import CodegenResult as CodegenResult
     from mxcompile.offline import codegen as codegen
     from mxcompile.policy import Policy as Policy
@@ -52,6 +53,7 @@ _HOME = {
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.storage",
     "Policy": "mxcompile.policy",
+    "RankReport": "mxcompile.mesh",
     "Report": "mxcompile.report",
     "aoti_configs": "mxcompile.serving",
     "audit": "mxcompile.analysis.audit",

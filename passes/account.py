@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -145,16 +145,23 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
 
     count: how many layers the module at a path stands for.
     """
-    sent = without = 0
+    total = without = 0
+    for node, given, before in sent(graph):
+        times = count(module_of(node)[0])
+        total += given * times
+        without += before * times
+    return total, without
+
+
+def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
+    """The collectives of `graph`, each with the bytes that this rank gives, and those without mxcompile."""
     for node in graph.nodes:
         if packet(node) not in _SENT:
             continue
-        given = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-        times = count(module_of(node)[0])
-        size = sum(_bytes(each) for each in given if tensor(each) is not None) * times
-        sent += size
-        without += _bytes(_packed(node)) * times if node.meta.get(PASS_KEY) == Gather.name else size
-    return sent, without
+        tensors = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+        given = sum(_bytes(each) for each in tensors if tensor(each) is not None)
+        moved = node.meta.get(PASS_KEY) == Gather.name
+        yield node, given, _bytes(_packed(node)) if moved else given
 
 
 def _packed(gather: fx.Node) -> fx.Node:

@@ -46,6 +46,16 @@ def add_to(commands: Any) -> None:
         metavar="TOKENS",
         help="estimate at these numbers of tokens, such as 256,4096; --output draws them, .png or .svg",
     )
+    command.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="explain one rank of a mesh that need not exist, such as dp=128,tp=8, which a factory may take",
+    )
+    command.add_argument(
+        "--parallel",
+        metavar="WAYS",
+        help="how to parallelise a plain model on --mesh: fsdp, tp=llama, or both with a comma",
+    )
     add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
@@ -75,6 +85,12 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
+    if options.mesh is not None:
+        return _rank(options)
+    if options.parallel is not None:
+        raise OptionError(
+            "--parallel says how to parallelise a model on a mesh: give --mesh, such as dp=128,tp=8"
+        )
     check_output(options, form_of if options.sweep is None else _picture)
     if options.why is not None:
         _check_alone(options)
@@ -108,6 +124,41 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rank(options: argparse.Namespace) -> int:
+    """Print the report of one rank of a mesh."""
+    from mxcompile.analysis.explain.explainer import explain
+    from mxcompile.cli.quiet import quiet, working
+    from mxcompile.mesh.report import form_of
+    from mxcompile.models.named import factory_of, load_model
+
+    others = {"--why": options.why, "--compare": options.compare, "--sweep": options.sweep}
+    for name, value in others.items():
+        if value is not None:
+            raise OptionError(f"--mesh prints the report of one rank: leave out {name}")
+    check_output(options, form_of)
+    with quiet(), working(f"tracing {options.model} on one rank of {options.mesh}"):
+        asked: dict[str, Any] = {
+            "policy": options.policy,
+            "target": options.target,
+            "training": not options.inference,
+            "mesh": options.mesh,
+            "parallel": options.parallel,
+        }
+        factory = factory_of(options.model) if options.parallel is None else None
+        if factory is not None:
+            _check_own(options)
+            report = explain(factory, **asked)
+        else:
+            loaded = load_model(options.model, **sizes(options))
+            report = explain(loaded.model, *loaded.args, kwargs=loaded.kwargs, **asked)
+    if options.output is None:
+        print(report)
+    else:
+        report.save(options.output)
+        print(f"written to {options.output}")
+    return 0
+
+
 def _sweep(options: argparse.Namespace, report: Report) -> int:
     """Print the estimates at other numbers of tokens, and draw them."""
     from mxcompile.analysis.explain.sweep import TOKENS, sweep
@@ -121,6 +172,13 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
         result.plot(options.output)
         print(f"drawn: {options.output}")
     return 0
+
+
+def _check_own(options: argparse.Namespace) -> None:
+    """Raises `OptionError` for sizes that are given beside a factory that parallelises its model itself."""
+    for name, value in {"--length": options.length, "--dtype": options.dtype}.items():
+        if value is not None:
+            raise OptionError(f"{name} is for plain models: the factory makes its own, leave it out")
 
 
 def _check_alone(options: argparse.Namespace) -> None:

@@ -47,7 +47,8 @@ class Compilation:
     count: how many layers the module at a path stands for, where only some of equal ones are traced. part:
     what is known so far. traced, lowered: whether the joint and the last hook have run. changed: called when
     kernels become known. tapped: whether weights come with the state of scales that follow from calls before.
-    after: called with every graph that the passes are done with.
+    after: called with every graph that the passes are done with; parted: with the forward and the backward
+    that a joint graph becomes.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Compilation:
         *,
         tapped: bool = False,
         after: Callable[[fx.Graph], None] | None = None,
+        parted: Callable[[fx.Graph, fx.Graph], None] | None = None,
     ) -> None:
         self.options = options
         self.capture = capture
@@ -72,6 +74,7 @@ class Compilation:
         self._count = count
         self._tapped = tapped
         self._after = after
+        self._parted = parted
         self._watch: Watch | None = None
         self._only_nonfinite = False
         self._sites: list[Site] = []
@@ -82,7 +85,14 @@ class Compilation:
     def again(self, gm: fx.GraphModule) -> Compilation:
         """A fresh one for the same graph."""
         return Compilation(
-            self.options, self.capture, gm, self.target, self._count, tapped=self._tapped, after=self._after
+            self.options,
+            self.capture,
+            gm,
+            self.target,
+            self._count,
+            tapped=self._tapped,
+            after=self._after,
+            parted=self._parted,
         )
 
     def measuring(self, watch: Watch) -> Compilation:
@@ -206,6 +216,8 @@ class Compilation:
             wire_bytes_bf16=self.part.wire_bytes_bf16 + gathers.backward_without,
         )
         self._count_work(forward, backward)
+        if self._parted is not None:
+            self._parted(forward, backward)
         changed |= self._watching().apply(forward, backward)
         changed |= Flatten(num_outputs=num_forward_outputs).apply(forward, backward)
         if changed:

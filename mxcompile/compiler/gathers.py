@@ -60,7 +60,7 @@ def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
     paths = {id(module): name for name, module in root.named_modules()}
     dtypes: dict[str, torch.dtype] = {}
     for module in root.modules():
-        for group in _groups(getattr(module, "_get_fsdp_state", lambda: None)()):
+        for group in groups_of_state(getattr(module, "_get_fsdp_state", lambda: None)()):
             for parameter in group.fsdp_params:
                 dtype, about = group.mp_policy.param_dtype, parameter._module_info
                 if dtype is not None and id(about.module) in paths:
@@ -73,7 +73,7 @@ def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
     paths = {id(module): name for name, module in root.named_modules()}
     for module in root.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
-        for group in _groups(state):
+        for group in groups_of_state(state):
             for parameter in group.fsdp_params:
                 about = parameter._module_info
                 outputs = parameter.all_gather_outputs
@@ -87,7 +87,7 @@ def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
                 yield name, (sent, without, group.post_forward_mesh_info is not None)
 
 
-def _groups(state: Any) -> list[Any]:
+def groups_of_state(state: Any) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together; torch before 2.12 has one for a module."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:

@@ -31,7 +31,8 @@ Mode = TypeVar("Mode", bound=FakeTensorMode)
 class Rehearsal(Generic[Mode]):
     """One rehearsal. Subclasses override `graph`, which is called for every graph.
 
-    model: a copy of the user's model. mode: of its fake tensors. repeats: which layers stand for which.
+    model: a copy of the user's model, by `copied`. mode: of its fake tensors. repeats: which layers stand for
+    which.
     """
 
     def __init__(
@@ -42,18 +43,24 @@ class Rehearsal(Generic[Mode]):
         *,
         training: bool,
         leave_out: LeaveOut = keep_all,
+        copied: Callable[[nn.Module, Mode], nn.Module] = fake_copy,
     ) -> None:
         self.mode = mode
-        self.model = fake_copy(model, mode)
+        self.model = copied(model, mode)
         self.repeats = leave_out(self.model, options.policy)
         self.model.train(training)
         self.options = options
         self.target = TARGETS.get(options.target, Target(name=options.target, device="cpu"))
         self.training = training
 
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Trace the model called with `args` and `kwargs`. Raises `ModelError` where that cannot be done."""
-        call(self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training)
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Trace the model called with `args` and `kwargs`. Raises `ModelError` where that cannot be done.
+
+        Returns what the copy returns, on fakes.
+        """
+        return call(
+            self.model, args, dict(kwargs), mode=self.mode, backend=self._backend, training=self.training
+        )
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         current = dataclasses.replace(captured(gm, example_inputs, self.model), blocks=self.repeats.blocks)
@@ -74,10 +81,19 @@ class Rehearsal(Generic[Mode]):
 
     def compilation(self, capture: Capture, gm: fx.GraphModule, *, tapped: bool = False) -> Compilation:
         """The state of the compile of one graph."""
-        after = functools.partial(self.after, capture)
         return Compilation(
-            self.options, capture, gm, self.target, self.repeats.count, tapped=tapped, after=after
+            self.options,
+            capture,
+            gm,
+            self.target,
+            self.repeats.count,
+            tapped=tapped,
+            after=functools.partial(self.after, capture),
+            parted=functools.partial(self.parted, capture),
         )
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
         """Called with every joint or inference graph when the passes are done with it."""
+
+    def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+        """Called with the two graphs that a joint graph becomes."""

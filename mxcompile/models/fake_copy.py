@@ -11,6 +11,7 @@ copy has the method of the copy.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,18 +22,35 @@ from torch.overrides import TorchFunctionMode
 from mxcompile.errors import ModelError
 from mxcompile.models.fakes import Faker
 from mxcompile.models.rebind import Rebinder
-from mxcompile.models.wrappers import FSDP1, HOOKS, is_distributed, plain_class, unwrapped, users_own
+from mxcompile.models.wrappers import (
+    FSDP1,
+    HOOKS,
+    STATE_HOOKS,
+    is_distributed,
+    plain_class,
+    unwrapped,
+    users_own,
+)
 
 _COMPILED = "_compiled_call_impl"
+_STATES = "__composable_api_state_key"
+"""What the attributes start with in which torch.distributed keeps what it made of a module."""
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    *,
+    fake: Callable[[Tensor], Tensor] | None = None,
+    drops: Callable[[Callable[..., Any]], bool] = is_distributed,
+) -> nn.Module:
     """A copy of `model`, unwrapped, on fake tensors; what it shares stays shared.
 
-    An object that cannot be copied (a process group, a lock) is the model's own.
+    fake: makes the fakes of `mode`, of whole tensors by default. drops: whether a hook is left out. An object
+    that cannot be copied (a process group, a lock) is the model's own.
     """
     model = users_own(model)
-    modules, fake = [m for m in model.modules() if unwrapped(m) is m], Faker(mode)
+    modules, fake = [m for m in model.modules() if unwrapped(m) is m], fake or Faker(mode)
     memo: dict[int, Any] = {
         id(module): plain_class(module).__new__(plain_class(module)) for module in modules
     }
@@ -44,7 +62,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     copied = Rebinder(memo)
     with _AsFakes(fake, memo):
         for module in modules:
-            _fill(memo[id(module)], module, memo, copied)
+            _fill(memo[id(module)], module, memo, copied, drops)
         for module in model.modules():
             _unflatten(module, memo, fake)
     copied_model: nn.Module = memo[id(model)]
@@ -61,13 +79,21 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
         raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
 
 
-def _fill(copied_module: nn.Module, module: nn.Module, memo: dict[int, Any], copied: Rebinder) -> None:
-    """Give `copied_module` the attributes of `module`."""
+def _fill(
+    copied_module: nn.Module,
+    module: nn.Module,
+    memo: dict[int, Any],
+    copied: Rebinder,
+    drops: Callable[[Callable[..., Any]], bool],
+) -> None:
+    """Give `copied_module` the attributes of `module`, without the hooks that `drops` holds for."""
     for key, value in module.__dict__.items():
+        if key.startswith(_STATES):
+            continue
         if key == _COMPILED:
             copied_module.__dict__[key] = None
-        elif key in HOOKS:
-            own = {number: hook for number, hook in value.items() if not is_distributed(hook)}
+        elif key in HOOKS | STATE_HOOKS:
+            own = {number: hook for number, hook in value.items() if not drops(hook)}
             copied_module.__dict__[key] = type(value)(copied(own))
         elif key == "_modules":
             copied_module.__dict__[key] = {
@@ -77,7 +103,7 @@ def _fill(copied_module: nn.Module, module: nn.Module, memo: dict[int, Any], cop
             copied_module.__dict__[key] = copied(value)
 
 
-def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Faker) -> None:
+def _unflatten(module: nn.Module, memo: dict[int, Any], fake: Callable[[Tensor], Tensor]) -> None:
     """Give the copies of what FSDP1's `module` has flattened the parameters that they had before."""
     handle = module.__dict__.get("_handle") if FSDP1 in module._modules else None
     if handle is None:
@@ -101,7 +127,7 @@ def _put(copied_module: nn.Module, name: str, parameter: Any) -> None:
 class _AsFakes(TorchFunctionMode):
     """Copies of tensors are fakes."""
 
-    def __init__(self, fake: Faker, memo: dict[int, Any]) -> None:
+    def __init__(self, fake: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
         super().__init__()
         self._fake = fake
         self._memo = memo

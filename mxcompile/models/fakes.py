@@ -67,10 +67,11 @@ def call(
     mode: FakeTensorMode,
     backend: Callable[..., Any],
     training: bool,
-) -> None:
+) -> Any:
     """Compile `model`, a copy on fake tensors of `mode`, with `backend` by calling it on `args` and `kwargs`.
 
-    Raises `ModelError` with what the model, Dynamo or the backend met, and where; the traceback is logged.
+    Returns what the model returns. Raises `ModelError` with what the model, Dynamo or the backend met, and
+    where; the traceback is logged.
     """
     arguments = tree_map_only(Tensor, Faker(mode), (tuple(args), dict(kwargs)))
 
@@ -81,7 +82,7 @@ def call(
     gradients = nullcontext() if training else torch.no_grad()
     with apart_from_others(), _without_function_modes(), values_read(), _unlogged(), mode, gradients:
         try:
-            compiled(*arguments[0], **arguments[1])
+            return compiled(*arguments[0], **arguments[1])
         except MXCompileError:
             raise
         except Exception as error:  # of the user's model, or of tracing it

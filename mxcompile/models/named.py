@@ -86,6 +86,22 @@ def _load(spec: str, read: ReadWeights | None, batch: int, length: int | None) -
     raise ModelError(f"model {spec!r} is neither {_FACTORY}, nor {_DIRECTORY}{_advice(spec, path)}")
 
 
+def factory_of(spec: str) -> Callable[..., Any] | None:
+    """The function that `spec`, ``package.module:factory``, names; None if `spec` is of another form.
+
+    Raises `ModelError` if there is no such function.
+    """
+    if ":" not in spec or spec.startswith("hf:") or Path(spec).exists():
+        return None
+    module_name, _, attribute = spec.partition(":")
+    try:
+        return _attribute(module_name, attribute)
+    except ModelError:
+        raise
+    except Exception as error:  # of the user's code, whatever it is
+        raise ModelError(f"model {spec!r}: {type(error).__name__}: {error}") from error
+
+
 def _place(read: ReadWeights | None) -> AbstractContextManager[Any]:
     """Tensors made in here are on the meta device if nobody reads their values."""
     return torch.device("meta") if read is None else nullcontext()
@@ -142,14 +158,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _attribute(module_name: str, attribute: str) -> Callable[[], Any]:
+def _attribute(module_name: str, attribute: str) -> Callable[..., Any]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ModelError(f"module {module_name} has no {attribute!r}{nearest(attribute, vars(module))}")
-    factory: Callable[[], Any] = getattr(module, attribute)
+    factory: Callable[..., Any] = getattr(module, attribute)
     return factory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +15,19 @@ from mxcompile.models.names import PARALLEL, WRAPPERS
 
 HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"})
 """Attributes of a module that hold hooks by number."""
+HOOK_OPTIONS = frozenset(
+    {"_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
+)
+"""Attributes that hold, by the same numbers, how hooks are called."""
+STATE_HOOKS = frozenset(
+    {
+        "_state_dict_pre_hooks",
+        "_state_dict_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
+"""Attributes that hold hooks of state dicts by number."""
 FSDP1 = "_fsdp_wrapped_module"
 """The name under which FSDP1 holds the module that it wraps."""
 
@@ -91,9 +104,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def is_distributed(hook: Callable[..., Any]) -> bool:
     """Whether `hook` is one of torch.distributed's own, under whatever it is wrapped in."""
+    return any(home.startswith("torch.distributed") for home in _homes(hook))
+
+
+def is_tensor_parallel(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is one that ``parallelize_module`` or ``distribute_module`` gives a module."""
+    return any(home.startswith("torch.distributed.tensor") for home in _homes(hook))
+
+
+def _homes(hook: Callable[..., Any]) -> Iterator[str]:
+    """The modules that define `hook`, and the class of the object that it is a method of."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     hook = inspect.unwrap(hook)
     owner = getattr(hook, "__self__", None)
-    homes = (getattr(hook, "__module__", None), type(owner).__module__ if owner is not None else None)
-    return any(home is not None and home.startswith("torch.distributed") for home in homes)
+    yield getattr(hook, "__module__", None) or ""
+    if owner is not None:
+        yield type(owner).__module__

@@ -1,9 +1,9 @@
 """Equal layers of a model, of which a few stand for all when the model is only traced.
 
 Layers are the members of a module list. Two are equal if they have the same classes, settings, parameters
-(shape, dtype, gradient) and buffers throughout, but for their own index, and if the policy's names and blocks
-fall on them alike. Of every kind the first, one in the middle and the last are kept; the one in the middle
-stands for the rest: ends can differ in what surrounds them, the middle cannot.
+(shape, dtype, gradient, layout on a mesh) and buffers throughout, but for their own index, and if the
+policy's names and blocks fall on them alike. Of every kind the first, one in the middle and the last are
+kept; the one in the middle stands for the rest: ends can differ in what surrounds them, the middle cannot.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mxcompile.errors import ModelError
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import joined
+from mxcompile.models.wrappers import HOOK_OPTIONS, HOOKS
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import name_signature
@@ -39,6 +40,8 @@ _Traced = TypeVar("_Traced")
 _INDEX = re.compile(r"(idx|index|layer_id|layer_num(ber)?|block_id|block_num(ber)?)$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_PARALLEL = "torch.distributed.tensor"
+_STYLES = f"{_PARALLEL}.parallel.style"
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype, torch.device, torch.Size)
 
 
@@ -169,8 +172,17 @@ def _described(layer: nn.Module, index: int, owners: dict[int, int]) -> Iterator
             shared = id(value) if owners.get(id(value), 1) > 1 else 0
             yield key, _tensor(value), shared
         for key, value in sorted(vars(module).items()):
-            if key not in _OWN:
+            if key in HOOKS:
+                yield key, tuple(_hook(module, number, hook) for number, hook in value.items())
+            elif key not in _OWN | HOOK_OPTIONS:
                 yield key, value - index if _is_index(key, value) else _setting(value)
+
+
+def _hook(module: nn.Module, number: int, hook: Any) -> Any:
+    """A hook of `module` by what it does; a method, which may do anything with its object, by its number."""
+    inner = hook.func if isinstance(hook, functools.partial) else hook
+    options = tuple(sorted(key for key in HOOK_OPTIONS if number in vars(module).get(key, ())))
+    return number if isinstance(inner, MethodType) else _setting(hook), options
 
 
 def _is_index(key: str, value: Any) -> bool:
@@ -180,7 +192,8 @@ def _is_index(key: str, value: Any) -> bool:
 def _tensor(value: Tensor | None) -> Any:
     if value is None:
         return None
-    return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    layout = repr(getattr(value, "placements", ""))  # of a DTensor
+    return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, layout
 
 
 def _setting(value: Any) -> Any:
@@ -190,6 +203,9 @@ def _setting(value: Any) -> Any:
             return value
         case Tensor():
             return _tensor(value)
+        case FunctionType() if (value.__module__ or "").startswith(_PARALLEL):
+            cells = (cell.cell_contents for cell in value.__closure__ or ())
+            return value.__qualname__, tuple(map(_setting, cells))
         case FunctionType():
             return value.__module__, value.__qualname__, id(value.__closure__) if value.__closure__ else 0
         case functools.partial():
@@ -202,5 +218,9 @@ def _setting(value: Any) -> Any:
             return type(value).__name__, tuple(map(_setting, value))
         case dict():
             return tuple((str(key), _setting(item)) for key, item in value.items())
+        case _ if type(value).__module__ == _STYLES:
+            return type(value).__qualname__, _setting(vars(value))
+        case _ if type(value).__module__.startswith((_PARALLEL, "torch.distributed.device_mesh")):
+            return repr(value)  # a mesh or a placement
         case _:
             return type(value).__qualname__, id(value)

@@ -1,40 +1,35 @@
 """`explain`: the report of a model that is neither run nor compiled, and need not fit in memory.
 
-The model is copied with fake tensors in place of its parameters, and every graph that Dynamo captures is
-traced through AOTAutograd and all passes, on the way a compile takes, up to code generation. Of equal layers
-a few are traced and the records of the others follow from theirs (see `repeats`).
-
-Tracing happens on fake CPU tensors whatever the target (see `fakes`).
+The model is copied with fake tensors in place of its parameters, and traced on the way a compile takes (see
+`tracer`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, overload
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.memory import with_memory
-from mxcompile.analysis.explain.parts import eager_records, moved
+from mxcompile.analysis.explain.rank import Factory, explain_rank
 from mxcompile.analysis.explain.roofline import estimate
-from mxcompile.compiler.capture import Capture
+from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.plans import no_plan, planned
-from mxcompile.compiler.rehearsal import Rehearsal
-from mxcompile.lowering.targets import AUTO, Target, of_device
-from mxcompile.models.arguments import ModelInput, keywords
-from mxcompile.models.assumed import Assuming
-from mxcompile.models.names import user_path
-from mxcompile.plan.repeats import LeaveOut, some_or_all
+from mxcompile.errors import OptionError
+from mxcompile.lowering.targets import AUTO, of_device
+from mxcompile.mesh.report import RankReport
+from mxcompile.models.arguments import ModelInput, check_module, keywords
+from mxcompile.plan.repeats import some_or_all
 from mxcompile.policy import Policy
-from mxcompile.report import GemmRecord, Part, Report
+from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
 
 
+@overload
 def explain(
     model: nn.Module,
     *args: Any,
@@ -42,9 +37,40 @@ def explain(
     target: str = "auto",
     training: bool = True,
     strict: bool = True,
+    mesh: None = None,
+    parallel: None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
-) -> Report:
+) -> Report: ...
+
+
+@overload
+def explain(
+    model: nn.Module | Factory,
+    *args: Any,
+    policy: Policy | str | dict[str, Any] | None = None,
+    target: str = "auto",
+    training: bool = True,
+    strict: bool = True,
+    mesh: str,
+    parallel: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
+) -> RankReport: ...
+
+
+def explain(
+    model: nn.Module | Factory,
+    *args: Any,
+    policy: Policy | str | dict[str, Any] | None = None,
+    target: str = "auto",
+    training: bool = True,
+    strict: bool = True,
+    mesh: str | None = None,
+    parallel: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **inputs: ModelInput,
+) -> Report | RankReport:
     """Returns what ``torch.compile(model, backend="mxfp8")`` would do to every matrix product, and why.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
@@ -52,87 +78,40 @@ def explain(
     target: what to compile for; "auto" is the device of the model. training: forward and backward, else
     forward only. strict: a rule that matches no layer is an error.
 
-    Returns a `Report` with roofline estimates for the targets that have them. Raises `OptionError` for a
-    keyword nobody takes, `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not
-    valid or, if `strict`, has unused rules.
+    mesh: explain one rank of a mesh, such as ``dp=128,tp=8``, that need not exist. parallel: ways to
+    parallelise a plain model on it, ``fsdp``, ``tp=llama`` or both with a comma. Without `parallel`, `model`
+    is a function of the `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs).
+
+    Returns a `Report` with roofline estimates for the targets that have them; with `mesh` a `RankReport`.
+    Raises `OptionError` for a keyword nobody takes, a mesh that is not valid, or one in a process that has a
+    process group; `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not valid
+    or, if `strict`, has unused rules.
     """
-    given = {"policy": policy, "target": target, "training": training, "strict": strict}
-    named = keywords("explain", model, inputs, kwargs, given)
-    options = Options.parse(None, {"policy": policy, "target": target, "strict": strict})
+    given = {"policy": policy, "target": target, "strict": strict}
+    options = Options.parse(None, given)
+    given |= {"training": training, "mesh": mesh, "parallel": parallel}
     if options.target == AUTO:
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
+    if mesh is not None and not isinstance(model, nn.Module):
+        if args or kwargs or inputs:
+            raise OptionError("explain: a factory returns (model, args, kwargs), so it is given no arguments")
+        return explain_rank(model, (), {}, mesh=mesh, parallel=parallel, options=options, training=training)
+    check_module("explain", model)
+    assert isinstance(model, nn.Module)
+    named = keywords("explain", model, inputs, kwargs, given)
+    if mesh is not None:
+        return explain_rank(
+            model, args, named, mesh=mesh, parallel=parallel, options=options, training=training
+        )
     parts = some_or_all(
-        model, lambda leave_out: _Explainer(model, options, training, leave_out).run(args, named)
+        model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)
     )
     report = Report.of(parts, target=options.target, policy=options.policy.label)
     check_mistakes(options.policy, report.gemms, strict=options.strict)
     return advised(estimate(with_memory(report, model, training=training)))
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Where `model` is, if on an accelerator; the meta device counts as the CPU."""
-    devices = (parameter.device for parameter in model.parameters())
+def _device(model: object) -> torch.device:
+    """Where `model` is, if on an accelerator; the meta device counts as the CPU, and so does a factory."""
+    devices = (parameter.device for parameter in model.parameters()) if isinstance(model, nn.Module) else ()
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
-
-
-def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
-    """The record with the kernel's name on `target`: the CPU's attention stands for the accelerator's."""
-    if target.device == "cpu":
-        return gemm
-    return dataclasses.replace(gemm, kernel=gemm.kernel.replace("_for_cpu", ""))
-
-
-class _Explainer(Rehearsal[Assuming]):
-    """The rehearsal that makes the parts of the report."""
-
-    def __init__(self, model: nn.Module, options: Options, training: bool, leave_out: LeaveOut) -> None:
-        lenient = dataclasses.replace(options, strict=False)
-        super().__init__(model, lenient, Assuming(), training=training, leave_out=leave_out)
-        self.mode.names(self.model)
-        self._paths = {id(p): user_path(path) for path, p in self.model.named_parameters()}
-        self._parts: list[Part] = []
-
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Part]:
-        """Trace the model called with `args` and `kwargs`."""
-        self.call(args, kwargs)
-        notes = tuple(f"assumed: {note}" for note in self.mode.notes)
-        gemms = self._outside(args, kwargs)
-        if notes or gemms:
-            self._parts.append(self.repeats.expand(Part(gemms=gemms, warnings=notes)))
-        return self._parts
-
-    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
-        """Records of what ran outside of compiled graphs, in the roles it has in the whole model."""
-        graph = self.mode.outside.graph
-        if not graph.nodes:
-            return ()
-        plan = planned(self.model, args, kwargs).plan
-        known = {} if plan is None else plan.by_name
-        return eager_records(graph, known, self.repeats.blocks, training=self.training)
-
-    def graph(
-        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        with self.mode.plain():
-            compilation = self.traced(capture, gm, example_inputs)
-        gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
-        missing = capture.planned.missing
-        part = dataclasses.replace(
-            compilation.part, gemms=gemms, warnings=(no_plan(self.model, missing),) if missing else ()
-        )
-        self._parts.append(self.repeats.expand(part))
-        first = self._owners(example_inputs, capture.module)
-        calls = itertools.count()
-
-        def run(*inputs: Any) -> Any:
-            if next(calls) > 0:  # code that serves several layers, or one layer several times
-                again = Part(gemms=moved(gemms, first, self._owners(inputs, self.mode.module())))
-                self._parts.append(self.repeats.expand(again))
-            with self.mode.outside.paused():
-                return gm.forward(*inputs)
-
-        return run
-
-    def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
-        """The path of the running module, and the paths of `inputs`, "" for other tensors than parameters."""
-        return [module, *(self._paths.get(id(value), "") for value in inputs)]

@@ -1,0 +1,98 @@
+"""`Explainer`: the parts of the report of a model that is neither run nor compiled.
+
+Every graph that Dynamo captures is traced through AOTAutograd and all passes, on the way a compile takes, up
+to code generation. Of equal layers a few are traced and the records of the others follow from theirs (see
+`repeats`). Tracing happens on fake CPU tensors whatever the target (see `fakes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from mxcompile.analysis.explain.parts import eager_records, moved
+from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.plans import no_plan, planned
+from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.lowering.targets import Target
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.names import user_path
+from mxcompile.plan.repeats import LeaveOut
+from mxcompile.report import GemmRecord, Part
+
+
+def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
+    """The record with the kernel's name on `target`: the CPU's attention stands for the accelerator's."""
+    if target.device == "cpu":
+        return gemm
+    return dataclasses.replace(gemm, kernel=gemm.kernel.replace("_for_cpu", ""))
+
+
+class Explainer(Rehearsal[Assuming]):
+    """The rehearsal that makes the parts of the report."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        training: bool,
+        leave_out: LeaveOut,
+        copied: Callable[[nn.Module, Assuming], nn.Module] = fake_copy,
+    ) -> None:
+        lenient = dataclasses.replace(options, strict=False)
+        super().__init__(model, lenient, Assuming(), training=training, leave_out=leave_out, copied=copied)
+        self.mode.names(self.model)
+        self._paths = {id(p): user_path(path) for path, p in self.model.named_parameters()}
+        self._parts: list[Part] = []
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Part]:
+        """Trace the model called with `args` and `kwargs`."""
+        self.call(args, kwargs)
+        notes = tuple(f"assumed: {note}" for note in self.mode.notes)
+        gemms = self._outside(args, kwargs)
+        if notes or gemms:
+            self._parts.append(self.repeats.expand(Part(gemms=gemms, warnings=notes)))
+        return self._parts
+
+    def _outside(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[GemmRecord, ...]:
+        """Records of what ran outside of compiled graphs, in the roles it has in the whole model."""
+        graph = self.mode.outside.graph
+        if not graph.nodes:
+            return ()
+        plan = planned(self.model, args, kwargs).plan
+        known = {} if plan is None else plan.by_name
+        return eager_records(graph, known, self.repeats.blocks, training=self.training)
+
+    def graph(
+        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Make the part of the report of one graph. Returns the graph on fakes."""
+        with self.mode.plain():
+            compilation = self.traced(capture, gm, example_inputs)
+        gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
+        missing = capture.planned.missing
+        part = dataclasses.replace(
+            compilation.part, gemms=gemms, warnings=(no_plan(self.model, missing),) if missing else ()
+        )
+        self._parts.append(self.repeats.expand(part))
+        first = self._owners(example_inputs, capture.module)
+        calls = itertools.count()
+
+        def run(*inputs: Any) -> Any:
+            if next(calls) > 0:  # code that serves several layers, or one layer several times
+                again = Part(gemms=moved(gemms, first, self._owners(inputs, self.mode.module())))
+                self._parts.append(self.repeats.expand(again))
+            with self.mode.outside.paused():
+                return gm.forward(*inputs)
+
+        return run
+
+    def _owners(self, inputs: Sequence[Any], module: str) -> list[str]:
+        """The path of the running module, and the paths of `inputs`, "" for other tensors than parameters."""
+        return [module, *(self._paths.get(id(value), "") for value in inputs)]

@@ -1,0 +1,157 @@
+"""Every collective of a step: what one rank gives to it, along which axis of the mesh, when and how often.
+
+    FSDP2                gathers of weights, reductions of gradients        from its groups
+    tensor parallelism   activations and their gradients, in the graphs     from the partitioned graphs
+
+`num_bytes` is the input of a collective on one rank, so an all-gather over p ranks gives a p-th of what comes
+out, and a reduce-scatter gives all of what goes in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from mxcompile.graph.opsets import packet
+from mxcompile.graph.tags import tensor
+from mxcompile.mesh.fsdp import FSDPGroup
+from mxcompile.models.names import module_of
+from mxcompile.passes.account import sent
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce",
+          "all_to_all": "all-to-all", "broadcast": "broadcast"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """A collective that a rank takes part in at every step.
+
+    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast". what: "weights",
+    "gradients" or "activations"; in backward the last are mostly gradients of activations. name: path of the
+    module whose weights or activations they are. dtype: as torch names it. num_bytes: that this rank gives;
+    without_bytes: without mxcompile. axis: of the mesh. ranks: that take part. phase: "forward" or
+    "backward".
+    """
+
+    kind: str
+    what: str
+    name: str
+    dtype: str
+    num_bytes: int
+    without_bytes: int
+    axis: str
+    ranks: int
+    phase: str
+
+
+class Axes:
+    """The axes of a mesh by their process groups."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        self._names: dict[Any, str] = {mesh.get_group(name).group_name: name for name in names}
+
+    def __call__(self, group: Any) -> str:
+        """The axis of a process group, or of the name of one; how many ranks it has if it is of no axis."""
+        name = group if isinstance(group, str) else group.group_name
+        return self._names.get(name) or f"{_ranks(group)} ranks"
+
+
+def _ranks(group: Any) -> int:
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    named: Any = _resolve_process_group
+    return int((named(group) if isinstance(group, str) else group).size())
+
+
+def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
+    """The collectives that FSDP2 makes of `groups` in a step. Each group takes part in it once."""
+    for group in groups:
+        if group.ranks > 1:
+            yield _gather(group, axes, group.shards, "forward")
+        if not training:
+            continue
+        if group.again is not None and group.again.size() > 1:
+            yield _gather(group, axes, group.again, "backward")
+        yield from _reductions(group, axes)
+
+
+def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
+    """The gather of `group` in `phase`; on fewer ranks each gives a larger part."""
+    dtypes = {one.dtype for one in group.parameters if not one.is_mx}
+    bytes_alone = any(one.is_mx for one in group.parameters) or len(dtypes) > 1
+    share = group.ranks // along.size()
+    return Collective(
+        kind="all-gather",
+        what="weights",
+        name=group.path,
+        dtype="uint8" if bytes_alone else _word(dtypes.pop()),
+        num_bytes=share * sum(one.travels for one in group.parameters),
+        without_bytes=share * sum(one.numel * one.dtype.itemsize for one in group.parameters),
+        axis=axes(along),
+        ranks=along.size(),
+        phase=phase,
+    )
+
+
+def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
+    """The collectives that reduce the gradients of `group`."""
+    dtype = group.reduced
+    if dtype is None:
+        return
+    shard_bytes = dtype.itemsize * sum(one.numel for one in group.parameters if one.parameter.requires_grad)
+    ways = (("reduce-scatter", group.shards, group.ranks), ("all-reduce", group.replicates, 1))
+    for kind, along, times in ways:
+        if along is not None and along.size() > 1:
+            yield Collective(
+                kind=kind,
+                what="gradients",
+                name=group.path,
+                dtype=_word(dtype),
+                num_bytes=times * shard_bytes,
+                without_bytes=times * shard_bytes,
+                axis=axes(along),
+                ranks=along.size(),
+                phase="backward",
+            )
+
+
+def of_graph(
+    graph: fx.Graph, axes: Axes, phase: str, others: Callable[[str], Iterable[str]]
+) -> Iterator[Collective]:
+    """The collectives of `graph`. others: the paths that what is at a path stands for, without its own."""
+    for node, num_bytes, without_bytes in sent(graph):
+        path = module_of(node)[0]
+        first = node.args[0]
+        value = tensor(first[0] if isinstance(first, list | tuple) else first)
+        group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
+        one = Collective(
+            kind=_kind(str(packet(node))),
+            what="activations",
+            name=path,
+            dtype="" if value is None else _word(value.dtype),
+            num_bytes=num_bytes,
+            without_bytes=without_bytes,
+            axis=axes(group),
+            ranks=_ranks(group),
+            phase=phase,
+        )
+        yield one
+        for other in others(path):
+            yield dataclasses.replace(one, name=other)
+
+
+def _kind(operator: str) -> str:
+    name = operator.rpartition(".")[2]
+    return next(kind for start, kind in _KINDS.items() if name.startswith(start))
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,84 @@
+"""A model on fake tensors as one rank computes it: FSDP2's weights gathered, tensor-parallel ones in shards.
+
+What FSDP2 does happens between compiled graphs, so the copy has whole weights in the dtype that they are
+gathered in, and inputs cast as FSDP2 casts them. What tensor parallelism does happens inside: its hooks and
+its DTensors stay, and the graphs have this rank's shards and collectives.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mxcompile.mesh.fsdp import FSDPGroup
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.fakes import Faker
+from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
+
+
+def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -> nn.Module:
+    """A copy of `model`, of which FSDP2 shards `groups`, as this rank runs it between gathers."""
+    copied = fake_copy(model, mode, fake=_Shards(mode, groups), drops=_is_between_graphs)
+    for group in groups:
+        module = copied.get_submodule(group.path)
+        if group.inputs is not None:
+            module.register_forward_pre_hook(partial(_cast_inputs, group.inputs), with_kwargs=True)
+        if group.outputs is not None:
+            module.register_forward_hook(partial(_cast_outputs, group.outputs))
+    return copied
+
+
+def _is_between_graphs(hook: Any) -> bool:
+    return is_distributed(hook) and not is_tensor_parallel(hook)
+
+
+class _Shards(Faker):
+    """Tensors to fakes of what this rank computes with: what FSDP2 shards gathered, DTensors in shards."""
+
+    def __init__(self, mode: Assuming, groups: tuple[FSDPGroup, ...]) -> None:
+        super().__init__(mode)
+        self._assuming = mode
+        self._gathered = {id(one.parameter): one for group in groups for one in group.parameters}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        gathered = self._gathered.get(id(tensor))
+        if gathered is not None:
+            return self._shard(tensor, gathered.size, gathered.dtype, gathered.spec)
+        if isinstance(tensor, DTensor):
+            return self._shard(tensor, tensor.to_local().shape, tensor.dtype, tensor._spec)
+        return super().__call__(tensor)
+
+    def _shard(self, tensor: Tensor, size: torch.Size, dtype: torch.dtype, spec: Any) -> Tensor:
+        """A fake of `size`, a shard of a DTensor laid out as `spec` says, or all of a plain tensor."""
+        from torch.distributed.tensor import DTensor
+
+        with self._assuming.plain():
+            with self._assuming:
+                fake: Tensor = torch.empty(size, dtype=dtype, device="cpu")
+            if spec is not None:
+                fake = DTensor.from_local(
+                    fake, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+                )
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _floats_to(dtype, args), _floats_to(dtype, kwargs)
+
+
+def _cast_outputs(dtype: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return _floats_to(dtype, output)
+
+
+def _floats_to(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    )

@@ -1,0 +1,135 @@
+"""Ways by name to parallelise a plain model on a mesh, as torchtitan does by default.
+
+    fsdp        fully_shard of every repeated block, then of the model, on the axis dp or dp_shard; with an
+                axis dp_replicate weights are copied along it (HSDP). Weights are gathered in BF16 and
+                gradients reduced in FP32.
+    tp=llama    q, k, v, gate and up are split by outputs, o and down by inputs, the embedding and the head by
+                the vocabulary, on the axis tp; activations between them are whole on every rank
+
+Both go by the names that layers have in transformers' and in torchtitan's Llama. Anything else is for the
+user's own code, which a factory runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mxcompile.errors import OptionError, not_allowed
+from mxcompile.models.assumed import Assuming
+from mxcompile.models.blocks import Blocks
+from mxcompile.models.fake_copy import fake_copy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_COLUMNS = re.compile(r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3)")
+_ROWS = re.compile(r".*\.(o_proj|down_proj|wo|w2)")
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|tok_embeddings)")
+_HEAD = re.compile(r"(.*\.)?(lm_head|output)")
+
+
+def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
+    """A copy of `model` on the meta device, parallelised on `mesh` in the ways that `words` names.
+
+    words: of `WAYS`, separated by commas. Raises `OptionError` for other words, for a mesh without their
+    axis, and for a model that they do not fit.
+    """
+    asked = [word.strip() for word in words.split(",")]
+    for word in asked:
+        if word not in WAYS:
+            raise OptionError(not_allowed("way to parallelise", word, WAYS))
+    copied = fake_copy(model, Assuming(), fake=_on_meta)
+    for word, way in WAYS.items():
+        if word in asked:
+            way(copied, mesh)
+    return copied
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """`tensor` without its values, if it is a parameter: buffers may be read."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+
+
+def _axes(mesh: DeviceMesh, word: str, *allowed: tuple[str, ...]) -> Any:
+    """The part of `mesh` with the axes of the first of `allowed` that it has."""
+    names = mesh.mesh_dim_names or ()
+    for axes in allowed:
+        if set(axes) <= set(names):
+            return mesh[axes]
+    wanted = " or ".join(",".join(axes) for axes in allowed)
+    raise OptionError(f"{word} needs a mesh with the axis {wanted}; this one has {', '.join(names)}")
+
+
+def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    along = _axes(mesh, "fsdp", ("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for path in Blocks.of(model).places:
+        fully_shard(model.get_submodule(path), mesh=along, mp_policy=mixed)
+    fully_shard(model, mesh=along, mp_policy=mixed)
+
+
+def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    along = _axes(mesh, "tp=llama", ("tp",))
+    styles = dict(_llama_styles(model))
+    if not any(_COLUMNS.fullmatch(path) for path in styles):
+        raise OptionError(
+            f"tp=llama finds no layer of a Llama in {type(model).__name__}, such as layers.0.mlp.gate_proj or"
+            " layers.0.feed_forward.w1: parallelise the model in a factory that takes the mesh"
+        )
+    _check_whole(model, styles, along.size())
+    shared = _shared(model)
+    parallelize_module(model, along, styles)
+    for (owner, name), (module, key) in shared:
+        module._parameters[key] = owner._parameters[name]
+
+
+def _llama_styles(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The style of each layer that is split, by its path."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _EMBEDDING.fullmatch(path):
+            yield path, RowwiseParallel(input_layouts=Replicate())
+        elif isinstance(module, nn.Linear) and _HEAD.fullmatch(path):
+            yield path, ColwiseParallel(output_layouts=Replicate())
+        elif isinstance(module, nn.Linear) and _COLUMNS.fullmatch(path):
+            yield path, ColwiseParallel()
+        elif isinstance(module, nn.Linear) and _ROWS.fullmatch(path):
+            yield path, RowwiseParallel()
+
+
+def _check_whole(model: nn.Module, styles: Mapping[str, Any], ranks: int) -> None:
+    """Raises `OptionError` if a layer inside of a block cannot be split evenly: heads would be cut."""
+    for path in styles:
+        weight: Any = model.get_submodule(path).weight
+        split = weight.shape[1 if _ROWS.fullmatch(path) else 0]
+        inside = _COLUMNS.fullmatch(path) or _ROWS.fullmatch(path)
+        if inside and split % ranks:
+            raise OptionError(f"tp=llama cannot split {path}: {split} is not a multiple of {ranks} ranks")
+
+
+def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+    """The first place of each parameter that modules share, with each further one."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    again = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and first.setdefault(id(parameter), (module, name)) != (module, name):
+                again.append((first[id(parameter)], (module, name)))
+    return again
+
+
+WAYS: dict[str, Callable[[nn.Module, Any], None]] = {"tp=llama": _split_llama, "fsdp": _shard_fully}
+"""What does it by the words for it, in the order in which they apply."""

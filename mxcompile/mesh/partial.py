@@ -1,0 +1,52 @@
+"""Gradients of which each tensor-parallel rank has one summand, as those of norms on a rank's own tokens.
+
+Backward leaves them as they are. FSDP2 reduces them, one by one, before it reduces over its own ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mxcompile.mesh.collectives import Axes, Collective
+from mxcompile.models.names import user_path
+
+
+def backward(output: Any) -> None:
+    """Run backward from all that is differentiable in `output`, on fake tensors."""
+    results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
+    if results:
+        torch.autograd.backward([value.sum() for value in results])
+
+
+def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path and parameter of each gradient of `model` that is a part of a sum."""
+    for path, parameter in model.named_parameters():
+        placements = getattr(parameter.grad, "placements", ())
+        if any(placement.is_partial() for placement in placements):
+            yield user_path(path), parameter
+
+
+def of_partial_gradients(model: nn.Module, axes: Axes) -> Iterator[Collective]:
+    """The collectives that reduce the partial gradients of `model`."""
+    for path, parameter in partial_parameters(model):
+        gradient = parameter.grad.to_local()
+        num_bytes = gradient.numel() * gradient.element_size()
+        for axis, placement in enumerate(parameter.grad.placements):
+            if placement.is_partial():
+                group = parameter.grad.device_mesh.get_group(axis)
+                yield Collective(
+                    kind="all-reduce" if parameter.placements[axis].is_replicate() else "reduce-scatter",
+                    what="gradients",
+                    name=path,
+                    dtype=str(gradient.dtype).removeprefix("torch."),
+                    num_bytes=num_bytes,
+                    without_bytes=num_bytes,
+                    axis=axes(group),
+                    ranks=group.size(),
+                    phase="backward",
+                )

@@ -1,0 +1,141 @@
+"""`RankReport`: what one rank of a mesh computes, sends and holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mxcompile.mesh.collectives import Collective
+from mxcompile.mesh.memory import Memory
+from mxcompile.mesh.shards import Shard
+from mxcompile.policy import Gemm
+from mxcompile.report import Report, files
+from mxcompile.report.fold import spelled
+from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
+from mxcompile.report.forms.words import byte_count, count
+
+SCHEMA = 1
+"""Version of the JSON form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """One rank of a mesh, rank 0.
+
+    mesh: axes and sizes. ranks: how many there are. report: of what this rank compiles, with its shards'
+    sizes. memory: bytes that this rank holds in a step. shards: the GEMMs of which this rank has a part, or
+    that are decided otherwise than in the whole model. collectives: one for each time that a rank takes part
+    in one in a step. warnings: what a user should know.
+    """
+
+    mesh: str
+    ranks: int
+    report: Report
+    memory: Memory
+    shards: tuple[Shard, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank gives to the collectives of a step."""
+        return sum(one.num_bytes for one in self.collectives)
+
+    def __str__(self) -> str:
+        title = f"one rank of {self.mesh} ({count(self.ranks, 'rank')})"
+        notes = wrapped(f"warning: {each}" for each in self.warnings)
+        parts = str(self.report), self._shards(), self._collectives(), self._memory()
+        return "\n\n".join(["\n".join([title, *notes]), *parts])
+
+    def _memory(self) -> str:
+        held = self.memory
+        rows = [[field.name, byte_count(getattr(held, field.name))] for field in dataclasses.fields(held)]
+        table = drawn([["this rank holds", "bytes"], *rows, ["together", byte_count(held.total)]])
+        return f"{table}\noptimizer: as AdamW, in the dtypes of the parameters"
+
+    def _shards(self) -> str:
+        if not self.shards:
+            return "no GEMM is split over ranks"
+        head = ["layer", "GEMM", "whole m×n×k", "this rank m×n×k", "note"]
+        alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+        for shard in self.shards:
+            if shard.gemm != Gemm.FPROP and not shard.notes:
+                continue  # its sizes follow from those of fprop
+            whole, local = ("×".join(map(str, size)) for size in (shard.whole, shard.local))
+            alike[shard.gemm, whole, local, "; ".join(shard.notes), shard.role].append(shard.name)
+        rows = [[spelled(names), *key[:4]] for key, names in alike.items()]
+        return "shards\n" + drawn(fitted([head, *rows], ("layer", "note")))
+
+    def _collectives(self) -> str:
+        if not self.collectives:
+            return "this rank sends nothing in a step"
+        head = ["collective", "of", "modules", "phase", "axis", "dtype", "each", "times", "total"]
+        alike: defaultdict[tuple[object, ...], list[Collective]] = defaultdict(list)
+        for one in self.collectives:
+            alike[one.kind, one.what, one.phase, one.axis, one.ranks, one.dtype, one.num_bytes].append(one)
+        rows = [
+            [
+                *(same[0].kind, same[0].what),
+                spelled(dict.fromkeys(one.name or "(root)" for one in same)),
+                *(same[0].phase, f"{same[0].axis} ({same[0].ranks})", same[0].dtype),
+                *(byte_count(same[0].num_bytes), str(len(same)), byte_count(_total(same))),
+            ]
+            for same in alike.values()
+        ]
+        return (
+            f"collectives of a step: this rank gives {_beside(self.collectives)}\n"
+            f"{drawn(fitted([head, *rows], ('modules',)))}\n\n{drawn(self._sums())}"
+        )
+
+    def _sums(self) -> Table:
+        by_kind: defaultdict[tuple[str, str, str], list[Collective]] = defaultdict(list)
+        for one in self.collectives:
+            by_kind[one.kind, one.what, one.axis].append(one)
+        rows = [[*kind, str(len(same)), _beside(same)] for kind, same in sorted(by_kind.items())]
+        return [["collective", "of", "axis", "times", "this rank gives"], *rows]
+
+    def to_json(self) -> str:
+        """The report as JSON, with its kind and the version of its form."""
+        data = {
+            "kind": "rank",
+            "schema": SCHEMA,
+            "mesh": self.mesh,
+            "ranks": self.ranks,
+            "warnings": self.warnings,
+            "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "shards": [dataclasses.asdict(shard) for shard in self.shards],
+            "collectives": [dataclasses.asdict(one) for one in self.collectives],
+            "report": json.loads(self.report.to_json()),
+        }
+        return json.dumps(data, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to `path`, ``.txt`` or ``.json``, whole or not at all. Raises `OptionError`."""
+        files.save(path, form_of(path)(self), "rank report")
+
+
+_FORMS: dict[str, Callable[[RankReport], str]] = {
+    ".txt": lambda report: f"{report}\n",
+    ".json": RankReport.to_json,
+}
+
+
+def form_of(path: str | Path) -> Callable[[RankReport], str]:
+    """Returns the writer for `path`. Raises `OptionError` for a suffix without one."""
+    return files.form_of(path, _FORMS, "rank report")
+
+
+def _total(collectives: Iterable[Collective]) -> int:
+    return sum(one.num_bytes for one in collectives)
+
+
+def _beside(collectives: Iterable[Collective]) -> str:
+    """Their bytes, and those without mxcompile where they differ."""
+    same = tuple(collectives)
+    total, without = _total(same), sum(one.without_bytes for one in same)
+    more = "" if total == without else f", without mxcompile {byte_count(without)} ({total / without:.0%})"
+    return f"{byte_count(total)}{more}"

@@ -1,0 +1,95 @@
+"""The GEMMs of a rank beside those of the whole model: which part it has, and what that changes.
+
+    fprop  [m, k]·[k, n]      dgrad  [m, n]·[n, k]      wgrad  [n, m]·[m, k]
+
+A policy decides by the sizes of the whole layer, so a shard is decided like its layer. A shard is quantized
+in blocks of its own: where the dimension that its GEMM contracts ends inside a block of 32, the last block is
+shorter and its scales are other ones than in the whole layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mxcompile.formats import BLOCK, is_quantized
+from mxcompile.graph.tags import GemmTag, Kind
+from mxcompile.policy import Gemm, Policy
+from mxcompile.report import GemmRecord
+
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """A GEMM of a rank. whole, local: m, n and k in the whole model and on this rank. notes: what follows."""
+
+    name: str
+    role: str
+    gemm: str
+    whole: Size
+    local: Size
+    notes: tuple[str, ...] = ()
+
+
+def shards(
+    gemms: Sequence[GemmRecord], whole: Mapping[str, tuple[GemmTag, ...]], policy: Policy
+) -> Iterator[Shard]:
+    """The `gemms` of a rank that are parts of GEMMs, or decided otherwise; whole: the model's, by name."""
+    for gemm in gemms:
+        tag = next((tag for tag in whole.get(gemm.name, ()) if tag.kind is Kind.LINEAR), None)
+        if tag is None or gemm.gemm not in (Gemm.FPROP, Gemm.DGRAD, Gemm.WGRAD) or gemm.role != tag.role:
+            continue
+        size, local = _size(tag, gemm.gemm), (gemm.m, gemm.n, gemm.k)
+        notes = tuple(_notes(gemm, tag, size, policy))
+        if size != local or notes:
+            yield Shard(name=gemm.name, role=gemm.role, gemm=gemm.gemm, whole=size, local=local, notes=notes)
+
+
+def unmatched(gemms: Iterable[GemmRecord], whole: Mapping[str, tuple[GemmTag, ...]]) -> Iterator[str]:
+    """Warnings about layers that only the rank has, or only the whole model."""
+    here = {gemm.name for gemm in gemms}
+    for names, where in (
+        (whole.keys() - here, "in the whole model alone"),
+        (here - whole.keys(), "on this rank alone"),
+    ):
+        if names:
+            yield f"layers {where}: {', '.join(sorted(names))}"
+
+
+def _size(tag: GemmTag, gemm: str) -> Size:
+    match gemm:
+        case Gemm.FPROP:
+            return tag.m, tag.n, tag.k
+        case Gemm.DGRAD:
+            return tag.m, tag.k, tag.n
+        case _:
+            return tag.n, tag.k, tag.m
+
+
+def _notes(gemm: GemmRecord, tag: GemmTag, whole: Size, policy: Policy) -> Iterator[str]:
+    wanted = policy.decide(tag.as_layer()).choice(Gemm(gemm.gemm)).precision
+    if gemm.precision != wanted:
+        yield f"{gemm.precision}, in the whole model {wanted}: {gemm.reason}"
+        return
+    if is_quantized(gemm.precision) and gemm.k % BLOCK and not whole[2] % BLOCK:
+        yield f"the shard cuts blocks: its k, {gemm.k}, is not a multiple of {BLOCK}"
+    if (gemm.m, gemm.n, gemm.k) != whole:
+        local = _fprop(gemm)
+        alone = policy.decide(replace(tag.as_layer(), m=local[0], n=local[1], k=local[2])).choice(
+            Gemm(gemm.gemm)
+        )
+        if alone.precision != gemm.precision:
+            yield f"a layer of the shard's size would be {alone.precision}: {alone.reason}"
+
+
+def _fprop(gemm: GemmRecord) -> Size:
+    """The sizes of the forward GEMM of which `gemm` is one of the layer's."""
+    m, n, k = gemm.m, gemm.n, gemm.k
+    match gemm.gemm:
+        case Gemm.FPROP:
+            return m, n, k
+        case Gemm.DGRAD:
+            return m, k, n
+        case _:
+            return k, m, n

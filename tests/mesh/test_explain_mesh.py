@@ -1,0 +1,206 @@
+"""One rank of a mesh: its shards, its decisions beside those of the whole model, what it sends."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import meshed
+import pytest
+import torch.distributed as dist
+from meshed import FFN, TOKENS, WIDTH, WORDS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import mxcompile
+from mxcompile.cli import main
+from mxcompile.errors import ModelError, OptionError
+from mxcompile.mesh import Memory, RankReport
+
+NAMED = {"policy": "nvidia", "target": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def whole() -> mxcompile.Report:
+    model, args, _ = meshed.plain(6)
+    return mxcompile.explain(model, *args, **NAMED)
+
+
+@pytest.fixture(scope="module")
+def deep() -> RankReport:
+    return mxcompile.explain(meshed.deep, mesh="dp=128,tp=4", **NAMED)
+
+
+def decisions(report: mxcompile.Report) -> Counter[Any]:
+    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision, gemm.reason) for gemm in report.gemms)
+
+
+def test_names_and_decisions_are_those_of_the_whole(whole: mxcompile.Report, deep: RankReport):
+    assert decisions(deep.report) == decisions(whole)
+    assert not deep.warnings
+    assert not any("in the whole model" in note for shard in deep.shards for note in shard.notes)
+
+
+def test_every_split_layer_is_a_shard(deep: RankReport):
+    sizes = {
+        (shard.name, shard.gemm): (shard.whole, shard.local)
+        for shard in deep.shards
+        if shard.name in ("layers.3.feed_forward.w1", "layers.4.feed_forward.w2")
+    }
+    part = FFN // 4
+    assert sizes == {
+        ("layers.3.feed_forward.w1", "fprop"): ((TOKENS, FFN, WIDTH), (TOKENS, part, WIDTH)),
+        ("layers.3.feed_forward.w1", "dgrad"): ((TOKENS, WIDTH, FFN), (TOKENS, WIDTH, part)),
+        ("layers.3.feed_forward.w1", "wgrad"): ((FFN, WIDTH, TOKENS), (part, WIDTH, TOKENS)),
+        ("layers.4.feed_forward.w2", "fprop"): ((TOKENS, WIDTH, FFN), (TOKENS, WIDTH, part)),
+        ("layers.4.feed_forward.w2", "dgrad"): ((TOKENS, FFN, WIDTH), (TOKENS, part, WIDTH)),
+        ("layers.4.feed_forward.w2", "wgrad"): ((WIDTH, FFN, TOKENS), (WIDTH, part, TOKENS)),
+    }
+    assert len({shard.name for shard in deep.shards}) == 6 * 7 + 1
+
+
+def test_cut_blocks_are_noted(deep: RankReport):
+    """160 features are five blocks, and 40 of them one and a part; 32 of 128 are one."""
+    cut = {
+        (shard.name.partition(".")[2].partition(".")[2], shard.gemm) for shard in deep.shards if shard.notes
+    }
+    assert cut == {("feed_forward.w2", "fprop"), ("feed_forward.w1", "dgrad"), ("feed_forward.w3", "dgrad")}
+    note = next(shard.notes for shard in deep.shards if shard.notes)
+    assert note == ("the shard cuts blocks: its k, 40, is not a multiple of 32",)
+
+
+def test_a_size_limit_that_only_the_shard_falls_under_is_noted():
+    policy = {
+        "version": 1,
+        "rules": [{"match": {"max_n": 64}, "use": "bf16"}, {"match": {"min_n": 65}, "use": "mxfp8"}],
+    }
+    rank = mxcompile.explain(meshed.sp, mesh="tp=4", policy=policy, strict=False, target="cpu")
+    (shard,) = (s for s in rank.shards if (s.name, s.gemm) == ("layers.0.attention.wq", "fprop"))
+    assert any(note.startswith("a layer of the shard's size would be bf16") for note in shard.notes)
+    (gemm,) = (g for g in rank.report.gemms if (g.name, g.gemm) == ("layers.0.attention.wq", "fprop"))
+    assert (gemm.precision, gemm.n) == ("mxfp8", WIDTH // 4)
+
+
+@pytest.mark.slow
+def test_folded_layers_send_as_often_as_all(deep: RankReport, monkeypatch: pytest.MonkeyPatch):
+    from mxcompile.analysis.explain import rank
+    from mxcompile.plan.repeats import keep_all
+
+    monkeypatch.setattr(rank, "some_or_all", lambda _, traced: traced(keep_all))
+    unfolded = mxcompile.explain(meshed.deep, mesh="dp=128,tp=4", **NAMED)
+    assert Counter(deep.collectives) == Counter(unfolded.collectives)
+    assert set(deep.shards) == set(unfolded.shards)
+
+
+def test_fsdp2_gathers_in_its_dtype_and_reduces_in_another():
+    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", **NAMED)
+    assert not rank.shards
+    block = 4 * WIDTH * WIDTH + 3 * FFN * WIDTH + 2 * WIDTH
+    ends = 2 * WORDS * WIDTH + WIDTH
+    rows = Counter((c.kind, c.name, c.phase, c.dtype, c.num_bytes, c.axis, c.ranks) for c in rank.collectives)
+    expected = {("all-gather", "", "forward", "bfloat16", ends // 8 * 2, "dp", 8): 1,
+                ("reduce-scatter", "", "backward", "float32", ends * 4, "dp", 8): 1}  # fmt: skip
+    for name in ("layers.0", "layers.1"):
+        expected |= {
+            ("all-gather", name, phase, "bfloat16", block // 8 * 2, "dp", 8): 1
+            for phase in ("forward", "backward")
+        }
+        expected[("reduce-scatter", name, "backward", "float32", block * 4, "dp", 8)] = 1
+    assert rows == expected
+    assert rank.wire_bytes == sum(key[4] * times for key, times in expected.items())
+
+
+def test_memory_is_that_of_shards_and_of_gathered_groups():
+    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", **NAMED)
+    block = 4 * WIDTH * WIDTH + 3 * FFN * WIDTH + 2 * WIDTH
+    ends = 2 * WORDS * WIDTH + WIDTH
+    shards = (2 * block + ends) // 8 * 4
+    assert rank.memory == Memory(
+        parameters=shards,
+        gradients=shards,
+        optimizer=2 * shards,
+        gathered=2 * ends + 2 * 2 * block + (2 + 4) * block,
+        saved=rank.report.summary.saved_bytes or 0,
+        logits=2 * TOKENS * WORDS,
+    )
+
+
+def test_weights_that_travel_in_mxfp8_are_counted_beside_bf16():
+    """Two ranks have 80 rows of w1 and w3, which are not whole tiles."""
+    rank = mxcompile.explain(meshed.gathers, mesh="dp=2", policy=meshed.TILES, target="cpu")
+    blocks = [one for one in rank.collectives if one.kind == "all-gather" and one.name]
+    tiles, rest = (4 * WIDTH * WIDTH + FFN * WIDTH) // 2, FFN * WIDTH + WIDTH
+    assert {(one.dtype, one.without_bytes) for one in blocks} == {("uint8", 2 * (tiles + rest))}
+    assert {one.num_bytes for one in blocks} == {tiles + tiles // 1024 + 2 * rest}
+
+
+def test_plain_models_are_parallelised_by_name():
+    model, args, _ = meshed.plain()
+    rank = mxcompile.explain(model, *args, mesh="dp=4,tp=2", parallel="fsdp,tp=llama", **NAMED)
+    kinds = Counter((one.kind, one.what, one.axis, one.phase) for one in rank.collectives)
+    assert kinds["all-reduce", "activations", "tp", "forward"] == 2 * 2 + 1
+    assert kinds["all-gather", "weights", "dp", "forward"] == 3
+    assert {shard.name for shard in rank.shards if shard.gemm == "fprop"} == {
+        *(f"layers.{i}.attention.{name}" for i in range(2) for name in ("wq", "wk", "wv", "wo")),
+        *(f"layers.{i}.feed_forward.{name}" for i in range(2) for name in ("w1", "w2", "w3")),
+        "output",
+    }
+    assert type(model.output.weight) is nn.Parameter
+
+
+def test_inference_gathers_once():
+    rank = mxcompile.explain(meshed.fsdp, mesh="dp=8", training=False, **NAMED)
+    assert {one.phase for one in rank.collectives} == {"forward"}
+
+
+def own_mesh():
+    """A factory that makes its mesh itself, in the process that is a rank already."""
+    model, args, kwargs = meshed.plain()
+    fully_shard(model, mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+    return model, args, kwargs
+
+
+def own_group(mesh: Any):
+    dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "error", "words"),
+    [
+        (meshed.plain, {}, ModelError, "is not parallelised"),
+        (lambda mesh: meshed.plain()[0], {}, ModelError, "returned Llama"),
+        (own_group, {}, ModelError, "initialize the default process group twice"),
+        (nn.Linear(4, 4), {"parallel": "tp=llama"}, OptionError, "needs a mesh with the axis tp"),
+        (nn.Linear(4, 4), {"parallel": "zero"}, OptionError, "unknown way"),
+        (nn.Linear(4, 4), {"parallel": "tp=llama", "mesh": "tp=2"}, OptionError, "finds no layer of a Llama"),
+    ],
+)
+def test_mistakes(given: Any, settings: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        mxcompile.explain(given, **{"mesh": "dp=8", **settings})
+    assert not dist.is_initialized()
+
+
+def test_a_factory_may_make_its_mesh():
+    rank = mxcompile.explain(own_mesh, mesh="dp=8", **NAMED)
+    assert {one.ranks for one in rank.collectives} == {8}
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(meshed.__file__.rpartition("/")[0])
+    file = tmp_path / "rank.json"
+    assert main(["explain", "meshed:sp", "--mesh", "tp=2", "--target", "cpu", "-o", str(file)]) == 0
+    data = json.loads(file.read_text())
+    assert (data["kind"], data["mesh"], data["ranks"]) == ("rank", "tp=2", 2)
+    assert len(data["collectives"]) == 21
+    assert main(["explain", "meshed:sp", "--parallel", "fsdp"]) != 0
+    assert "--mesh" in capsys.readouterr().err
+
+
+def test_the_text_has_one_row_for_equal_layers(deep: RankReport):
+    text = str(deep)
+    assert "one rank of dp=128,tp=4 (512 ranks)" in text
+    assert "layers.0-5.feed_forward.w1" in text
+    assert text.count("reduce-scatter  gradients") == 3
