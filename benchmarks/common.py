@@ -79,18 +79,25 @@ def transformer_engine_linear(layer: nn.Linear, *, native: bool) -> nn.Module:
 
 
 def alternate(
-    runs: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times of every run in ms, `repeats` each, taken in turns so that a noisy machine is noisy for all."""
+    """Times of every run in ms, `repeats` each, taken in turns so that a noisy machine is noisy for all.
+
+    clock: gives seconds; `time.process_time` leaves out what other programs take.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(warmup):
             run()
     for _ in tqdm(range(repeats), desc="repeats", leave=False):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            times[name].append((clock() - start) * 1e3)
     return times
 
 

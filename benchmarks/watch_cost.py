@@ -1,0 +1,103 @@
+"""What watching a run costs: training steps of a Llama without a watch and with one, in turns in one process.
+
+    plain        no watch
+    unsampled    a watch, in a step that it does not sample
+    sampled      a watch that samples every step, all statistics of all operands
+    nonfinite    the check for NaN and Inf of every step
+
+Times are CPU time of the process, so that other programs do not count. Ratios are medians over the rounds.
+
+Usage: python benchmarks/watch_cost.py [--repeats 15] [--layers 2] [--width 512] [--batch 2] [--length 256]
+[--dtype float32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+
+import mxcompile
+
+WATCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unsampled": {"every": 1, "start": 10**9},
+    "sampled": {"every": 1},
+    "nonfinite": {"every": None, "nonfinite": "warn"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2, help="sequences")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dry", action="store_true", help="do not write the results")
+    options = parser.parse_args()
+    rows = measure(options)
+    common.show([{name: value for name, value in row.items() if name != "times_ms"} for row in rows])
+    if not options.dry:
+        common.write("watch_cost", rows)
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each kind of step."""
+    width = options.width
+    sizes = {"layers": options.layers, "width": width, "feed_forward": 11 * width // 4, "vocabulary": 1024}
+    model = common.llama(**sizes).to(getattr(torch, options.dtype))
+    tokens = torch.randint(sizes["vocabulary"], (options.batch, options.length))
+    load = os.getloadavg()[0]
+    runs = {name: step(copy.deepcopy(model), tokens, given) for name, given in WATCHES.items()}
+    times = common.alternate(runs, repeats=options.repeats, clock=time.process_time)
+    shared = {
+        "dtype": options.dtype,
+        **sizes,
+        "tokens": tokens.numel(),
+        "clock": "process",
+        "load_before": round(load, 1),
+    }
+    return [
+        {
+            **shared,
+            "step": name,
+            "median_ms": round(statistics.median(times[name]), 2),
+            "over_plain": round(common.median_ratio(times, name, "plain"), 3),
+            "times_ms": [round(each, 2) for each in times[name]],
+        }
+        for name in WATCHES
+    ]
+
+
+def step(model: nn.Module, tokens: torch.Tensor, given: dict[str, Any]) -> Callable[[], None]:
+    """A training step of `model`, compiled by itself, with the watch that is `given`."""
+    watch = mxcompile.Watch(_nowhere, **given) if given else None
+    compiled = torch.compile(model, backend=mxcompile.Backend(root=model, watch=watch))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def _nowhere(record: dict[str, Any]) -> None:
+    """A writer that writes nothing: the cost of a disk is not that of a watch."""
+
+
+if __name__ == "__main__":
+    main()
