@@ -246,3 +246,14 @@ def test_perplexity_of_a_pretrained_model():
     presets = ("mxfp8 (preset nvidia)", "mxfp8 floor (preset ocp)")
     shown = [number for pair in re.findall(r"([\d.]+) ± ([\d.]+) % more", readme) for number in pair]
     same(shown, [figure for way in presets for figure in rows["gemma", way]["over_fp32_percent"]])
+
+
+def test_the_order_of_an_audit():
+    rows = newest("audit_ranks", "model", cpu="AVX2")
+    page = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8").replace("\n", " ")
+    output = re.search(r"effects is ([\d.]+) on MiniLM .*? and ([\d.]+) on Gemma", page)
+    harm = re.search(r"For FLOPs × error² it is ([\d.]+) and ([\d.]+)\.", page)
+    assert output is not None
+    assert harm is not None
+    for match, figure in ((output, "ranks_output"), (harm, "ranks_harm")):
+        same(match.groups(), [rows[model,][figure] for model in ("minilm", "gemma")])
