@@ -65,9 +65,9 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
     """The records of modules that run code compiled for another, of every GEMM those of the last compile.
 
-    GEMMs that have records of their own are left out: a module may share its code of forward alone.
+    Modules that have records of their own are left out.
     """
-    covered = {_which(gemm) for gemm in own}
+    compiled, covered = {gemm.name for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -76,7 +76,7 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
             for path, block in part.twins
             for gemm in part.gemms
         ]
-        yield from (copy for copy in copies if _which(copy) not in covered)
+        yield from (copy for copy in copies if copy.name not in compiled and _which(copy) not in covered)
         covered |= {_which(copy) for copy in copies}
 
 
