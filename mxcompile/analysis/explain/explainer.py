@@ -87,22 +87,23 @@ def explain(
     process group; `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not valid
     or, if `strict`, has unused rules.
     """
-    given = {"policy": policy, "target": target, "strict": strict}
+    given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
+    own = {**given, "training": training, "mesh": mesh, "parallel": parallel}
+    named: dict[str, Any] = {}
+    if mesh is None or isinstance(model, nn.Module):
+        check_module("explain", model)
+        assert isinstance(model, nn.Module)
+        named = keywords("explain", model, inputs, kwargs, own)
+    elif args or kwargs or inputs:
+        raise OptionError("explain: a factory returns (model, args, kwargs), so it is given no arguments")
     options = Options.parse(None, given)
-    given |= {"training": training, "mesh": mesh, "parallel": parallel}
     if options.target == AUTO:
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
-    if mesh is not None and not isinstance(model, nn.Module):
-        if args or kwargs or inputs:
-            raise OptionError("explain: a factory returns (model, args, kwargs), so it is given no arguments")
-        return explain_rank(model, (), {}, mesh=mesh, parallel=parallel, options=options, training=training)
-    check_module("explain", model)
-    assert isinstance(model, nn.Module)
-    named = keywords("explain", model, inputs, kwargs, given)
     if mesh is not None:
         return explain_rank(
             model, args, named, mesh=mesh, parallel=parallel, options=options, training=training
         )
+    assert isinstance(model, nn.Module)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)
     )
