@@ -133,18 +133,15 @@ def test_a_product_that_cannot_is_dequantized_and_says_so(tokens, features):
     assert not any("dot_scaled" in kernel.source for kernel in result.kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "widths", "tokens", "kernel"),
-    mostly_slow(
-        [
-            ("sm_100", (72, 100), 1, "mx_quantize_mm 128x32x128 swapped"),
-            ("sm_100", (72, 100), 300, "mx_scaled_mm 128x128x128"),
-            ("sm_100", (71, 101), 300, "mx_scaled_mm 128x64x64"),
-            ("sm_120", (71, 101), 300, "mx_scaled_mm 64x64x64"),
-        ],
+    [
+        ("sm_100", (72, 100), 1, "mx_quantize_mm 128x32x128 swapped"),
         ("sm_100", (72, 100), 300, "mx_scaled_mm 128x128x128"),
-        rows=True,
-    ),
+        ("sm_100", (71, 101), 300, "mx_scaled_mm 128x64x64"),
+        ("sm_120", (71, 101), 300, "mx_scaled_mm 64x64x64"),
+    ],
 )
 def test_odd_sizes_stay_native(target, widths, tokens, kernel):
     """One token, widths of which 32 or 2 is no divisor, FP32 weights, E5M2 gradients."""

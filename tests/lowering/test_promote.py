@@ -179,6 +179,7 @@ def compiled(target: str, policy: str) -> tuple[Tensor, list[Tensor | None], lis
     return result, [p.grad for p in model.parameters()], [g for r in mxcompile.reports() for g in r.gemms]
 
 
+@pytest.mark.slow
 def test_both_forms_of_a_model_agree():
     """What a CPU without BF16 products computes is what one with them does, up to the order of sums."""
     wide, wide_gradients, records = compiled("cpu_fp32", "nvidia")
