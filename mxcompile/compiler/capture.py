@@ -16,6 +16,7 @@ from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
+from mxcompile.report.files import rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     blocks = Blocks.of(root)
     shared = tuple(given.others for given in located.inputs)
     gathers = gathers_of(root, located.path, located.inputs)
-    about = (blocks, located.prefix, located.path, cut, planned.below(located.prefix), shared)
+    about = (blocks, located.prefix, located.path, cut, planned.below(located.prefix), shared, _rank(gm))
     return Capture(
         inputs=located.inputs,
         root=root,
@@ -82,8 +83,22 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
 
 def _sharded(example_inputs: Sequence[Any]) -> str:
     """Why the layers of a graph are but shards of the model's, or ""."""
-    names = {kind.__name__ for value in example_inputs for kind in type(value).__mro__}
-    return "shards of tensor parallelism" if "DTensor" in names else ""
+    return "shards of tensor parallelism" if any(map(_is_shard, example_inputs)) else ""
+
+
+def _is_shard(value: object) -> bool:
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+
+
+def _rank(gm: fx.GraphModule) -> int | None:
+    """The rank of this process, if code of `gm` may depend on it: where tensors are shards.
+
+    Torch's key of such a graph is the same on every rank, so a rank may be given another's code from caches
+    they share, which takes the other's part of a tensor: https://github.com/pytorch/pytorch/issues/188390.
+    """
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    values = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
+    return rank() if any(map(_is_shard, values)) else None
 
 
 def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:

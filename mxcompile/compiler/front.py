@@ -12,9 +12,8 @@ decisions come from the plan of the whole model, which is made when its first bl
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, TypeVar
 
@@ -27,11 +26,9 @@ from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
-from mxcompile.models.wrappers import gathers_both, plain_class, users_own
+from mxcompile.models.wrappers import plain_class, users_own
 from mxcompile.policy import Policy
 from mxcompile.watch import Watch
-
-log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -72,7 +69,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
         raise OptionError(
             "Dynamo compiles nothing of an FSDP1 model with use_orig_params=False: set it to True"
         )
-    chosen = dict(_compilable(_parts(root, blocks)))
+    chosen = dict(_parts(root, blocks))
     backend = Backend(
         policy=policy,
         report=report,
@@ -101,20 +98,6 @@ def _compile(part: nn.Module, backend: Backend) -> None:
         return part._call_impl(*args, **kwargs)
 
     part._compiled_call_impl = torch.compile(call, backend=backend)
-
-
-def _compilable(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the parts that Inductor compiles right by themselves; a warning names the others."""
-    for path, part in parts:
-        if gathers_both(part):
-            log.warning(
-                "%s is not compiled: Inductor gives wrong gradients to a module that is compiled alone and"
-                " gathers both its input and its result from ranks, as ColwiseParallel makes heads do"
-                " under sequence parallelism",
-                path or "the model",
-            )
-        else:
-            yield path, part
 
 
 def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, nn.Module]]:

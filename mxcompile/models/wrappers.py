@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -59,25 +59,6 @@ def is_wrapped(model: nn.Module) -> bool:
         or any(map(is_distributed, _hooks_of(module)))
         for module in model.modules()
     )
-
-
-def gathers_both(module: nn.Module) -> bool:
-    """Whether ``ColwiseParallel`` gathers the input of `module` from the ranks, and its result too."""
-    before = _layouts(module._forward_pre_hooks, "ColwiseParallel._prepare_input_fn")
-    behind = _layouts(module._forward_hooks, "ColwiseParallel._prepare_output_fn")
-    return any(layout.is_shard() for layout in before) and any(layout.is_replicate() for layout in behind)
-
-
-def _layouts(hooks: Mapping[int, Callable[..., Any]], name: str) -> list[Any]:
-    """The layouts that the function `name` of a parallel style is given, which one of `hooks` calls."""
-    cells = (cell for hook in hooks.values() for cell in getattr(hook, "__closure__", None) or ())
-    partials = (cell.cell_contents for cell in cells if isinstance(cell.cell_contents, functools.partial))
-    return [
-        layout
-        for style in partials
-        if getattr(style.func, "__qualname__", "") == name
-        for layout in style.args[0]
-    ]
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

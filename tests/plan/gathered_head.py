@@ -1,4 +1,4 @@
-"""What the ranks of `test_gathered_head` run: a head whose result is gathered from all of them."""
+"""The ranks of `test_gathered_head`: a head whose result is gathered from all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mxcompile
 
-WIDTH, WORDS, TOKENS = 8, 12, 4
+WIDTH, WORDS, TOKENS, RANKS = 8, 12, 4, 2
 
 
 class Model(nn.Module):
@@ -53,7 +53,7 @@ def front_door(model: nn.Module) -> nn.Module:
 
 
 def head_alone(model: nn.Module) -> nn.Module:
-    model.head.compile(backend="inductor")
+    model.head.compile(backend=mxcompile.Backend(policy="bf16"))
     return model
 
 
@@ -93,4 +93,4 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(worker, (2, sys.argv[1]), nprocs=2)
+    torch.multiprocessing.spawn(worker, (RANKS, sys.argv[1]), nprocs=RANKS)
