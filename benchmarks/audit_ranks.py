@@ -5,6 +5,8 @@
     effect    of the layer alone under the policy, the rest unquantized: of gemma the mean KL divergence of
               the next token's distribution, of minilm the mean squared error of its unit embeddings
     ranks     Spearman's correlation of each of these with the effect over all layers
+    whole     the effect of all layers together; beside it, as shares of it, the sum and the largest of
+              the effects of layers alone
 
 A model without its package is left out with one line (see `pretrained_models.py`).
 
@@ -55,18 +57,14 @@ def main() -> None:
     )
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
-    for name in options.models or models.PACKAGES:
-        if name not in models.PACKAGES:
-            parser.error(f"no model {name!r}: {', '.join(models.PACKAGES)}")
-        if lack := models.missing(name):
-            print(lack)
-            continue
+    for name in models.chosen(parser, options.models):
         torch.manual_seed(0)
         with quiet():
             case = gemma(options.tokens, options.positions) if name == "gemma" else minilm()
-            layers = measured(case, options.policy, name)
+            layers, whole = measured(case, options.policy, name)
         common.show(sorted(layers, key=lambda layer: layer["effect"], reverse=True)[:20])
-        row = {"model": name, "policy": options.policy, "layers": len(layers), **correlations(layers)}
+        shares = {**correlations(layers), **parts_of(whole, layers)}
+        row = {"model": name, "policy": options.policy, "layers": len(layers), **shares}
         common.show([row])
         if not options.dry:
             common.write("audit_ranks", [row])
@@ -79,8 +77,8 @@ def gemma(tokens: int, positions: int) -> Case:
     kept = torch.arange(1, positions + 1) * (tokens - 1) // positions - 1
     labels = window[0, kept + 1]
 
-    def divergence(reference: Tensor, found: Tensor) -> float:
-        p, q = (logits.float().log_softmax(-1) for logits in (reference, found))
+    def divergence(reference: Tensor, output: Tensor) -> float:
+        p, q = (logits.float().log_softmax(-1) for logits in (reference, output))
         return float((p.exp() * (p - q)).sum(-1).double().mean())
 
     return Case(
@@ -105,23 +103,24 @@ def minilm() -> Case:
         asked, answers = embedded(output.last_hidden_state).chunk(2)
         return F.cross_entropy(asked @ answers.T * 20, torch.arange(len(asked)))
 
-    def distance(reference: Tensor, found: Tensor) -> float:
-        return float((embedded(reference) - embedded(found)).double().square().sum(-1).mean())
+    def distance(reference: Tensor, output: Tensor) -> float:
+        return float((embedded(reference) - embedded(output)).double().square().sum(-1).mean())
 
     return Case(model=model.requires_grad_(True), inputs=inputs, loss=loss, distance=distance)
 
 
-def measured(case: Case, policy: str, name: str) -> list[dict[str, Any]]:
-    """Returns a row for each layer: what the audit says of it, and what it does alone."""
-    found = audit(case.model, policy=policy, loss_fn=case.loss, kwargs=case.inputs)
+def measured(case: Case, policy: str, name: str) -> tuple[list[dict[str, Any]], float]:
+    """Returns a row for each layer, of the audit and of the layer alone, and the effect of all together."""
+    result = audit(case.model, policy=policy, loss_fn=case.loss, kwargs=case.inputs)
     by_layer: dict[str, list[GemmNumerics]] = {}
-    for gemm in found.numerics.gemms:
+    for gemm in result.numerics.gemms:
         if gemm.gemm == Gemm.FPROP:
             by_layer.setdefault(gemm.name, []).append(gemm)
     rows = []
     with torch.no_grad():
         session = Session(case.model, (), case.inputs, policy=policy)
         reference = session.run(Run(quantized=lambda _: False)).logits
+        together = session.run(Run(quantized=lambda key: key[0] in by_layer)).logits
         for layer, gemms in tqdm(by_layer.items(), desc=f"{name}: layers alone", leave=False):
             alone = session.run(Run(quantized=lambda key, layer=layer: key[0] == layer)).logits
             flops = sum(gemm.flops for gemm in gemms)
@@ -135,21 +134,28 @@ def measured(case: Case, policy: str, name: str) -> list[dict[str, Any]]:
                     "error": math.sqrt(squares / flops),
                 }
             )
-    return rows
+    return rows, case.distance(reference, together)
+
+
+def parts_of(whole: float, layers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the effect of all layers together, and as shares of it the sum and the largest alone."""
+    effects = [layer["effect"] for layer in layers]
+    shares = {"sum_of_whole": sum(effects) / whole, "largest_of_whole": max(effects) / whole}
+    return {"whole": whole, **{key: round(share, 3) for key, share in shares.items()}}
 
 
 def correlations(layers: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Returns Spearman's correlation of each ranking with the effects, and the overlap of the first ten."""
     effects = [layer["effect"] for layer in layers]
-    found: dict[str, float] = {}
+    ranks: dict[str, float] = {}
     for key in ("output", "harm", "error"):
-        found[f"ranks_{key}"] = round(spearman([layer[key] for layer in layers], effects), 3)
+        ranks[f"ranks_{key}"] = round(spearman([layer[key] for layer in layers], effects), 3)
     first = min(10, len(layers))
     by_effect, by_output = (
         {layer["layer"] for layer in sorted(layers, key=lambda each: each[key], reverse=True)[:first]}
         for key in ("effect", "output")
     )
-    return {**found, "of_first_ten": len(by_effect & by_output)}
+    return {**ranks, "of_first_ten": len(by_effect & by_output)}
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

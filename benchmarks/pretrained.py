@@ -46,12 +46,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
-    for name in options.models or models.PACKAGES:
-        if name not in models.PACKAGES:
-            parser.error(f"no model {name!r}: {', '.join(models.PACKAGES)}")
-        if lack := models.missing(name):
-            print(lack)
-            continue
+    for name in models.chosen(parser, options.models):
         rows = []
         for row in measure(name, options):
             rows.append(row)

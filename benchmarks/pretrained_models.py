@@ -10,13 +10,14 @@ to install. Both are loaded in FP32. Text is what every machine has: the languag
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import importlib.util
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -100,6 +101,18 @@ def missing(model: str) -> str:
     if installed != package.version:
         return f"{model}: {package.name} {installed} is not {package.version}: {package.command}"
     return ""
+
+
+def chosen(parser: argparse.ArgumentParser, names: Sequence[str]) -> Iterator[str]:
+    """Yields the models of `names`, by default all; prints a line for each that is missing here."""
+    for name in names:
+        if name not in PACKAGES:
+            parser.error(f"no model {name!r}: {', '.join(PACKAGES)}")
+    for name in names or PACKAGES:
+        if lack := missing(name):
+            print(lack)
+        else:
+            yield name
 
 
 def gemma_file(folder: Path = CACHE) -> Path:

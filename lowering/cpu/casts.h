@@ -111,12 +111,11 @@ struct Cast {
     }
   }
 
-  // `height` ≤ 32 rows, `width` apart, of up to COLUMNS: a block in each column, or one in each 32 of them if square
+  // scales of `height` ≤ 32 rows, `width` apart, of up to COLUMNS: for each column, or for each 32 of them if square
   template <bool square>
-  static void strip(const Source* x, int64_t height, int64_t count, int64_t width, Results<Value> out) {
+  static void scales_of_columns(const Source* x, int64_t height, int64_t count, int64_t width, float* inverse,
+                                float* scale, uint8_t* bytes) {
     Magnitude most[COLUMNS] = {};
-    float inverse[COLUMNS], scale[COLUMNS];
-    uint8_t bytes[COLUMNS];
     for (int64_t r = 0; r < height; r++) {
       const Source* from = x + r * width;
       #pragma omp simd
@@ -124,6 +123,14 @@ struct Cast {
     }
     if (square) share(most);
     scales_of(most, COLUMNS, inverse, scale, bytes);
+  }
+
+  // the blocks of such rows
+  template <bool square>
+  static void strip(const Source* x, int64_t height, int64_t count, int64_t width, Results<Value> out) {
+    float inverse[COLUMNS], scale[COLUMNS];
+    uint8_t bytes[COLUMNS];
+    scales_of_columns<square>(x, height, count, width, inverse, scale, bytes);
     if (out.scales) std::memcpy(out.scales, bytes, count);
     for (int64_t r = 0; r < height; r++) {
       int64_t at = r * width;

@@ -134,16 +134,9 @@ struct Statistics {
   // `height` ≤ 32 rows, `width` apart, of up to COLUMNS: a block in each column, or one in each 32 of them if square
   template <bool square>
   static void strip(const Source* x, int64_t height, int64_t count, int64_t width, uint8_t* bytes, Sums& sums) {
-    Magnitude most[COLUMNS] = {};
     float inverse[COLUMNS], scale[COLUMNS];
     uint8_t made[COLUMNS];
-    for (int64_t r = 0; r < height; r++) {
-      const Source* from = x + r * width;
-      #pragma omp simd
-      for (int64_t i = 0; i < count; i++) most[i] = magnitude(from[i]) > most[i] ? magnitude(from[i]) : most[i];
-    }
-    if (square) Scaled::share(most);
-    Scaled::scales_of(most, COLUMNS, inverse, scale, made);
+    Scaled::template scales_of_columns<square>(x, height, count, width, inverse, scale, made);
     for (int64_t i = 0; i < count; i += square ? BLOCK : 1) sums.scales[made[i]]++;
     if (bytes) std::memcpy(bytes, made, count);
     for (int64_t r = 0; r < height; r++)

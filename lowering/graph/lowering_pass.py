@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ FP8_CASTS = ("templates.fp8_casts",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoweringPass:
+class LoweringPass(ABC):
     """One rewrite of a graph for a target, in place.
 
     target: the chip. device: type of the device whose tensors stand for those of the target; a graph may have
@@ -56,9 +57,9 @@ class LoweringPass:
         del graph
         return ()
 
+    @abstractmethod
     def apply(self, graph: fx.Graph) -> Reasons:
         """Transform `graph`, a valid graph, into a valid graph. Returns why products were passed over."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +60,36 @@ def write_until_killed(path: Path, first: int, told: Any) -> None:
         told.send(step)
 
 
+def kill_again_and_again(
+    context: Any, work: Callable[..., None], path: Path, pauses: Iterable[float]
+) -> Iterator[list[int]]:
+    """Yields the steps told so far after each kill, which follows the first step and a pause in seconds."""
+    told: list[int] = []
+    for pause in pauses:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(path, max(told, default=-1000) + 1000, sender))
+        process.start()
+        sender.close()
+        told.append(receiver.recv())
+        time.sleep(pause)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                told.append(receiver.recv())
+        yield told
+
+
 @pytest.mark.slow
 def test_fifty_kills_at_random(tmp_path: Path):
     """Every record that was written is in the file, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("fork")
-    first, told = 0, []
-    for kill in range(50):
-        receiver, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=write_until_killed, args=(path, first, sender))
-        process.start()
-        sender.close()
-        told.append(receiver.recv())
-        time.sleep(random.Random(kill).uniform(0.0, 0.05))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                told.append(receiver.recv())
+    pauses = [random.Random(kill).uniform(0.0, 0.05) for kill in range(50)]
+    for told in kill_again_and_again(processes, write_until_killed, path, pauses):
         steps = [record["step"] for record in read(path)]
         assert {*told} <= {*steps}
         assert steps == sorted(steps)
-        first = max(told) + 1000
-    assert len(told) >= 50
 
 
 KILLS = 4
@@ -105,25 +114,11 @@ def train_until_killed(path: Path, first: int, told: Any) -> None:
 def test_training_that_is_killed_at_random(tmp_path: Path):
     """The sample of every step that was made is in the file, complete, and each run goes on in it."""
     path, processes = tmp_path / "run.jsonl", multiprocessing.get_context("spawn")
-    first, told = 0, []
-    for kill in range(KILLS):
-        receiver, sender = processes.Pipe(duplex=False)
-        process = processes.Process(target=train_until_killed, args=(path, first, sender))
-        process.start()
-        sender.close()
-        told.append(receiver.recv())
-        time.sleep(random.Random(kill).uniform(0.0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                told.append(receiver.recv())
-        found = samples(path)
-        assert {*told} <= {*found}
-        assert all({*rows} == {*keys()} for rows in found.values())
-        first = max(told) + 1000
-    assert len({step // 1000 for step in told}) == KILLS
+    pauses = [random.Random(kill).uniform(0.0, 0.3) for kill in range(KILLS)]
+    for told in kill_again_and_again(processes, train_until_killed, path, pauses):
+        written = samples(path)
+        assert {*told} <= {*written}
+        assert all({*rows} == {*keys()} for rows in written.values())
 
 
 def test_a_cut_line_is_left_out_and_the_next_run_goes_on(tmp_path: Path):
