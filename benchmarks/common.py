@@ -106,6 +106,27 @@ def median_ratio(times: Mapping[str, Sequence[float]], name: str, baseline: str)
     return statistics.median(a / b for a, b in zip(times[name], times[baseline], strict=True))
 
 
+def saved_bytes(forward: Callable[[], torch.Tensor], given: Iterable[torch.Tensor]) -> int:
+    """Bytes that `forward` leaves autograd to keep, each storage once, those of `given` tensors not.
+
+    Runs its backward too.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    total = sum(storage.nbytes() for storage in kept.values())
+    loss.backward()
+    return total
+
+
 def environment() -> dict[str, Any]:
     """Device, class of CPU, versions and commit: what a figure depends on."""
     from mxcompile.lowering.cpu.features import features

@@ -197,19 +197,8 @@ def counted(way: str, own: Subject, batches: list[Tensor], gathered: list[int]) 
 
 def saved_bytes(own: Subject, tokens: Tensor) -> int:
     """What a forward gives autograd to keep. Gathered weights are free again by its end."""
-    kept: dict[int, Any] = {}
-    given = {_local(t).untyped_storage().data_ptr() for t in [tokens, *own.model.parameters()]}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in given:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = own.micro_batch(tokens)
-    total = sum(storage.nbytes() for storage in kept.values())
-    loss.backward()
+    given = map(_local, [tokens, *own.model.parameters()])
+    total = common.saved_bytes(lambda: own.micro_batch(tokens), given)
     own.optimizer.zero_grad()
     return total
 

@@ -257,3 +257,11 @@ def test_the_order_of_an_audit():
     assert harm is not None
     for match, figure in ((output, "ranks_output"), (harm, "ranks_harm")):
         same(match.groups(), [rows[model,][figure] for model in ("minilm", "gemma")])
+
+
+def test_the_shares_of_layers():
+    row = newest("audit_ranks", "model", cpu="AVX2")["gemma",]
+    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8").replace("\n", " ")
+    shares = re.search(r"Gemma's (\d+) layers has ([\d.]+) of the whole .*? add up to ([\d.]+) of it", page)
+    assert shares is not None
+    same(shares.groups(), [row[key] for key in ("layers", "largest_of_whole", "sum_of_whole")])
