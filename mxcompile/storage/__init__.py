@@ -1,5 +1,6 @@
 """MX data as values: tensors of codes and scales."""
 
+from mxcompile.storage import collectives as collectives
 from mxcompile.storage import operators as operators
 from mxcompile.storage.tensor import MXTensor as MXTensor
 from mxcompile.storage.tensor import quantize as quantize

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
@@ -234,12 +234,14 @@ def dense(x: MXTensor) -> Tensor:
 
 
 def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises `FormatError` if `func` writes into an `MXTensor`."""
+    """Raises `FormatError` if `func` writes into an `MXTensor`. The schemas of collectives do not say it."""
+    if func.namespace == "c10d":
+        raise FormatError(f"{func} takes no MXTensor: give it the tensor's qdata, then its scale_bytes")
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         written = args[index] if index < len(args) else kwargs.get(argument.name)
-        if isinstance(written, MXTensor):
+        if any(isinstance(leaf, MXTensor) for leaf in tree_leaves(written)):
             raise FormatError(
                 f"{func} would change an MXTensor in place, which holds MXFP8 for inference; change"
                 " tensor.dequantize() and quantize the result"

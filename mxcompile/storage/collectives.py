@@ -1,0 +1,66 @@
+"""Collectives by which tensors are sharded: codes and scale bytes of an `MXTensor` travel, not its values.
+
+DTensor splits a tensor (see `operators`) and sends the parts from one rank to the others, or the whole to
+all. A part that cuts blocks is a tensor of values by then, and travels as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from mxcompile.errors import FormatError
+from mxcompile.storage.handlers import handles
+from mxcompile.storage.tensor import MXTensor
+
+Part = Callable[[Any], Tensor]
+
+
+def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
+    """The tensors of one rank into those of all others."""
+    return tensors, _both(lambda part: func(_parts(tensors, part), *args, **kwargs))
+
+
+def _scatter(
+    func: Any,
+    outputs: Sequence[MXTensor],
+    inputs: Sequence[Sequence[MXTensor]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A tensor of one rank into that of each other."""
+
+    def send(part: Part) -> Any:
+        return func(_parts(outputs, part), [_parts(row, part) for row in inputs], *args, **kwargs)
+
+    return outputs, _both(send)
+
+
+def _both(send: Callable[[Part], Any]) -> Any:
+    """Runs `send` for codes, then for scale bytes. Returns the work of the second."""
+    _, work = send(_codes)
+    work.wait()
+    _, work = send(_scale_bytes)
+    return work
+
+
+def _parts(tensors: Sequence[Any], part: Part) -> list[Tensor]:
+    if all(isinstance(tensor, MXTensor) for tensor in tensors):
+        return [part(tensor) for tensor in tensors]
+    raise FormatError("tensors in MXFP8 and others cannot be sent together")
+
+
+def _codes(x: MXTensor) -> Tensor:
+    return x.qdata.view(torch.uint8)
+
+
+def _scale_bytes(x: MXTensor) -> Tensor:
+    return x.scale_bytes
+
+
+if distributed.is_available():
+    handles(torch.ops.c10d.broadcast_.default)(_broadcast)
+    handles(torch.ops.c10d.scatter_.default)(_scatter)

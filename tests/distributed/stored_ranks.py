@@ -1,0 +1,60 @@
+"""The ranks of `test_stored_ranks`: a model whose weights are stored, then sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers.stored_weights import FeedForward
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import mxcompile
+
+RANKS, WIDTH, TOKENS = 2, 64, 8
+POLICIES = ("bf16", "inference")
+HIDDEN = (128, 96)
+"""Of the second, a rank's part of 48 features cuts a block of `down`."""
+
+
+def stored(hidden: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = FeedForward(WIDTH, hidden).bfloat16().requires_grad_(False)
+    mxcompile.quantize_weights_(model, args=(tokens(),), progress=False)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def run(hidden: int, rank: int) -> dict[str, Any]:
+    """Outputs of the sharded model, whose weights are those of the first rank."""
+    columns = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = parallelize_module(stored(hidden, seed=rank), mesh, columns)
+    kinds = {name: type(parameter.to_local()).__name__ for name, parameter in model.named_parameters()}
+    outputs = {"eager": model(tokens())}
+    stored_gemms = {}
+    for policy in POLICIES:
+        torch._dynamo.reset()
+        mxcompile.clear_reports()
+        outputs[policy] = torch.compile(model, backend="mxfp8", options={"policy": policy})(tokens())
+        (report,) = mxcompile.reports()
+        formats = [operand for gemm in report.gemms for operand in gemm.formats]
+        stored_gemms[policy] = sum(operand.rounding == "stored" for operand in formats)
+    return {"kinds": kinds, "outputs": outputs, "stored": stored_gemms}
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/rendezvous", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    try:
+        with torch.no_grad():
+            torch.save({hidden: run(hidden, rank) for hidden in HIDDEN}, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()

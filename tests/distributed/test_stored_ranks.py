@@ -1,0 +1,61 @@
+"""A model whose weights are stored in MXFP8 and then sharded gives the results of the whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import stored_ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import mxcompile
+from mxcompile.errors import FormatError
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_codes_and_scales_are_sent(alone: None, placement: Shard | Replicate):
+    weight = mxcompile.quantize(torch.randn(48, 64))
+    part = distribute_tensor(weight, init_device_mesh("cpu", (1,)), [placement]).to_local()
+    assert isinstance(part, mxcompile.MXTensor)
+    assert torch.equal(part.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
+    assert torch.equal(part.scale_bytes, weight.scale_bytes)
+
+
+def test_collectives_that_would_lose_their_result_are_refused(alone: None):
+    weight = mxcompile.quantize(torch.randn(32, 32))
+    with pytest.raises(FormatError, match=r"allreduce_.* takes no MXTensor"):
+        dist.all_reduce(weight)
+
+
+def test_writes_into_one_of_a_list_are_refused():
+    weight = mxcompile.quantize(torch.randn(32, 32))
+    with pytest.raises(FormatError, match="in place"):
+        torch._foreach_mul_([torch.ones(2), weight], 2.0)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_is_the_whole_one(tmp_path: Path):
+    """In FP32 sums of another order, and of other blocks where a part cuts them, which then holds values."""
+    torch.multiprocessing.spawn(stored_ranks.worker, (str(tmp_path),), nprocs=stored_ranks.RANKS)
+    for rank in range(stored_ranks.RANKS):
+        for hidden, result in torch.load(tmp_path / f"{rank}.pt", weights_only=False).items():
+            cut = hidden // stored_ranks.RANKS % 32 > 0
+            kinds = {"gate": "MXTensor", "up": "MXTensor", "down": "Tensor" if cut else "MXTensor"}
+            assert {name: result["kinds"][f"{name}.weight"] for name in kinds} == kinds
+            assert result["stored"] == dict.fromkeys(stored_ranks.POLICIES, 2 if cut else 3)
+            with torch.no_grad():
+                right = stored_ranks.stored(hidden, seed=0)(stored_ranks.tokens()).float()
+            for name, output in result["outputs"].items():
+                error = (output.float() - right).norm() / right.norm()
+                assert error < (0.05 if name == "inference" else 0.01), (rank, hidden, name, error)
