@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mxcompile.analysis.audit import audit as audit
     from mxcompile.analysis.blame import blame as blame
     from mxcompile.analysis.compare import compare as compare
-    from mxcompile.analysis.explain import explain as explain
+    from mxcompile.analysis.explain.explainer import explain as explain
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
     from mxcompile.checkpoint import export_weights as export_weights
@@ -62,7 +62,7 @@ _HOME = {
     "codegen": "mxcompile.offline",
     "compare": "mxcompile.analysis.compare",
     "compile": "mxcompile.compiler.front",
-    "explain": "mxcompile.analysis.explain",
+    "explain": "mxcompile.analysis.explain.explainer",
     "StoredWeights": "mxcompile.serving",
     "Watch": "mxcompile.watch",
     "export_weights": "mxcompile.checkpoint",

@@ -56,6 +56,14 @@ def add_to(commands: Any) -> None:
         metavar="WAYS",
         help="how to parallelise a plain model on --mesh: fsdp, tp=llama, or both with a comma",
     )
+    command.add_argument(
+        "--links",
+        metavar="SPEEDS",
+        help="estimate a step on --mesh with these links, 10⁹ bytes/s each way of a GPU: nvlink=900,net=50",
+    )
+    command.add_argument(
+        "--node", type=positive, metavar="GPUS", help="how many GPUs NVLink joins (default 8)"
+    )
     add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
@@ -87,10 +95,13 @@ def run(options: argparse.Namespace) -> int:
 
     if options.mesh is not None:
         return _rank(options)
-    if options.parallel is not None:
-        raise OptionError(
-            "--parallel says how to parallelise a model on a mesh: give --mesh, such as dp=128,tp=8"
-        )
+    for name, value in {
+        "--parallel": options.parallel,
+        "--links": options.links,
+        "--node": options.node,
+    }.items():
+        if value is not None:
+            raise OptionError(f"{name} is about the ranks of a mesh: give --mesh, such as dp=128,tp=8")
     check_output(options, form_of if options.sweep is None else _picture)
     if options.why is not None:
         _check_alone(options)
@@ -143,6 +154,8 @@ def _rank(options: argparse.Namespace) -> int:
             "training": not options.inference,
             "mesh": options.mesh,
             "parallel": options.parallel,
+            "links": options.links,
+            "node": options.node,
         }
         factory = factory_of(options.model) if options.parallel is None else None
         if factory is not None:

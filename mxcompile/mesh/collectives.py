@@ -36,8 +36,8 @@ class Collective:
     kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast". what: "weights",
     "gradients" or "activations"; in backward the last are mostly gradients of activations. name: path of the
     module whose weights or activations they are. dtype: as torch names it. num_bytes: that this rank gives;
-    without_bytes: without mxcompile. axis: of the mesh. ranks: that take part. phase: "forward" or
-    "backward".
+    without_bytes: without mxcompile. axis: of the mesh. ranks: that take part. stride: from one of them to
+    the next in the numbers of ranks. phase: "forward" or "backward".
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Collective:
     without_bytes: int
     axis: str
     ranks: int
+    stride: int
     phase: str
 
 
@@ -69,6 +70,18 @@ def _ranks(group: Any) -> int:
 
     named: Any = _resolve_process_group
     return int((named(group) if isinstance(group, str) else group).size())
+
+
+def stride(group: Any) -> int:
+    """The distance between the first two ranks of a process group, or of the name of one; 1 if it has one."""
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _resolve_process_group,
+        get_process_group_ranks,
+    )
+
+    named: Any = _resolve_process_group
+    ranks = get_process_group_ranks(named(group) if isinstance(group, str) else group)
+    return int(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
 
 
 def of_groups(groups: Iterable[FSDPGroup], axes: Axes, *, training: bool) -> Iterator[Collective]:
@@ -97,6 +110,7 @@ def _gather(group: FSDPGroup, axes: Axes, along: Any, phase: str) -> Collective:
         without_bytes=share * sum(one.numel * one.dtype.itemsize for one in group.parameters),
         axis=axes(along),
         ranks=along.size(),
+        stride=stride(along),
         phase=phase,
     )
 
@@ -119,6 +133,7 @@ def _reductions(group: FSDPGroup, axes: Axes) -> Iterator[Collective]:
                 without_bytes=times * shard_bytes,
                 axis=axes(along),
                 ranks=along.size(),
+                stride=stride(along),
                 phase="backward",
             )
 
@@ -141,6 +156,7 @@ def of_graph(
             without_bytes=without_bytes,
             axis=axes(group),
             ranks=_ranks(group),
+            stride=stride(group),
             phase=phase,
         )
         yield one

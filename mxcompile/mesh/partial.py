@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mxcompile.mesh.collectives import Axes, Collective
+from mxcompile.mesh.collectives import Axes, Collective, stride
 from mxcompile.models.names import user_path
 
 
@@ -21,6 +21,13 @@ def backward(output: Any) -> None:
     results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
     if results:
         torch.autograd.backward([value.sum() for value in results])
+
+
+def result_bytes(output: Any) -> int:
+    """Returns the bytes of what is differentiable in `output`, of the part that this rank has."""
+    results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
+    local: list[Any] = [value.to_local() if hasattr(value, "to_local") else value for value in results]
+    return sum(value.numel() * value.element_size() for value in local)
 
 
 def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -48,5 +55,6 @@ def of_partial_gradients(model: nn.Module, axes: Axes) -> Iterator[Collective]:
                     without_bytes=num_bytes,
                     axis=axes(group),
                     ranks=group.size(),
+                    stride=stride(group),
                     phase="backward",
                 )

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mxcompile.mesh.collectives import Collective
 from mxcompile.mesh.memory import Memory
@@ -17,6 +18,9 @@ from mxcompile.report import Report, files
 from mxcompile.report.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, count
+
+if TYPE_CHECKING:
+    from mxcompile.mesh.time import StepTime
 
 SCHEMA = 1
 """Version of the JSON form."""
@@ -29,7 +33,7 @@ class RankReport:
     mesh: axes and sizes. ranks: how many there are. report: of what this rank compiles, with its shards'
     sizes. memory: bytes that this rank holds in a step. shards: the GEMMs of which this rank has a part, or
     that are decided otherwise than in the whole model. collectives: one for each time that a rank takes part
-    in one in a step. warnings: what a user should know.
+    in one in a step. time: of the step, if links were given. warnings: what a user should know.
     """
 
     mesh: str
@@ -38,6 +42,7 @@ class RankReport:
     memory: Memory
     shards: tuple[Shard, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    time: StepTime | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -49,7 +54,8 @@ class RankReport:
         title = f"one rank of {self.mesh} ({count(self.ranks, 'rank')})"
         notes = wrapped(f"warning: {each}" for each in self.warnings)
         parts = str(self.report), self._shards(), self._collectives(), self._memory()
-        return "\n\n".join(["\n".join([title, *notes]), *parts])
+        step = [] if self.time is None else [str(self.time)]
+        return "\n\n".join(["\n".join([title, *notes]), *parts, *step])
 
     def _memory(self) -> str:
         held = self.memory
@@ -109,6 +115,7 @@ class RankReport:
             "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
             "collectives": [dataclasses.asdict(one) for one in self.collectives],
+            **({} if self.time is None else {"time": self.time.as_data()}),
             "report": json.loads(self.report.to_json()),
         }
         return json.dumps(data, indent=1)

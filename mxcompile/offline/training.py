@@ -29,8 +29,7 @@ RECOMPUTE = ("none", "selective", "full")
 _SELECTED = 0.5
 """Of a layer's products that selective recomputation computes again: every second one, as torchtitan does."""
 
-_OPTIMIZER_BYTES = 4 * 7 + 2
-_CLIP_BYTES = 4 + 8
+_COPY_BYTES = 2
 _ACCUMULATE_BYTES = 2 + 8
 
 
@@ -84,12 +83,12 @@ class TrainingStep:
             target=rates.target,
         )
         moved = {
-            "loss": batches * 2 * 3 * logits,
+            "loss": batches * loss_bytes(2 * logits),
             "embedding": batches * 2 * 4 * self.tokens * self.width,
             "accumulate": (batches - 1) * _ACCUMULATE_BYTES * shard,
-            "clip": _CLIP_BYTES * shard if self.clip else 0.0,
-            "optimizer": _OPTIMIZER_BYTES * shard,
+            **update_bytes(4 * shard, clip=self.clip),
         }
+        moved["optimizer"] += _COPY_BYTES * shard
         beside = {part: total([Work(num_bytes=size)], rates) if size else 0.0 for part, size in moved.items()}
         return {
             "layers": batches * layers_us,
@@ -126,6 +125,20 @@ class TrainingStep:
             return total([work for _, work in layer.forward], rates)
         chosen = [work for kind, work in layer.forward if kind in ("product", "cast")]
         return _SELECTED * total(chosen, rates)
+
+
+def update_bytes(gradient_bytes: float, *, clip: bool = True) -> dict[str, float]:
+    """Returns the bytes that an update moves, by part, with gradients in the dtype of their parameters.
+
+    Clipping reads them for their norm, and reads and writes them. AdamW reads parameters, gradients and two
+    values for each, and writes all but the gradients.
+    """
+    return {"clip": 3 * gradient_bytes if clip else 0.0, "optimizer": 7 * gradient_bytes}
+
+
+def loss_bytes(logit_bytes: float) -> float:
+    """Returns the bytes that a loss moves: logits read twice, and their gradient written."""
+    return 3 * logit_bytes
 
 
 def scaled(

@@ -39,6 +39,8 @@ def explain(
     strict: bool = True,
     mesh: None = None,
     parallel: None = None,
+    links: None = None,
+    node: None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report: ...
@@ -54,6 +56,8 @@ def explain(
     strict: bool = True,
     mesh: str,
     parallel: str | None = None,
+    links: str | None = None,
+    node: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> RankReport: ...
@@ -68,6 +72,8 @@ def explain(
     strict: bool = True,
     mesh: str | None = None,
     parallel: str | None = None,
+    links: str | None = None,
+    node: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report | RankReport:
@@ -81,14 +87,16 @@ def explain(
     mesh: explain one rank of a mesh, such as ``dp=128,tp=8``, that need not exist. parallel: ways to
     parallelise a plain model on it, ``fsdp``, ``tp=llama`` or both with a comma. Without `parallel`, `model`
     is a function of the `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs).
+    links: estimate the time of a step with these links, such as ``nvlink=900,net=50``, in 10⁹ bytes a second
+    each way of a GPU. node: GPUs that NVLink joins, 8 if it is not given.
 
     Returns a `Report` with roofline estimates for the targets that have them; with `mesh` a `RankReport`.
-    Raises `OptionError` for a keyword nobody takes, a mesh that is not valid, or one in a process that has a
-    process group; `ModelError` if the model cannot be traced, `PolicyError` for a policy that is not valid
-    or, if `strict`, has unused rules.
+    Raises `OptionError` for a keyword nobody takes, a mesh or links that are not valid, or a mesh in a
+    process that has a process group; `ModelError` if the model cannot be traced, `PolicyError` for a policy
+    that is not valid or, if `strict`, has unused rules.
     """
     given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
-    own = {**given, "training": training, "mesh": mesh, "parallel": parallel}
+    own = {**given, "training": training, "mesh": mesh, "parallel": parallel, "links": links, "node": node}
     named: dict[str, Any] = {}
     if mesh is None or isinstance(model, nn.Module):
         check_module("explain", model)
@@ -101,8 +109,18 @@ def explain(
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
     if mesh is not None:
         return explain_rank(
-            model, args, named, mesh=mesh, parallel=parallel, options=options, training=training
+            model,
+            args,
+            named,
+            mesh=mesh,
+            parallel=parallel,
+            options=options,
+            training=training,
+            links=links,
+            node=node,
         )
+    if links is not None or node is not None:
+        raise OptionError("links are between the ranks of a mesh: give mesh, such as dp=128,tp=8")
     assert isinstance(model, nn.Module)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)

@@ -24,24 +24,32 @@ from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
-from mxcompile.errors import ModelError, MXCompileError
+from mxcompile.errors import ModelError, MXCompileError, OptionError
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
 from mxcompile.mesh.copied import rank_copy
 from mxcompile.mesh.fsdp import FSDPGroup, groups
+from mxcompile.mesh.links import NODE, Links
 from mxcompile.mesh.memory import memory
 from mxcompile.mesh.parallel import parallelised
-from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters
+from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.shape import MeshShape, fake_ranks
 from mxcompile.mesh.shards import shards, unmatched
+from mxcompile.mesh.time import BACKWARD, FORWARD, RankWork, StepTime
+from mxcompile.offline.graph_work import Works, works
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut, some_or_all
+from mxcompile.policy import Policy
 from mxcompile.report import Part, Report
 from mxcompile.report.fold import spelled
 from mxcompile.rules import check_mistakes
 
 Factory = Callable[..., Any]
 """Makes (model, args, kwargs), parallelised on the mesh that it is given if it takes one."""
+
+_BF16 = Policy.preset("bf16")
+"""The policy that others are compared with."""
 
 
 def explain_rank(
@@ -53,17 +61,20 @@ def explain_rank(
     parallel: str | None,
     options: Options,
     training: bool,
+    links: str | None = None,
+    node: int | None = None,
 ) -> RankReport:
     """The report of rank 0 of `mesh`, such as ``dp=128,tp=8``.
 
     model: a plain module, parallelised in the ways that `parallel` names (see `mesh.parallel`), called with
     `args` and `kwargs`, one rank's; or a factory of (model, args, kwargs), whose own code parallelises.
-    options: with a target; "auto" has to be resolved.
+    options: with a target; "auto" has to be resolved. links, node: as `explain` has them.
 
-    Raises `OptionError` for a mesh or ways that are not valid, or if this process has a process group, and
-    otherwise as `explain`.
+    Raises `OptionError` for a mesh, ways or links that are not valid, or if this process has a process group,
+    and otherwise as `explain`.
     """
     shape = MeshShape.parse(mesh)
+    speeds = _links(links, node, options.target)
     with fake_ranks(shape) as device_mesh:
         if not isinstance(model, nn.Module):
             model, args, kwargs = _called(model, device_mesh)
@@ -75,14 +86,20 @@ def explain_rank(
                 f"{type(model).__name__} is not parallelised: name a way, such as --parallel fsdp, or call"
                 " fully_shard or parallelize_module in a factory that takes the mesh"
             )
-        rank, parts = some_or_all(
-            model,
-            lambda leave_out: _traced(_Rank(model, shared, options, training, leave_out, axes), args, kwargs),
-        )
+        tracing = partial(_of_policy, model, shared, axes, args, kwargs, training=training)
+        rank, parts = tracing(options)
         plan = rank.whole(args, kwargs)
         report = Report.of(parts, target=options.target, policy=options.policy.label)
         held = memory(model, shared, report, training=training)
-        sent = (*of_groups(shared, axes, training=training), *rank.collectives())
+        fsdp = tuple(of_groups(shared, axes, training=training))
+        sent = (*fsdp, *rank.collectives())
+        step = None
+        if speeds is not None:
+            works = [rank.work(fsdp, held.gradients)]
+            if options.policy.label != _BF16.label:
+                plain, _ = tracing(replace(options, policy=_BF16))
+                works.append(plain.work(fsdp, held.gradients))
+            step = StepTime.of(works, speeds, TARGETS[options.target])
     check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
     return RankReport(
         mesh=str(shape),
@@ -91,7 +108,38 @@ def explain_rank(
         shards=tuple(shards(report.gemms, plan.by_name, options.policy)),
         collectives=sent,
         memory=held,
+        time=step,
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
+    )
+
+
+def _links(links: str | None, node: int | None, target: str) -> Links | None:
+    """The links that a user gave. Raises `OptionError` for some that are not valid, or of no use."""
+    if links is None:
+        if node is not None:
+            raise OptionError("node says which ranks share a link: give links, such as nvlink=900,net=50")
+        return None
+    chip = TARGETS.get(target)
+    if chip is None or chip.peak is None:
+        known = ", ".join(name for name, row in TARGETS.items() if row.peak is not None)
+        raise OptionError(f"links need a target whose rates are known: found {target}, allowed are {known}")
+    return Links.parse(links, node=NODE if node is None else node)
+
+
+def _of_policy(
+    model: nn.Module,
+    shared: tuple[FSDPGroup, ...],
+    axes: Axes,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    training: bool,
+) -> tuple[_Rank, list[Part]]:
+    """The rehearsal of a rank under the policy of `options`, with its parts of the report."""
+    return some_or_all(
+        model,
+        lambda leave_out: _traced(_Rank(model, shared, options, training, leave_out, axes), args, kwargs),
     )
 
 
@@ -144,13 +192,21 @@ class _Rank(Explainer):
         self._groups = sharded
         self._sent: dict[int, tuple[Capture, tuple[Collective, ...]]] = {}
         self._calls: Counter[int] = Counter()
+        self._works: dict[int, dict[str, Works]] = {}
+        self._results = 0
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
-        self._sent[id(capture)] = capture, self._of(graph, "forward")
+        self._sent[id(capture)] = capture, self._of(graph, FORWARD)
+        self._works[id(capture)] = {FORWARD: self._launched(graph)}
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
-        sent = self._of(forward, "forward") + self._of(backward, "backward")
+        sent = self._of(forward, FORWARD) + self._of(backward, BACKWARD)
         self._sent[id(capture)] = capture, sent
+        sides = {FORWARD: forward, BACKWARD: backward}
+        self._works[id(capture)] = {phase: self._launched(graph) for phase, graph in sides.items()}
+
+    def _launched(self, graph: fx.Graph) -> Works:
+        return Works() if self.target.peak is None else works(graph, self.target, self.repeats.count)
 
     def _of(self, graph: fx.Graph, phase: str) -> tuple[Collective, ...]:
         return tuple(of_graph(graph, self._axes, phase, self.repeats.others))
@@ -169,6 +225,7 @@ class _Rank(Explainer):
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         output = super().call(args, kwargs)
         if self.training:
+            self._results = result_bytes(output)
             with self.mode, self.mode.outside.paused():
                 backward(output)
         return output
@@ -183,6 +240,22 @@ class _Rank(Explainer):
         for key, (_, sent) in self._sent.items():
             for _ in range(max(1, self._calls[key])):
                 yield from sent
+
+    def work(self, fsdp: Sequence[Collective], gradients: int) -> RankWork:
+        """The work of this rank. fsdp: the collectives of FSDP2. gradients: bytes on this rank."""
+        sides: dict[str, Works] = {FORWARD: Works(), BACKWARD: Works()}
+        for key, phases in self._works.items():
+            for phase, launched in phases.items():
+                for entry, times in launched.items():
+                    sides[phase][entry] += times * max(1, self._calls[key])
+        return RankWork(
+            policy=self.options.policy.label,
+            works=sides,
+            collectives=(*fsdp, *self.collectives()),
+            wire=self.options.policy.label != _BF16.label,
+            logits=self._results,
+            gradients=gradients,
+        )
 
     def unreduced(self) -> Iterator[str]:
         """A warning about partial gradients that FSDP2 does not reduce."""

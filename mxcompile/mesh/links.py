@@ -1,0 +1,182 @@
+"""How long a collective takes on the links between the GPUs of a mesh: α + β · bytes, by ring or tree.
+
+    all-gather, reduce-scatter   ring: p − 1 steps, (p − 1) / p of what is whole
+    all-reduce                   ring: 2 (p − 1) steps, 2 (p − 1) / p; tree: 2 log₂ nodes steps between nodes
+    all-to-all                   p − 1 steps, (p − 1) / p, of which what leaves the node goes through the
+                                 rank's own port
+    broadcast                    p − 1 steps, all of it
+
+Ranks of a mesh are numbered with the innermost axis fastest, and `node` of them in turn are a node, joined by
+NVLink; ports of a network join nodes. A ring that has g ranks of each node uses the ports of all g. The
+bandwidth of a link is its data sheet's; published figures say which share of it NCCL reaches. Of NCCL's three
+protocols the fastest counts. Not in it: other traffic on the same link, switches that are oversubscribed,
+slow ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.mesh.collectives import Collective
+from mxcompile.offline.rates import Rate, Rates
+
+NVLINK, NET = "nvlink", "net"
+NODE = 8
+"""GPUs of a node, if nobody says otherwise."""
+
+_LINK = re.compile(r"(\w+)=(\d+(?:\.\d+)?)")
+_FORM = "links with their 10⁹ bytes a second, each way, of a GPU, such as nvlink=900,net=50"
+
+_RATES = {
+    "nvlink": Rate(
+        low=0.70,
+        centre=0.80,
+        high=0.84,
+        source="nccl-tests #212: a ring reaches 370 of an H100's 450 GB/s; nccl #1807: 722 of a B200's 900",
+    ),
+    "nvlink_all_reduce": Rate(
+        low=0.75,
+        centre=0.92,
+        high=1.06,
+        source="sums in the switch: nccl-tests #272, 475 GB/s of an H200's 450; nccl #1807, 830 of 900",
+    ),
+    "net": Rate(
+        low=0.50,
+        centre=0.85,
+        high=0.95,
+        source="nccl-tests #290: 46 to 48 of 50 GB/s on 2 nodes; nccl #1218: 200 of 400 on 32; rest assumed",
+    ),
+    "steps": Rate(
+        low=0.5,
+        centre=1.0,
+        high=2.0,
+        source="assumed: NCCL's own constants of latency, made on one kind of system, within a factor of 2",
+    ),
+}
+"""Shares of the data sheet, in the form of `offline.rates`; of steps how fast they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Protocol:
+    """A way in which NCCL sends: share of the bandwidth, and µs of a start and of a step on each link."""
+
+    share: float
+    alone: float
+    start_us: float
+    nvlink_us: float
+    net_us: float
+
+
+_PROTOCOLS = (
+    _Protocol(share=1.0, alone=1.0, start_us=8.4, nvlink_us=3.4, net_us=14.0),  # Simple
+    _Protocol(share=0.92, alone=0.7, start_us=14.0, nvlink_us=1.9, net_us=4.0),  # LL128
+    _Protocol(share=0.5, alone=0.25, start_us=6.6, nvlink_us=0.6, net_us=2.7),  # LL
+)
+"""Of rings, from NCCL's src/graph/tuning.cc. alone: the share with one rank in each node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """The links of a GPU. nvlink, net: 10⁹ bytes a second each way, None if not known. node: GPUs of one."""
+
+    nvlink: float | None = None
+    net: float | None = None
+    node: int = NODE
+
+    @staticmethod
+    def parse(text: str, *, node: int = NODE) -> Links:
+        """The links that `text` describes: ``nvlink=900,net=50``. Raises `OptionError` for anything else."""
+        words = (
+            [_LINK.fullmatch(word.strip()) for word in text.split(",")] if isinstance(text, str) else [None]
+        )
+        if None in words:
+            raise OptionError(f"links {shown(text)} do not have the form of {_FORM}")
+        given: dict[str, float] = {}
+        for word in words:
+            assert word is not None
+            name, speed = word[1], float(word[2])
+            if name not in (NVLINK, NET):
+                raise OptionError(not_allowed("link", name, (NVLINK, NET)))
+            if name in given:
+                raise OptionError(f"links {shown(text)} name {name} twice")
+            if not speed:
+                raise OptionError(f"links {shown(text)}: {name} sends nothing, its speed has to be above 0")
+            given[name] = speed
+        if not isinstance(node, int) or node < 1:
+            raise OptionError(f"node {shown(node)}: a node has at least 1 GPU")
+        return Links(**given, node=node)
+
+    def __str__(self) -> str:
+        known = {NVLINK: self.nvlink, NET: self.net}
+        words = [f"{name}={speed:g}" for name, speed in known.items() if speed is not None]
+        return f"{','.join(words)}, nodes of {self.node}"
+
+    def rates(self, rates: Rates) -> Rates:
+        """`rates` of the chip, with those of its links."""
+        centres = {kind: rate.centre for kind, rate in _RATES.items()}
+        return dataclasses.replace(rates, table={**rates.table, **_RATES}, values={**rates.values, **centres})
+
+    def in_node(self, one: Collective) -> int:
+        """How many of the ranks of a collective lie in one node."""
+        return min(one.ranks, max(1, self.node // one.stride))
+
+    def link(self, one: Collective) -> str:
+        """The link that a collective goes through: "nvlink" within a node, else "net"."""
+        return NVLINK if self.in_node(one) == one.ranks else NET
+
+    def check(self, one: Collective) -> None:
+        """Raises `OptionError` if the speed of the link of a collective is not known."""
+        link = self.link(one)
+        if getattr(self, link) is None:
+            where = "within nodes" if link == NVLINK else "between nodes"
+            raise OptionError(
+                f"ranks of {one.axis} ({one.ranks}) send {where} of {self.node} GPUs: give the speed of"
+                f" {link}, as in {_FORM.rpartition(' ')[2]}"
+            )
+
+    def us(self, one: Collective, num_bytes: int, rates: Rates) -> float:
+        """µs of a collective to which each rank gives `num_bytes`."""
+        ranks, near = one.ranks, self.in_node(one)
+        nodes = ranks / near
+        sent = num_bytes * _share(one.kind, ranks)
+        rounds = 2 if one.kind == "all-reduce" else 1
+        between = rounds * (nodes - 1)
+        within = rounds * (ranks - 1) - between
+        if one.kind == "all-reduce" and nodes > 2:  # a tree has fewer steps
+            within, between = rounds * (near - 1), rounds * math.log2(nodes)
+        sent_us = sent / (self._gbs(one, near, rates) * 1e3)
+        return min(
+            (way.start_us + within * way.nvlink_us + between * way.net_us) / rates["steps"]
+            + sent_us / (way.alone if near == 1 else way.share)
+            for way in _PROTOCOLS
+        )
+
+    def _gbs(self, one: Collective, near: int, rates: Rates) -> float:
+        """10⁹ bytes a second that leave a rank."""
+        within = (self.nvlink or math.inf) * rates[
+            "nvlink_all_reduce" if one.kind == "all-reduce" and near == one.ranks else "nvlink"
+        ]
+        if near == one.ranks:
+            return within
+        port = (self.net or math.inf) * rates["net"]
+        if one.kind == "all-to-all":
+            outside = (one.ranks - near) / (one.ranks - 1)
+            return min(within, port / outside)
+        return min(within, near * port)
+
+
+def _share(kind: str, ranks: int) -> float:
+    """Returns how often the bytes that a rank gives to a collective leave it."""
+    match kind:
+        case "all-gather":
+            return ranks - 1
+        case "all-reduce":
+            return 2 * (ranks - 1) / ranks
+        case "broadcast":
+            return 1.0
+        case _:
+            return (ranks - 1) / ranks

@@ -1,0 +1,235 @@
+"""The time of a step on one rank of a mesh, as a range: kernels, collectives, and which of them wait.
+
+    kernels    forward and backward of the rank's graphs, from `offline.graph_work`
+    around     FSDP's copies of gathered weights and of gradients; loss, clipping and AdamW, as
+               `offline.training` counts them
+    exposed    collectives of activations, in full: what follows needs them
+               FSDP's collectives as far as they take longer than what runs beside them in their phase; the
+               first two gathers and the last two reductions have nothing beside them
+
+FSDP's collectives run beside the kernels, and beside collectives of activations on the other link. Everything
+comes from one set of rates, so a range of a ratio is narrower than those of its two steps. Not in it: time of
+the host, processors that collectives take from kernels, ranks that wait for slower ones, pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mxcompile.lowering.targets import Target
+from mxcompile.mesh.collectives import Collective
+from mxcompile.mesh.links import Links
+from mxcompile.offline.estimate import Work
+from mxcompile.offline.graph_work import Works
+from mxcompile.offline.rates import Range, Rates
+from mxcompile.offline.step import INDISTINGUISHABLE, KINDS
+from mxcompile.offline.training import loss_bytes, update_bytes
+from mxcompile.report.forms.tables import Table, drawn
+
+FORWARD, BACKWARD = "forward", "backward"
+_ALONE = 2
+"""Collectives at the begin of forward and at the end of backward that nothing runs beside."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """The work of one rank in a step, under one policy.
+
+    policy: its name. works: launches of forward and of backward. collectives: of a step. wire: whether they
+    send what mxcompile sends, or what the model sends without it. logits, gradients: bytes of the model's
+    differentiable outputs and of the rank's gradients, 0 without training.
+    """
+
+    policy: str
+    works: Mapping[str, Works]
+    collectives: tuple[Collective, ...]
+    wire: bool = True
+    logits: int = 0
+    gradients: int = 0
+
+    def parts(self, links: Links, rates: Rates) -> dict[str, float]:
+        """µs by part; the step takes their sum. rates: of the chip and of its links."""
+        by_kind = dict.fromkeys(KINDS, 0.0)
+        for side in self.works.values():
+            for kind, us in _by_kind(side, rates).items():
+                by_kind[kind] += us
+        around = {"FSDP's copies": self._copied(), "loss": loss_bytes(self.logits)}
+        around |= update_bytes(self.gradients)
+        return {
+            **by_kind,
+            **{part: _moved(size, rates) for part, size in around.items()},
+            "exposed, activations": sum(self._activations_us(phase, links, rates) for phase in _PHASES),
+            "exposed, FSDP forward": self._exposed_us(FORWARD, links, rates),
+            "exposed, FSDP backward": self._exposed_us(BACKWARD, links, rates),
+        }
+
+    def us(self, links: Links, rates: Rates) -> float:
+        """µs of the step."""
+        return sum(self.parts(links, rates).values())
+
+    def given(self, one: Collective) -> int:
+        """Bytes that the rank gives to a collective."""
+        return one.num_bytes if self.wire else one.without_bytes
+
+    def hidden_us(self, links: Links, rates: Rates) -> float:
+        """µs of collectives beside kernels."""
+        everything = sum(links.us(one, self.given(one), rates) for one in self.collectives)
+        return everything - sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
+
+    def _copied(self) -> int:
+        """Bytes of the copies out of gathered buffers, and into those that are reduced."""
+        total = 0
+        for one in self._of_fsdp():
+            if one.kind in ("all-gather", "reduce-scatter"):
+                total += 2 * self.given(one) * (one.ranks if one.kind == "all-gather" else 1)
+        return total
+
+    def _of_fsdp(self, phase: str | None = None) -> list[Collective]:
+        return [one for one in self.collectives if _is_fsdp(one) and phase in (None, one.phase)]
+
+    def _activations_us(self, phase: str, links: Links, rates: Rates, *, link: str | None = None) -> float:
+        return sum(
+            links.us(one, self.given(one), rates)
+            for one in self.collectives
+            if not _is_fsdp(one) and one.phase == phase and link in (None, links.link(one))
+        )
+
+    def _exposed_us(self, phase: str, links: Links, rates: Rates) -> float:
+        """µs of FSDP's collectives of a phase that nothing hides."""
+        sent = self._of_fsdp(phase)
+        kind = "all-gather" if phase == FORWARD else "reduce-scatter"
+        first = list(dict.fromkeys(one.name for one in sent if one.kind == kind))[:_ALONE]
+        alone = shared = 0.0
+        for one in sent:
+            us = links.us(one, self.given(one), rates)
+            if one.name in first and (phase == FORWARD or one.kind != "all-gather"):
+                alone += us
+            else:
+                shared += us
+        used = {links.link(one) for one in sent}
+        window = sum(_by_kind(self.works.get(phase, Works()), rates).values())
+        window += sum(
+            self._activations_us(phase, links, rates, link=link) for link in _LINKS if link not in used
+        )
+        return alone + max(shared - window, 0.0)
+
+
+_PHASES = (FORWARD, BACKWARD)
+_LINKS = ("nvlink", "net")
+
+
+def _is_fsdp(one: Collective) -> bool:
+    return one.what in ("weights", "gradients")
+
+
+def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for (kind, work), times in works.items():
+        total[kind] = total.get(kind, 0.0) + times * work.estimate(rates).us
+    return total
+
+
+def _moved(size: float, rates: Rates) -> float:
+    return Work(num_bytes=size).estimate(rates).us if size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """The step under several policies, the last of which is the one to compare with.
+
+    works: by policy. links: of a GPU. rates: of the chip and its links.
+    """
+
+    works: tuple[RankWork, ...]
+    links: Links
+    rates: Rates
+
+    @staticmethod
+    def of(works: Sequence[RankWork], links: Links, target: Target) -> StepTime:
+        """The step by the rates of `target`. Raises `OptionError` for a link whose speed is missing."""
+        for one in works[0].collectives:
+            links.check(one)
+        return StepTime(works=tuple(works), links=links, rates=links.rates(Rates.of(target)))
+
+    def range(self, work: RankWork) -> Range:
+        """µs of the step as the rates are at their low, centre and high."""
+        return Range.of(lambda rates: work.us(self.links, rates), self.rates)
+
+    def over(self, work: RankWork, other: RankWork) -> Range:
+        """The step of `work` ÷ that of `other`."""
+        return Range.of(lambda rates: work.us(self.links, rates) / other.us(self.links, rates), self.rates)
+
+    @property
+    def us(self) -> Range:
+        """µs of the step under the first policy."""
+        return self.range(self.works[0])
+
+    def __str__(self) -> str:
+        chip = self.rates.target.peak
+        assert chip is not None, "a target with peaks"
+        title = f"time of a step on {chip.chip}, links {self.links}: an estimate, not measured"
+        return "\n".join([title, drawn(self._parts()), *self._notes(), "", drawn(self._collectives())])
+
+    def _parts(self) -> Table:
+        head = ["ms", *(work.policy for work in self.works)]
+        parts = [work.parts(self.links, self.rates) for work in self.works]
+        rows = [
+            [part, *(_ms(each[part]) for each in parts)] for part in parts[0] if any(e[part] for e in parts)
+        ]
+        rows.append(["step", *(self._text(self.range(work)) for work in self.works)])
+        if len(self.works) > 1:
+            last = self.works[-1]
+            ratios = [self.over(work, last).text(".2f") for work in self.works[:-1]]
+            rows.append([f"of {last.policy}", *ratios, "1.00"])
+        rows.append(["hidden", *(_ms(work.hidden_us(self.links, self.rates)) for work in self.works)])
+        return [head, *rows]
+
+    @staticmethod
+    def _text(us: Range) -> str:
+        return Range(us.low / 1e3, us.centre / 1e3, us.high / 1e3).text(",.1f")
+
+    def _notes(self) -> Iterable[str]:
+        yield "step: centre (low–high); hidden: collectives beside kernels, not part of the step"
+        last = self.works[-1]
+        for work in self.works[:-1]:
+            ratio = self.over(work, last)
+            if ratio.low <= 1.0 <= ratio.high:
+                yield f"{work.policy} and {last.policy}: {INDISTINGUISHABLE}"
+
+    def _collectives(self) -> Table:
+        """A row for each kind of collective under the first policy."""
+        work = self.works[0]
+        sums: dict[tuple[str, ...], list[float]] = {}
+        for one in work.collectives:
+            where = self.links.link(one)
+            key = (one.kind, one.what, f"{one.axis} ({one.ranks})", where)
+            sums.setdefault(key, []).append(self.links.us(one, work.given(one), self.rates))
+        rows = [[*key, str(len(each)), _ms(sum(each))] for key, each in sums.items()]
+        return [["collective", "of", "axis", "link", "times", "ms"], *rows]
+
+    def as_data(self) -> dict[str, Any]:
+        """The times as data for JSON, in µs."""
+        return {
+            "links": {"nvlink": self.links.nvlink, "net": self.links.net, "node": self.links.node},
+            "steps": [self._as_data(work) for work in self.works],
+        }
+
+    def _as_data(self, work: RankWork) -> dict[str, Any]:
+        step, ratio = self.range(work), self.over(work, self.works[-1])
+        return {
+            "policy": work.policy,
+            "us": _triple(step),
+            "ratio": _triple(ratio),
+            "parts_us": work.parts(self.links, self.rates),
+            "hidden_us": work.hidden_us(self.links, self.rates),
+        }
+
+
+def _triple(span: Range) -> dict[str, float]:
+    return {"low": span.low, "centre": span.centre, "high": span.high}
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:,.1f}"

@@ -1,0 +1,106 @@
+"""The work of graphs before any code is generated: by hand, and a layer beside its code."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from mxcompile.analysis.explain.tracer import Explainer
+from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.options import Options
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline.estimate import Work, total
+from mxcompile.offline.graph_work import Works, works
+from mxcompile.offline.rates import Rates
+from mxcompile.plan.repeats import keep_all
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+M, N, K = 512, 256, 128
+BF16 = 2
+
+
+class Launches(Explainer):
+    """The rehearsal that keeps the work of each phase."""
+
+    def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+        self.sides = [works(graph, self.target, self.repeats.count) for graph in (forward, backward)]
+
+
+def launched(model: nn.Module, *args: Tensor, policy: str = "bf16", target: str = "sm_100") -> list[Works]:
+    options = Options.parse(None, {"policy": policy, "target": target})
+    tracer = Launches(model, options, True, keep_all)
+    tracer.run(args, {})
+    return tracer.sides
+
+
+class Scaled(nn.Module):
+    """A product between elementwise operators, of which two read its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(K, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x * 2)
+        return F.relu(y) + y.sigmoid()
+
+
+def test_launches_end_at_products():
+    with torch.device("meta"):
+        model, x = Scaled().bfloat16(), torch.empty(M, K, dtype=torch.bfloat16)
+    forward, _ = launched(model, x)
+    (product,) = (work for kind, work in forward if kind == "product")
+    peak = TARGETS["sm_100"].peak
+    assert peak is not None
+    assert product.num_bytes == BF16 * (M * K + N * K + M * N)
+    assert product.mma_us == pytest.approx(2 * M * N * K / (peak.bf16_tflops * 1e6))
+    rest = Counter({work.num_bytes: times for (kind, work), times in forward.items() if kind == "rest"})
+    assert rest == {BF16 * 2 * M * K: 1, BF16 * 2 * M * N: 1}
+
+
+class Layer(nn.Module):
+    """A layer for its casts: of a weight along both dimensions, of an activation where it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.RMSNorm(K), nn.Linear(K, N, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x))
+
+
+def test_emulated_products_run_at_the_rate_of_bf16():
+    with torch.device("meta"):
+        model, x = Layer().bfloat16(), torch.empty(M, K, dtype=torch.bfloat16)
+    policy: Any = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    kinds = {}
+    for target in ("sm_90", "sm_100", "sm_120"):
+        sides = launched(model, x, policy=policy, target=target)
+        kinds[target] = {work.product for side in sides for kind, work in side if kind == "product"}
+    assert kinds == {"sm_90": {"bf16"}, "sm_100": {"mxfp8"}, "sm_120": {"own_mxfp8"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("policy", ["bf16", "nvidia"])
+def test_a_layer_takes_as_long_as_its_code(target: str, policy: str, monkeypatch: pytest.MonkeyPatch):
+    """A Llama-8B layer, within 10 % of the estimate from its machine code."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    predicted = importlib.import_module("predicted")
+    with torch.device("meta"):
+        layer = predicted.Layer().bfloat16()
+        x = torch.empty(1, predicted.TOKENS, 4096, dtype=torch.bfloat16, requires_grad=True)
+        cos, sin = (torch.empty(1, predicted.TOKENS, 128, dtype=torch.bfloat16) for _ in range(2))
+    rates = Rates.of(TARGETS[target])
+    sides = launched(layer, x, cos, sin, policy=policy, target=target)
+    us = sum(total([work] * times, rates) for side in sides for (_, work), times in side.items())
+    row = predicted.newest(predicted.TOKENS)[target, policy]
+    generated = [Work(**work) for _, work in row["works"]]
+    assert us == pytest.approx(total(generated, rates), rel=0.1)
