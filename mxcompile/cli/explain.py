@@ -64,6 +64,15 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--node", type=positive, metavar="GPUS", help="how many GPUs NVLink joins (default 8)"
     )
+    command.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="with --sweep and --links: meshes of so many ranks that fit, the fastest first",
+    )
+    command.add_argument(
+        "--memory", type=float, metavar="GB", help="10⁹ bytes of a GPU, for --ranks (default by --target)"
+    )
     add_output(command, "write the report; .txt .md .json .html chooses the form")
     command.add_argument(
         "--why",
@@ -93,12 +102,15 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.report import form_of
     from mxcompile.report.forms.text import to_summary
 
+    if options.ranks is not None:
+        return _meshes(options)
     if options.mesh is not None:
         return _rank(options)
     for name, value in {
         "--parallel": options.parallel,
         "--links": options.links,
         "--node": options.node,
+        "--memory": options.memory,
     }.items():
         if value is not None:
             raise OptionError(f"{name} is about the ranks of a mesh: give --mesh, such as dp=128,tp=8")
@@ -142,7 +154,12 @@ def _rank(options: argparse.Namespace) -> int:
     from mxcompile.mesh.report import form_of
     from mxcompile.models.named import factory_of, load_model
 
-    others = {"--why": options.why, "--compare": options.compare, "--sweep": options.sweep}
+    others = {
+        "--why": options.why,
+        "--compare": options.compare,
+        "--sweep": options.sweep,
+        "--memory": options.memory,
+    }
     for name, value in others.items():
         if value is not None:
             raise OptionError(f"--mesh prints the report of one rank: leave out {name}")
@@ -170,6 +187,48 @@ def _rank(options: argparse.Namespace) -> int:
         report.save(options.output)
         print(f"written to {options.output}")
     return 0
+
+
+def _meshes(options: argparse.Namespace) -> int:
+    """Print the meshes of --ranks that fit, the fastest first."""
+    from mxcompile.analysis.explain.meshes import sweep_meshes
+    from mxcompile.cli.quiet import quiet
+    from mxcompile.models.named import factory_of, load_model
+
+    if options.sweep is None:
+        raise OptionError("--ranks looks at all meshes of so many ranks: give --sweep too, or one --mesh")
+    if options.links is None:
+        raise OptionError("--ranks sorts meshes by time, which needs --links, such as nvlink=900,net=50")
+    given = {
+        "--mesh": options.mesh,
+        "--why": options.why,
+        "--compare": options.compare,
+        "--output": options.output,
+        "the tokens of --sweep": options.sweep or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(f"--ranks prints a table of meshes: leave out {name}")
+    asked: dict[str, Any] = {
+        "ranks": options.ranks,
+        "links": options.links,
+        "target": options.target,
+        "parallel": options.parallel,
+        "policy": options.policy,
+        "training": not options.inference,
+        "node": options.node,
+        "memory_gb": options.memory,
+    }
+    with quiet():
+        factory = factory_of(options.model) if options.parallel is None else None
+        if factory is not None:
+            _check_own(options)
+            swept = sweep_meshes(factory, **asked)
+        else:
+            loaded = load_model(options.model, **sizes(options))
+            swept = sweep_meshes(loaded.model, *loaded.args, kwargs=loaded.kwargs, **asked)
+    print(swept)
+    return 0 if swept.fitting else 1
 
 
 def _sweep(options: argparse.Namespace, report: Report) -> int:

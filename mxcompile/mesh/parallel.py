@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import OptionError, not_allowed
+from mxcompile.mesh.copied import rewrap
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.fake_copy import fake_copy
@@ -47,6 +48,7 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
     for word, way in WAYS.items():
         if word in asked:
             way(copied, mesh)
+    rewrap(copied, model)
     return copied
 
 

@@ -1,0 +1,67 @@
+"""Activations that are computed again: by wrappers of blocks, on one rank of a mesh."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import meshed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+import mxcompile
+from mxcompile.mesh import RankReport
+
+DEPTH = 5
+
+
+def wrapped(mesh: DeviceMesh) -> meshed.Made:
+    made = meshed.plain(DEPTH)
+    for index, block in enumerate(made[0].layers):
+        made[0].layers[index] = checkpoint_wrapper(block)
+    meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
+    return made
+
+
+def kept(mesh: DeviceMesh) -> meshed.Made:
+    made = meshed.plain(DEPTH)
+    meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
+    return made
+
+
+SETTINGS = {"mesh": "dp=8", "target": "b200", "links": "nvlink=900", "policy": "bf16"}
+
+
+def explained(factory: Any) -> RankReport:
+    return mxcompile.explain(factory, **SETTINGS)
+
+
+def decisions(rank: RankReport) -> Counter[Any]:
+    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision) for gemm in rank.report.gemms)
+
+
+def products(rank: RankReport) -> int:
+    assert rank.time is not None
+    works = rank.time.works[0].works
+    return sum(
+        n for side in works.values() for (kind, _), n in side.items() if kind in ("product", "attention")
+    )
+
+
+def test_wrapped_blocks_keep_less_and_compute_again():
+    """The last product of a block is not computed again: nothing reads its result."""
+    again, once = explained(wrapped), explained(kept)
+    assert again.memory.saved < 0.5 * once.memory.saved
+    assert DEPTH * 6 <= products(again) - products(once) <= DEPTH * 7
+    assert not re.search("checkpoint", str(again))
+    assert set(decisions(again)) == set(decisions(once))
+    assert Counter(again.collectives) == Counter(once.collectives)
+
+
+def test_ways_by_name_keep_the_wrappers():
+    model, args, _ = meshed.plain()
+    before = mxcompile.explain(model, *args, parallel="fsdp", **SETTINGS).memory.saved
+    for index, block in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(block)
+    assert mxcompile.explain(model, *args, parallel="fsdp", **SETTINGS).memory.saved < 0.6 * before
