@@ -1,4 +1,4 @@
-"""The tables of docs/real-models.md, from the rows that `pretrained.py` wrote last.
+"""The tables of docs/real-models.md, from the rows that `pretrained.py` and the other scripts wrote last.
 
 Usage: python benchmarks/pretrained_table.py
 """
@@ -6,6 +6,7 @@ Usage: python benchmarks/pretrained_table.py
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import common
@@ -29,6 +30,30 @@ COLUMNS = {
 """By model: the heads of the table's columns and the figures below them."""
 
 
+FINE_TUNING = {
+    "tuned": "tune",
+    "way": "way",
+    "loss before": "before",
+    "loss after": "loss",
+    "over FP32": "over_fp32",
+    "cosine, mean": "cosine",
+    "cosine, least": "cosine_least",
+    "saved, MB": "saved_mb",
+    "processor s": "processor_s",
+}
+GENERATION = {
+    "way": "run",
+    "start, s": "start_s",
+    "weights, MB": "weight_mb",
+    "peak, MB": "peak_mb",
+    "prefill of 128": "prefill_128_per_s",
+    "prefill of 512": "prefill_512_per_s",
+    "decode": "decode_per_s",
+    "over FP32": "decode_over_first",
+}
+"""The heads of the columns of the other tables, and the figures below them."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,12 +63,34 @@ def main() -> None:
 
 
 def updated(page: str) -> str:
-    """Returns the text of a page with the tables of all models."""
-    for model in COLUMNS:
-        begin, end = f"<!-- {model}: begin -->\n", f"<!-- {model}: end -->"
+    """Returns the text of a page with all tables."""
+    tables = {
+        **{model: table(model) for model in COLUMNS},
+        "fine-tuning": runs("pretrained_training", ("tune", "way"), FINE_TUNING),
+        "generation": runs("pretrained_speed", ("run",), GENERATION),
+    }
+    for name, text in tables.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
         before, _, rest = page.partition(begin)
-        page = before + begin + table(model) + end + rest.partition(end)[2]
+        page = before + begin + text + end + rest.partition(end)[2]
     return page
+
+
+def runs(benchmark: str, key: Sequence[str], columns: Mapping[str, str]) -> str:
+    """Returns the Markdown of the newest row of a benchmark for each value of `key`, by class of CPU."""
+    newest = {(row["cpu"], *(row[part] for part in key)): row for row in common.read(benchmark)}
+    lines = [f"| CPU | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for row in newest.values():
+        cells = [row["cpu"], *(_cell(name, row[name]) for name in columns.values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    """The text of a figure; losses of several seeds are a list."""
+    if isinstance(value, str):
+        return value
+    return ", ".join(f"{each:g}" for each in value) if name == "loss" else _figure(value)
 
 
 def table(model: str) -> str:
