@@ -34,6 +34,7 @@ predictions: $(VENV)/.test
 	$(BIN)/python benchmarks/predicted.py --table --write
 	$(BIN)/python benchmarks/calibration.py --write
 	$(BIN)/python benchmarks/whole_steps.py --write
+	$(BIN)/python benchmarks/mesh_runs.py --table --write
 
 # A wheel in dist/; installed into a folder of its own, it runs a command from there.
 wheel: $(VENV)/.test

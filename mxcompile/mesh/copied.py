@@ -21,7 +21,7 @@ from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import Faker
 from mxcompile.models.names import user_path
-from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
+from mxcompile.models.wrappers import STATE_HOOKS, is_distributed, is_tensor_parallel
 
 
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -> nn.Module:
@@ -46,6 +46,8 @@ def rewrap(copied: nn.Module, model: nn.Module) -> None:
             wrapped = CheckpointWrapper(owner.get_submodule(name))
             wrapped.checkpoint_impl = wrapper.checkpoint_impl
             wrapped.checkpoint_fn = wrapper.checkpoint_fn
+            for key in STATE_HOOKS:  # no two wrappers have the same ones, and equal layers are traced once
+                vars(wrapped)[key].clear()
             owner._modules[name] = wrapped
 
 

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mxcompile
 from mxcompile.mesh import RankReport
+from mxcompile.mesh.copied import rewrap
+from mxcompile.plan.repeats import fold
+from mxcompile.policy import Policy
 
 DEPTH = 5
 
@@ -57,6 +60,14 @@ def test_wrapped_blocks_keep_less_and_compute_again():
     assert not re.search("checkpoint", str(again))
     assert set(decisions(again)) == set(decisions(once))
     assert Counter(again.collectives) == Counter(once.collectives)
+
+
+def test_wrapped_blocks_are_traced_once():
+    plain, model = meshed.Llama(DEPTH), meshed.Llama(DEPTH)
+    for index, block in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(block)
+    rewrap(plain, model)
+    assert fold(plain, Policy.preset("nvidia")).standing_for == {"layers.1": ("layers.2", "layers.3")}
 
 
 def test_ways_by_name_keep_the_wrappers():

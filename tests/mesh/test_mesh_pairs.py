@@ -1,0 +1,110 @@
+"""Known models on meshes of 8 to 4,096 ranks: every decision is the whole model's, every byte adds up.
+
+FSDP2 splits the first dimension. Of 8 experts on 64 ranks 8 ranks have one each, and 64 are gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from helpers.giants import GIANTS
+from torch import nn
+
+import mxcompile
+from mxcompile.mesh import RankReport
+
+NAMED = {"policy": "nvidia", "target": "sm_100", "strict": False}
+LINKS = "nvlink=900,net=50"
+FSDP, BOTH = "fsdp", "fsdp,tp=llama"
+ALL = 126
+
+
+def qwen3_moe(layers: int) -> nn.Module:
+    config = hf.Qwen3MoeConfig(
+        vocab_size=32768,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=16,
+        num_experts_per_tok=4,
+        use_cache=False,
+    )
+    return hf.Qwen3MoeForCausalLM(config)
+
+
+def built(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    ids = torch.zeros(1, 256, dtype=torch.int64)
+    with torch.device("meta"):
+        if name == "qwen3_moe":
+            return qwen3_moe(layers), {"input_ids": ids, "labels": ids}
+        build, inputs, _, _ = GIANTS[name]
+        return build(layers), inputs
+
+
+@functools.cache
+def whole(name: str, layers: int) -> Counter[Any]:
+    model, inputs = built(name, layers)
+    return decisions(mxcompile.explain(model, **inputs, **NAMED))
+
+
+def decisions(report: mxcompile.Report) -> Counter[Any]:
+    return Counter((gemm.name, gemm.role, gemm.gemm, gemm.precision, gemm.reason) for gemm in report.gemms)
+
+
+def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:
+    model, inputs = built(name, layers)
+    rank = mxcompile.explain(model, **inputs, mesh=mesh, parallel=parallel, links=LINKS, **NAMED)
+    assert not rank.warnings
+    assert decisions(rank.report) == whole(name, layers)
+    axes = {name: int(size) for name, size in (word.split("=") for word in mesh.split(","))}
+    tp, shards = axes.get("tp", 1), axes.get("dp") or axes["dp_shard"]
+    share = sum(-(-p.shape[0] // shards) * p[0].numel() for p in model.parameters()) / tp
+    held = rank.memory.parameters - sum(buffer.nbytes for buffer in model.buffers())
+    assert held == pytest.approx(4 * share, rel=0.05)
+    gathered = [one for one in rank.collectives if one.kind == "all-gather" and one.what == "weights"]
+    forward = sum(one.num_bytes * one.ranks for one in gathered if one.phase == "forward")
+    assert forward == pytest.approx(2 * share * shards, rel=0.05)
+    assert rank.time is not None
+    assert 0 < rank.time.us.low < rank.time.us.centre < rank.time.us.high
+    return rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layers", "mesh", "parallel"),
+    [
+        ("llama", 4, "dp=8", FSDP),
+        ("llama", 4, "dp=64,tp=8", BOTH),
+        ("llama", 4, "dp=1024,tp=4", BOTH),
+        ("llama", 4, "dp_replicate=8,dp_shard=64,tp=8", BOTH),
+        ("mixtral", 4, "dp=64", FSDP),
+        ("mixtral", 4, "dp_replicate=4,dp_shard=128", FSDP),
+        ("deepseek", 4, "dp=256", FSDP),
+        ("deepseek", 4, "dp=4096", FSDP),
+        ("qwen3_moe", 4, "dp=16", FSDP),
+        ("qwen3_moe", 4, "dp_replicate=32,dp_shard=32", FSDP),
+        ("t5", 4, "dp=8", FSDP),
+        ("t5", 4, "dp=2048", FSDP),
+    ],
+)
+def test_a_model_on_a_mesh(name: str, layers: int, mesh: str, parallel: str):
+    checked(name, layers, mesh, parallel)
+
+
+@pytest.mark.slow
+def test_405b_on_a_thousand_ranks():
+    """Equal layers are folded under FSDP2 and tensor parallelism too: 126 cost what 3 cost."""
+    rank = checked("llama", ALL, "dp=128,tp=8", BOTH)
+    reduced = [one for one in rank.collectives if one.kind == "reduce-scatter" and one.axis == "dp"]
+    assert {one.name for one in reduced} == {"", *(f"model.layers.{index}" for index in range(ALL))}
+    split = {shard.name for shard in rank.shards if shard.gemm == "fprop"}
+    assert len(split) == 7 * ALL + 1
