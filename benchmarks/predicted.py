@@ -20,6 +20,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from mxcompile import Watch
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import CodegenResult, Range, Rates, Work, codegen
 from mxcompile.offline.estimate import ratio, total
@@ -62,13 +63,15 @@ class Layer(nn.Module):
         return result
 
 
-def generated(target: str, policy: str | dict[str, Any], tokens: int) -> CodegenResult:
-    """The layer's code for one target and policy."""
+def generated(
+    target: str, policy: str | dict[str, Any], tokens: int, watch: Watch | None = None
+) -> CodegenResult:
+    """The layer's code for one target and policy; of the steps that `watch` samples, if it is given."""
     with torch.device("meta"):
         layer = Layer().bfloat16()
         x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
         cos, sin = (torch.empty(1, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
-    return codegen(layer, x, cos, sin, target=target, policy=policy)
+    return codegen(layer, x, cos, sin, target=target, policy=policy, watch=watch)
 
 
 def predict(target: str, policy: str, tokens: int) -> dict[str, Any]:

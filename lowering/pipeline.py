@@ -19,7 +19,6 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import add_fallback
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import attention as attention  # registers the lowering of attention
-from mxcompile.lowering.cpu import statistics as statistics  # and the one of what a watch measures
 from mxcompile.lowering.graph.as_mx import AsMX
 from mxcompile.lowering.graph.cached_attention import CachedAttention
 from mxcompile.lowering.graph.collect import Collect
@@ -39,6 +38,7 @@ from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import casts as casts  # those of casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
+from mxcompile.lowering.inductor import statistics as statistics  # and the one of what a watch measures
 from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
 from mxcompile.lowering.targets import Target
 

@@ -150,18 +150,24 @@ def saturated(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def rounded(y, ELEM: tl.constexpr):
-    """Elements nearest to `y`, FP32, |y| ≤ max or NaN; even on ties, zeros keep their signs. FP32.
+def nearest(y, ELEM: tl.constexpr):
+    """Elements nearest to `y`, FP32, |y| ≤ max or NaN; even on ties, zeros of any sign. FP32.
 
     The FP32 adder rounds: the last place of 1.5 · 2^(e + 23 − m) is the step between elements of exponent e
     and m mantissa bits; below the smallest normal the step is that of the subnormals.
     """
     SMALLEST_NORMAL: tl.constexpr = _exponent_bits(ELEM, 0)
     UP: tl.constexpr = _magic_bits(ELEM)
-    bits = y.to(tl.int32, bitcast=True)
-    magic = (tl.maximum(bits & _INF_BITS, SMALLEST_NORMAL) + UP).to(tl.float32, bitcast=True)
-    value = ((y + magic) - magic).to(tl.int32, bitcast=True)
-    return (value | (bits & _SIGN_BIT)).to(tl.float32, bitcast=True)
+    exponent = y.to(tl.int32, bitcast=True) & _INF_BITS
+    magic = (tl.maximum(exponent, SMALLEST_NORMAL) + UP).to(tl.float32, bitcast=True)
+    return (y + magic) - magic
+
+
+@triton.jit
+def rounded(y, ELEM: tl.constexpr):
+    """`nearest`, where zeros keep their signs."""
+    value = nearest(y, ELEM).to(tl.int32, bitcast=True)
+    return (value | (y.to(tl.int32, bitcast=True) & _SIGN_BIT)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -94,6 +94,8 @@ class Driver(Rehearsal[FakeTensorMode]):
         tapped = histories.tap(gm, example_inputs, capture, policy)
         capture = dataclasses.replace(capture, device=DEVICE)
         compilation = self.compilation(capture, gm, tapped=histories.needed(policy))
+        if self.options.watch is not None:
+            compilation = compilation.measuring(self.options.watch)
         graph, inputs = gm, list(example_inputs)
         if tapped is not None:
             with self.mode:

@@ -40,6 +40,7 @@ from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.ops import CASTS
 from mxcompile.policy import Policy
 from mxcompile.report import Report
+from mxcompile.watch import Watch
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
 _CASTS = frozenset(str(cast) for cast in CASTS)
@@ -60,6 +61,7 @@ def codegen(
     policy: Policy | str | dict[str, Any] | None = None,
     rates: str | Path | None = None,
     attention: str = "auto",
+    watch: Watch | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> CodegenResult:
@@ -70,19 +72,19 @@ def codegen(
     `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
     forward and backward, else forward only. policy: as the backend's option. rates: a file of measured rates,
     which replace those of the table (see `rates`). attention: the backend of attentions without a mask,
-    "cudnn" or "flash"; "auto" is PyTorch's choice.
+    "cudnn" or "flash"; "auto" is PyTorch's choice. watch: gives the code of the steps that it samples.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
     """
-    given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy}
+    given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy, "watch": watch}
     named = keywords("codegen", model, inputs, kwargs, given)
     target = check(target)
     chip = TARGETS.get(target)
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
-    options = Options.parse(None, {"policy": policy, "target": target})
+    options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.of(chip, rates)
     driver = Driver(model, options, training, attention_backend(chip, attention))
     driver.call(args, named)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from mxcompile import ops
-from mxcompile.lowering.cpu import statistics as statistics  # registers the lowering
+from mxcompile.lowering.inductor import statistics as statistics  # registers the lowering
 from mxcompile.ops.watch import FIELDS, LENGTH
 
 FORMATS = ("e4m3 1x32 rceil", "e4m3 32x32 floor", "e5m2 1x32 even", "e5m2 32x32 ceil")

@@ -1,0 +1,54 @@
+"""Inductor lowering of ``mx.cast_statistics``: a kernel that reads a tensor once.
+
+    MXFP8 of BF16 and FP32 on CPUs                 ``lowering.cpu.statistics``
+    MXFP8 of BF16, FP16 and FP32 on GPUs           ``lowering.templates.statistics``
+    other formats and dtypes, given scales         the operator's own definition
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+
+from mxcompile import ops
+from mxcompile.formats import ELEM_TYPES, MAX, Format, ScaleType, Tile
+from mxcompile.lowering import optional
+from mxcompile.lowering.cpu import statistics as cpp
+
+_AS_IT_IS = fallback_handler(ops.cast_statistics, add_to_fallback_set=False)
+_FULL = lowerings[torch.ops.aten.full.default]
+
+
+@register_lowering(ops.cast_statistics, type_promotion_kind=None)
+def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *given: Any) -> Any:
+    """Statistics, FP64, and a part of the cast, FP32. given: seed, stream and scale."""
+    form, rank = Format.of(fmt) if fmt else None, len(x.get_size())
+    results = None
+    if form is not None and _is_mxfp8(form) and not any(given) and (form.tile == Tile.ROW or rank > 1):
+        results = _measured(x, block_dim, form, keep)
+    if results is None:
+        return _AS_IT_IS(x, block_dim, fmt, keep, *given)
+    numbers, kept = results
+    if kept is None:
+        kept = _FULL([0], 0.0, dtype=torch.float32, device=x.get_device_or_error())
+    return numbers, kept
+
+
+def _is_mxfp8(form: Format) -> bool:
+    plain = form.elem in ELEM_TYPES.values() and form.amax == MAX and not form.stochastic
+    return plain and form.scale is ScaleType.E8M0 and form.tile in (Tile.ROW, Tile.SQUARE)
+
+
+def _measured(
+    x: ir.TensorBox, block_dim: int, form: Format, keep: int
+) -> tuple[ir.TensorBox, ir.TensorBox | None] | None:
+    if x.get_device_or_error().type == "cpu":
+        return cpp.cast_statistics(x, block_dim, form, keep)
+    if x.get_device_or_error().type != "cuda" or optional.obstacle("templates.statistics"):
+        return None
+    from mxcompile.lowering.templates.statistics import cast_statistics
+
+    return cast_statistics(x, block_dim, form, keep)

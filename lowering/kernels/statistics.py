@@ -1,0 +1,162 @@
+"""What a cast to MXFP8 loses, of one tile: the Triton device function that its template calls.
+
+    x [TILE_M, TILE_N]  →  scale bytes [TILE_M / HEIGHT, TILE_N / WIDTH], a row of FP64: fields, count of each byte
+
+The fields are those of ``mxcompile.ops.watch``, in their order, the smallest value negative. HEIGHT, WIDTH: of a block that shares a scale,
+each 1 or 32. A value counts as cut, lost or poisoned as the reference counts it. Sums of squares are FP32 in a
+tile, in units of its largest scale, and FP64 over tiles: right to about 2^−20. What is below 2^−63 such units
+counts as 0 in them.
+
+A tile with NaN or Inf, or with a cast beyond FP32, is measured by a function that is not inlined. So all
+other tiles take half of the instructions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxcompile import formats
+from mxcompile.lowering.kernels import tiles
+
+NUM_BYTES = tl.constexpr(256)
+NUM_FIELDS = tl.constexpr(11)
+_NAN_BYTE = tl.constexpr(formats.SCALE_NAN)
+_INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.constexpr_function
+def _overflowing_byte(elem):
+    """The largest byte of finite values: under it, elements from 2^emax on are beyond FP32."""
+    return 255 - formats.ELEM_TYPES[elem].emax
+
+
+@triton.constexpr_function
+def _overflowing_element(elem):
+    return 2.0 ** formats.ELEM_TYPES[elem].emax
+
+
+@triton.constexpr_function
+def _largest(elem):
+    return formats.ELEM_TYPES[elem].max
+
+
+@triton.jit
+def _load(
+    x_ptr, first_m, first_n, M, N, stride_m, stride_n,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The tile as [blocks down, HEIGHT, blocks across, WIDTH], FP32, 0 outside; and what lies inside."""
+    rm = (first_m + tl.arange(0, TILE_M))[:, None]
+    rn = (first_n + tl.arange(0, TILE_N))[None, :]
+    inside = (rm < M) & (rn < N)
+    x = tl.load(x_ptr + rm.to(tl.int64) * stride_m + rn.to(tl.int64) * stride_n, mask=inside, other=0.0)
+    DOWN: tl.constexpr = TILE_M // HEIGHT
+    ACROSS: tl.constexpr = TILE_N // WIDTH
+    blocks = tl.reshape(x.to(tl.float32), (DOWN, HEIGHT, ACROSS, WIDTH))
+    return blocks, tl.reshape(inside, (DOWN, HEIGHT, ACROSS, WIDTH))
+
+
+@triton.jit
+def _largest_bits(x):
+    """Magnitude bits of the largest value of each block [blocks down, blocks across]."""
+    return tl.max(tl.max(tiles.magnitude_bits(x), axis=3), axis=1)
+
+
+@triton.jit
+def _store_fields(
+    row_ptr, x, inside, byte, amax_bits, elements,
+    ELEM: tl.constexpr, ROUNDING: tl.constexpr, CLEAN: tl.constexpr,
+):  # fmt: skip
+    """Store the fields of a tile. CLEAN: values and casts are finite; `inside` is not read then."""
+    bits = tiles.magnitude_bits(x)
+    scaled = x * tiles.inverse_scale(byte)[:, None, :, None]
+    element = tiles.nearest(tiles.saturated(scaled, ELEM, ROUNDING), ELEM)
+    lost = element == 0
+    cut = tl.abs(scaled) > _largest(ELEM)
+    nan, inf, poisoned = 0, 0, 0
+    known_bits = amax_bits
+    if not CLEAN:
+        cap = tl.where(byte == _overflowing_byte(ELEM), _overflowing_element(ELEM), float("inf"))
+        exact = tl.abs(element) < tl.where(byte == _NAN_BYTE, 0.0, cap)[:, None, :, None]
+        nan = tl.sum((bits > _INF_BITS).to(tl.int32))
+        inf = tl.sum((bits == _INF_BITS).to(tl.int32))
+        poisoned = elements - nan - inf - tl.sum((exact & inside).to(tl.int32))
+        bits = tl.where(bits < _INF_BITS, bits, 0)
+        amax_bits = tl.max(bits)
+        known_bits = tl.max(tl.where(exact, bits, 0))
+        lost = lost & (bits != 0)
+        cut = cut & exact
+        x, element = tl.where(exact, x, 0.0), tl.where(exact, element, 0.0)
+    unit = tiles.scale_byte(known_bits, ELEM, ROUNDING)
+    in_units = tiles.inverse_scale(unit)
+    back = tiles.scale_value(byte) * in_units
+    if not CLEAN:
+        back = tl.where(back < float("inf"), back, 0.0)  # of blocks whose elements are all 0 now
+    known = x * in_units
+    noise = element * back[:, None, :, None] - known
+    square = tiles.scale_value(unit).to(tl.float64)
+    square *= square
+    below = (bits - 1).to(tl.uint32, bitcast=True)  # the largest number for 0, the only one with its first bit
+    zeros = tl.sum((below >> 31).to(tl.int32))
+    underflow = tl.sum(lost.to(tl.int32))
+    if CLEAN:
+        underflow -= zeros
+    least = tl.min(below).to(tl.int32, bitcast=True) + 1
+    smallest = tl.where(least == 0, _INF_BITS, least).to(tl.float32, bitcast=True)
+    tl.store(row_ptr, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(row_ptr + 1, -smallest.to(tl.float64))
+    tl.store(row_ptr + 2, elements.to(tl.float64))
+    tl.store(row_ptr + 3, (0 - zeros + bits.numel).to(tl.float64))
+    tl.store(row_ptr + 4, underflow.to(tl.float64))
+    if ROUNDING == "floor" or ROUNDING == "even":  # the others choose scales that cut nothing
+        tl.store(row_ptr + 5, tl.sum(cut.to(tl.int32)).to(tl.float64))
+    else:
+        tl.store(row_ptr + 5, 0.0)
+    tl.store(row_ptr + 6, nan * 1.0)
+    tl.store(row_ptr + 7, inf * 1.0)
+    tl.store(row_ptr + 8, poisoned * 1.0)
+    tl.store(row_ptr + 9, tl.sum(known * known).to(tl.float64) * square)
+    tl.store(row_ptr + 10, tl.sum(noise * noise).to(tl.float64) * square)
+
+
+@triton.jit(noinline=True)
+def _store_fields_of_any(
+    row_ptr, x_ptr, first_m, first_n, M, N, stride_m, stride_n, elements,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ELEM: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Store the fields of the tile at (`first_m`, `first_n`), which may hold anything."""
+    x, inside = _load(x_ptr, first_m, first_n, M, N, stride_m, stride_n, TILE_M, TILE_N, HEIGHT, WIDTH)
+    byte = tiles.scale_byte(_largest_bits(x), ELEM, ROUNDING)
+    _store_fields(row_ptr, x, inside, byte, 0, elements, ELEM, ROUNDING, False)
+
+
+@triton.jit
+def measure(
+    row_ptr, x_ptr, first_m, first_n, M, N, stride_m, stride_n,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ELEM: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Store the row of the tile of `x_ptr` [M, N] at (`first_m`, `first_n`), FP64.
+
+    Returns its scale bytes, uint8 [TILE_M / HEIGHT, TILE_N / WIDTH], and which of them are of the matrix.
+    """
+    x, inside = _load(x_ptr, first_m, first_n, M, N, stride_m, stride_n, TILE_M, TILE_N, HEIGHT, WIDTH)
+    largest = _largest_bits(x)
+    byte = tiles.scale_byte(largest, ELEM, ROUNDING)
+    down = first_m + tl.arange(0, TILE_M // HEIGHT)[:, None] * HEIGHT
+    across = first_n + tl.arange(0, TILE_N // WIDTH)[None, :] * WIDTH
+    real = (down < M) & (across < N)
+    counts = tl.histogram(tl.ravel(byte), NUM_BYTES, mask=tl.ravel(real))
+    tl.store(row_ptr + NUM_FIELDS + tl.arange(0, NUM_BYTES), counts.to(tl.float64))
+    elements = tl.minimum(M - first_m, TILE_M) * tl.minimum(N - first_n, TILE_N)
+    if tl.max(byte) < _overflowing_byte(ELEM):
+        amax_bits = tl.max(largest)
+        _store_fields(row_ptr, x, inside, byte, amax_bits, elements, ELEM, ROUNDING, True)
+    else:
+        _store_fields_of_any(
+            row_ptr, x_ptr, first_m, first_n, M, N, stride_m, stride_n, elements,
+            TILE_M, TILE_N, HEIGHT, WIDTH, ELEM, ROUNDING,
+        )  # fmt: skip
+    return byte.to(tl.uint8), real
