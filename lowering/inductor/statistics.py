@@ -1,8 +1,8 @@
 """Inductor lowering of ``mx.cast_statistics``: a kernel that reads a tensor once.
 
-    MXFP8 of BF16 and FP32 on CPUs                 ``lowering.cpu.statistics``
-    MXFP8 of BF16, FP16 and FP32 on GPUs           ``lowering.templates.statistics``
-    other formats and dtypes, given scales         the operator's own definition
+MXFP8 of BF16 and FP32 on CPUs                 ``lowering.cpu.statistics``
+MXFP8 of BF16, FP16 and FP32 on GPUs           ``lowering.templates.statistics``
+other formats and dtypes, given scales         the operator's own definition
 """
 
 from __future__ import annotations

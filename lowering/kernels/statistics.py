@@ -1,11 +1,11 @@
 """What a cast to MXFP8 loses, of one tile: the Triton device function that its template calls.
 
-    x [TILE_M, TILE_N]  →  scale bytes [TILE_M / HEIGHT, TILE_N / WIDTH], a row of FP64: fields, count of each byte
+    x [TILE_M, TILE_N]  →  scale bytes [TILE_M / HEIGHT, TILE_N / WIDTH]
+                           a row of FP64: the fields of ``mxcompile.ops.watch``, and a count of each byte
 
-The fields are those of ``mxcompile.ops.watch``, in their order, the smallest value negative. HEIGHT, WIDTH: of a block that shares a scale,
-each 1 or 32. A value counts as cut, lost or poisoned as the reference counts it. Sums of squares are FP32 in a
-tile, in units of its largest scale, and FP64 over tiles: right to about 2^−20. What is below 2^−63 such units
-counts as 0 in them.
+HEIGHT, WIDTH: of a block that shares a scale, each 1 or 32. The smallest value is negative in a row. A value
+counts as cut, lost or poisoned as the reference counts it. Sums of squares are FP32 in a tile, in units of
+its largest scale, and FP64 over tiles: right to about 2^−20. What is below 2^−63 such units counts as 0.
 
 A tile with NaN or Inf, or with a cast beyond FP32, is measured by a function that is not inlined. So all
 other tiles take half of the instructions.
@@ -64,17 +64,19 @@ def _largest_bits(x):
 
 
 @triton.jit
-def _store_fields(
-    row_ptr, x, inside, byte, amax_bits, elements,
+def _fields(
+    x, inside, byte, amax_bits, elements,
     ELEM: tl.constexpr, ROUNDING: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Store the fields of a tile. CLEAN: values and casts are finite; `inside` is not read then."""
+    """The fields of a tile but for `elements`, scalars. CLEAN: values and casts are finite.
+
+    `inside` is only read of others, and `amax_bits`, magnitude bits of the largest value, only of clean ones.
+    """
     bits = tiles.magnitude_bits(x)
     scaled = x * tiles.inverse_scale(byte)[:, None, :, None]
     element = tiles.nearest(tiles.saturated(scaled, ELEM, ROUNDING), ELEM)
     lost = element == 0
     cut = tl.abs(scaled) > _largest(ELEM)
-    nan, inf, poisoned = 0, 0, 0
     known_bits = amax_bits
     if not CLEAN:
         cap = tl.where(byte == _overflowing_byte(ELEM), _overflowing_element(ELEM), float("inf"))
@@ -95,29 +97,35 @@ def _store_fields(
         back = tl.where(back < float("inf"), back, 0.0)  # of blocks whose elements are all 0 now
     known = x * in_units
     noise = element * back[:, None, :, None] - known
-    square = tiles.scale_value(unit).to(tl.float64)
-    square *= square
-    below = (bits - 1).to(tl.uint32, bitcast=True)  # the largest number for 0, the only one with its first bit
+    below = (bits - 1).to(tl.uint32, bitcast=True)  # of 0 the largest, and the only one with bit 31
     zeros = tl.sum((below >> 31).to(tl.int32))
     underflow = tl.sum(lost.to(tl.int32))
+    saturated = zeros * 0
+    if ROUNDING == "floor" or ROUNDING == "even":  # the others choose scales that cut nothing
+        saturated = tl.sum(cut.to(tl.int32))
     if CLEAN:
         underflow -= zeros
+        nan, inf, poisoned = zeros * 0, zeros * 0, zeros * 0
     least = tl.min(below).to(tl.int32, bitcast=True) + 1
+    amax = amax_bits.to(tl.float32, bitcast=True)
     smallest = tl.where(least == 0, _INF_BITS, least).to(tl.float32, bitcast=True)
-    tl.store(row_ptr, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
+    square = tiles.scale_value(unit).to(tl.float64)
+    square *= square
+    signal, lost_signal = tl.sum(known * known).to(tl.float64), tl.sum(noise * noise).to(tl.float64)
+    nonzero = 0 - zeros + bits.numel
+    counts = nonzero, underflow, saturated, nan, inf, poisoned
+    return amax, smallest, counts, signal * square, lost_signal * square
+
+
+@triton.jit
+def _store_fields(row_ptr, elements, amax, smallest, counts, signal, noise):
+    tl.store(row_ptr, amax.to(tl.float64))
     tl.store(row_ptr + 1, -smallest.to(tl.float64))
     tl.store(row_ptr + 2, elements.to(tl.float64))
-    tl.store(row_ptr + 3, (0 - zeros + bits.numel).to(tl.float64))
-    tl.store(row_ptr + 4, underflow.to(tl.float64))
-    if ROUNDING == "floor" or ROUNDING == "even":  # the others choose scales that cut nothing
-        tl.store(row_ptr + 5, tl.sum(cut.to(tl.int32)).to(tl.float64))
-    else:
-        tl.store(row_ptr + 5, 0.0)
-    tl.store(row_ptr + 6, nan * 1.0)
-    tl.store(row_ptr + 7, inf * 1.0)
-    tl.store(row_ptr + 8, poisoned * 1.0)
-    tl.store(row_ptr + 9, tl.sum(known * known).to(tl.float64) * square)
-    tl.store(row_ptr + 10, tl.sum(noise * noise).to(tl.float64) * square)
+    for place in tl.static_range(len(counts)):
+        tl.store(row_ptr + 3 + place, counts[place].to(tl.float64))
+    tl.store(row_ptr + 9, signal)
+    tl.store(row_ptr + 10, noise)
 
 
 @triton.jit(noinline=True)
@@ -126,10 +134,29 @@ def _store_fields_of_any(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     ELEM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Store the fields of the tile at (`first_m`, `first_n`), which may hold anything."""
-    x, inside = _load(x_ptr, first_m, first_n, M, N, stride_m, stride_n, TILE_M, TILE_N, HEIGHT, WIDTH)
-    byte = tiles.scale_byte(_largest_bits(x), ELEM, ROUNDING)
-    _store_fields(row_ptr, x, inside, byte, 0, elements, ELEM, ROUNDING, False)
+    """Store the fields of the tile at (`first_m`, `first_n`), which may hold anything, part by part."""
+    PART: tl.constexpr = 64
+    amax, smallest = tl.full((), 0.0, tl.float32), tl.full((), float("inf"), tl.float32)
+    signal, noise = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    none = tl.full((), 0, tl.int32)
+    nonzero, underflow, saturated, nan, inf, poisoned = none, none, none, none, none, none
+    for start in range(0, TILE_N, PART):
+        first = first_n + start
+        x, inside = _load(x_ptr, first_m, first, M, N, stride_m, stride_n, TILE_M, PART, HEIGHT, WIDTH)
+        byte = tiles.scale_byte(_largest_bits(x), ELEM, ROUNDING)
+        part = tl.minimum(M - first_m, TILE_M) * tl.maximum(tl.minimum(N - first, PART), 0)
+        most, least, counts, known, lost = _fields(x, inside, byte, none, part, ELEM, ROUNDING, False)
+        amax, smallest = tl.maximum(amax, most), tl.minimum(smallest, least)
+        nonzero += counts[0]
+        underflow += counts[1]
+        saturated += counts[2]
+        nan += counts[3]
+        inf += counts[4]
+        poisoned += counts[5]
+        signal += known
+        noise += lost
+    whole = nonzero, underflow, saturated, nan, inf, poisoned
+    _store_fields(row_ptr, elements, amax, smallest, whole, signal, noise)
 
 
 @triton.jit
@@ -148,12 +175,14 @@ def measure(
     down = first_m + tl.arange(0, TILE_M // HEIGHT)[:, None] * HEIGHT
     across = first_n + tl.arange(0, TILE_N // WIDTH)[None, :] * WIDTH
     real = (down < M) & (across < N)
-    counts = tl.histogram(tl.ravel(byte), NUM_BYTES, mask=tl.ravel(real))
-    tl.store(row_ptr + NUM_FIELDS + tl.arange(0, NUM_BYTES), counts.to(tl.float64))
+    of_bytes = tl.histogram(tl.ravel(byte), NUM_BYTES, mask=tl.ravel(real))
+    tl.store(row_ptr + NUM_FIELDS + tl.arange(0, NUM_BYTES), of_bytes.to(tl.float64))
     elements = tl.minimum(M - first_m, TILE_M) * tl.minimum(N - first_n, TILE_N)
     if tl.max(byte) < _overflowing_byte(ELEM):
-        amax_bits = tl.max(largest)
-        _store_fields(row_ptr, x, inside, byte, amax_bits, elements, ELEM, ROUNDING, True)
+        amax, smallest, counts, signal, noise = _fields(
+            x, inside, byte, tl.max(largest), elements, ELEM, ROUNDING, True
+        )
+        _store_fields(row_ptr, elements, amax, smallest, counts, signal, noise)
     else:
         _store_fields_of_any(
             row_ptr, x_ptr, first_m, first_n, M, N, stride_m, stride_n, elements,

@@ -1,4 +1,4 @@
-"""The generated statistics of a cast, against the operator's definition: equal counts, sums to FP32's rounding."""
+"""The generated statistics of a cast: counts equal those of the operator, sums to the rounding of FP32."""
 
 from __future__ import annotations
 
