@@ -265,3 +265,10 @@ def test_the_shares_of_layers():
     shares = re.search(r"Gemma's (\d+) layers has ([\d.]+) of the whole .*? add up to ([\d.]+) of it", page)
     assert shares is not None
     same(shares.groups(), [row[key] for key in ("layers", "largest_of_whole", "sum_of_whole")])
+
+
+def test_a_sampled_step_on_a_gpu():
+    row = json.loads((ROOT / "benchmarks/results/predicted_watch.jsonl").read_text().splitlines()[-1])
+    page = (ROOT / "docs/watch.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"estimated\s+at (\S+) \((\S+)–(\S+)\) times a plain one", page)
+    same(shown, [row["ratio"], row["ratio_low"], row["ratio_high"]])

@@ -26,8 +26,8 @@ _FULL = lowerings[torch.ops.aten.full.default]
 def lower_cast_statistics(x: ir.TensorBox, block_dim: int, fmt: str, keep: int, *given: Any) -> Any:
     """Statistics, FP64, and a part of the cast, FP32. given: seed, stream and scale."""
     form, rank = Format.of(fmt) if fmt else None, len(x.get_size())
-    results = None
-    if form is not None and _is_mxfp8(form) and not any(given) and (form.tile == Tile.ROW or rank > 1):
+    results, is_of_matrices = None, rank > 1 and block_dim % rank >= rank - 2
+    if form and _is_mxfp8(form) and not any(given) and (form.tile == Tile.ROW or is_of_matrices):
         results = _measured(x, block_dim, form, keep)
     if results is None:
         return _AS_IT_IS(x, block_dim, fmt, keep, *given)

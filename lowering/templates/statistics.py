@@ -4,8 +4,8 @@
     rows     →  statistics                                        Inductor's reduction over the tiles
     x, bytes →  the kept part of the cast                         the values at its places
 
-The matrices of a batch have tiles of their own. Scales of E8M0 and values of BF16, FP16 and FP32; all else is
-measured as the operator is defined.
+The matrices of a batch have tiles of their own. For scales of E8M0, values of BF16, FP16 and FP32, and fixed
+sizes; all else is measured as the operator is defined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.utils import sympy_product
-from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, ModularIndexing
 
@@ -70,7 +69,7 @@ _SUM = lowerings[torch.ops.aten.sum.dim_IntList]
 _TILE = TileConfig(block_m=32, block_n=256, num_warps=4)
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _MOST_MATRICES = 65535  # of a grid's third dimension
-_BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # negative in rows, so that both are maxima
+_BIGGEST = FIELDS.index("amax"), FIELDS.index("smallest")  # the latter negative in rows: both are maxima
 
 
 def cast_statistics(
@@ -81,11 +80,11 @@ def cast_statistics(
     Returns None if the template is not for this tensor.
     """
     shape = list(x.get_size())
-    known = V.graph.sizevars.statically_known_geq
-    if x.get_dtype() not in _DTYPES or not shape or not all(known(size, 1) for size in shape):
+    fixed = all(isinstance(size, int | sympy.Integer) and size > 0 for size in shape)
+    if x.get_dtype() not in _DTYPES or not shape or not fixed:
         return None
     matrices = _matrices(shape, block_dim % len(shape), form.tile)
-    if not V.graph.sizevars.statically_known_leq(matrices[0], _MOST_MATRICES):
+    if matrices[0] > _MOST_MATRICES:
         return None
     cast = _Cast(realize_inputs(_VIEW(x, matrices)), form, rowwise=block_dim % len(shape) == len(shape) - 1)
     numbers, byte = cast.measured()
