@@ -1,4 +1,4 @@
-"""What a cast to MXFP8 loses, of one tile: the Triton device function that its template calls.
+"""Statistics of a cast to MXFP8, of one tile: the Triton device function that its template calls.
 
     x [TILE_M, TILE_N]  →  scale bytes [TILE_M / HEIGHT, TILE_N / WIDTH]
                            a row of FP64: the fields of ``mxcompile.ops.watch``, and a count of each byte
