@@ -47,6 +47,7 @@ def main() -> None:
                 layer.outliers[::32] = 1e6 if step >= FAULT else 0.0
         loss = compiled(batch())
         loss.backward()
+        watch.loss(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

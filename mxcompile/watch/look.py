@@ -39,11 +39,16 @@ _DATA = "/*data*/null"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """A file of samples. samples: by step, the rows of operands; of a step that comes twice, the last."""
+    """A file of samples.
+
+    samples: by step, the rows of operands; of a step that comes twice, the last. losses: by step, where
+    noted.
+    """
 
     path: Path
     about: Record
     samples: dict[int, dict[Key, Row]]
+    losses: dict[int, float | None]
     findings: tuple[Record, ...]
 
     @classmethod
@@ -51,6 +56,7 @@ class Look:
         """The records in the file at `path`. Raises `OptionError` if it has none or cannot be read."""
         about: Record = {}
         samples: dict[int, dict[Key, Row]] = {}
+        losses: dict[int, float | None] = {}
         findings: list[Record] = []
         try:
             for record in read(path):
@@ -58,6 +64,7 @@ class Look:
                     about = record
                 elif record.get("kind") == "sample":
                     samples[record["step"]] = {_key(row): row for row in record["rows"]}
+                    losses |= {record["step"]: record["loss"]} if "loss" in record else {}
                 elif record.get("kind") == "nonfinite":
                     findings.append(record)
         except OSError as error:
@@ -66,7 +73,8 @@ class Look:
             raise OptionError(
                 f"samples {str(path)!r}: the file has no sample; Watch({str(path)!r}) writes them"
             )
-        return cls(path=path, about=about, samples=dict(sorted(samples.items())), findings=tuple(findings))
+        ordered = dict(sorted(samples.items()))
+        return cls(path=path, about=about, samples=ordered, losses=losses, findings=tuple(findings))
 
     def worst(self, limit: int) -> list[tuple[Key, Row]]:
         """The worst `limit` operands of the last sample."""
@@ -99,6 +107,7 @@ class Look:
             "steps": [*self.samples],
             "operands": keys,
             "numbers": numbers,
+            "losses": [_rounded(self.losses.get(step)) for step in self.samples] if self.losses else [],
             "findings": self.findings,
         }
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
 from mxcompile.passes.watch import OPERANDS, Reader
@@ -89,6 +90,7 @@ class Watch:
         self._fallbacks = Fallbacks(self._place("bf16", "policy", policy, ".policy.yaml"))
         self._dumps = Dumps(self._place("dump", "dump", dump, ".dump"))
         self._actions = Actions(self._rules, self._fallbacks, self._dumps, self._tell, self._recorder.warn)
+        self._losses: dict[int, list[float]] = {}
         self._about: Record = {}
         self._is_begun = False
         self._recorder.steps.listen()
@@ -104,6 +106,16 @@ class Watch:
     def step(self) -> None:
         """End a step: for training loops without an optimizer of ``torch.optim``."""
         self._recorder.steps.end()
+
+    def loss(self, value: float | Tensor) -> None:
+        """Note the loss of the current step, for its sample. Call it before the optimizer steps.
+
+        value: a number, or a tensor of one element, which is read in sampled steps only. Of several calls in
+        a step, such as those of micro-batches, the mean counts; of many ranks that of the first.
+        """
+        if self._is_sampled(self.current_step) and not rank():
+            number = float(value.detach() if isinstance(value, Tensor) else value)
+            self._losses.setdefault(self.current_step, []).append(number)
 
     def resume(self, step: int) -> None:
         """Give the next step the number `step`."""
@@ -194,7 +206,10 @@ class Watch:
             self._is_begun = True
             self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
-        self._send(_record("sample", step=step, ranks=ranks, rows=rows))
+        losses = self._losses.pop(step, [])
+        mean = sum(losses) / len(losses) if losses else math.nan
+        noted = {"loss": mean if math.isfinite(mean) else None} if losses else {}
+        self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
 
     def _tell(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))

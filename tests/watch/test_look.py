@@ -79,6 +79,14 @@ def test_the_page_holds_all_numbers(file: Path, tmp_path: Path):
     assert found["numbers"]["underflow"][place] == [0.0, 0.1, 0.2]
 
 
+def test_the_page_has_losses_where_they_were_noted(tmp_path: Path):
+    write = JsonLines(tmp_path / "run.jsonl")
+    for step, noted in ((0, {"loss": 2.5}), (10, {}), (20, {"loss": None})):
+        write({"schema": SCHEMA, "kind": "sample", "step": step, **noted, "rows": [row("a", "x", 0.02)]})
+    (data,) = re.findall(r"^const data = (.*);$", Look.load(write.path).page(), re.MULTILINE)
+    assert json.loads(data)["losses"] == [2.5, None, None]
+
+
 @pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1, "kind": "run"}\n'])
 def test_a_file_without_samples(text: str, tmp_path: Path):
     (tmp_path / "run.jsonl").write_text(text, encoding="utf-8")

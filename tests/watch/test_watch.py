@@ -179,6 +179,26 @@ def test_calls_without_gradients_are_not_watched(tmp_path: Path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
+def test_losses_are_in_samples(tmp_path: Path):
+    """The mean of a step's micro-batches; null if it is not finite."""
+    model, watch = Model(), Watch(tmp_path / "run.jsonl", every=2)
+    compiled = torch.compile(model, backend=EagerBackend(root=model, watch=watch))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for values in ((1.0, 2.0), (5.0,), (float("inf"),), (), ()):
+        loss = compiled(batch(0)).square().mean()
+        loss.backward()
+        for value in values:
+            watch.loss(loss * 0 + value if value == 1.0 else value)
+        optimizer.step()
+    watch.close()
+    records = [record for record in read(tmp_path / "run.jsonl") if record["kind"] == "sample"]
+    assert [(record["step"], record.get("loss", "none")) for record in records] == [
+        (0, 1.5),
+        (2, None),
+        (4, "none"),
+    ]
+
+
 def test_optimizers_of_other_models_end_no_step(tmp_path: Path):
     model, other, watch = Model(), nn.Linear(3, 3), Watch(tmp_path / "run.jsonl", every=1)
     mine, others = (torch.optim.SGD(each.parameters(), lr=0.0) for each in (model, other))
