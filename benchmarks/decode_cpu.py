@@ -1,4 +1,4 @@
-"""Decode and prefill of one linear layer on this machine: stored MXFP8 weights and others' forms of them.
+"""Decode and prefill of one linear layer on this machine: stored weights and others' forms of them.
 
 Rows of BF16 activations times a weight, larger than the last-level cache by default. What counts is the
 faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
@@ -8,14 +8,16 @@ is a pause in which the threads of the one before fall asleep.
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
     bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
-    mxcompile mxfp8          in BF16 with the weight stored, under backend="mxfp8"
+    mxcompile mxfp8, mxfp4   in BF16 with the weight stored, under backend="mxfp8"
     torchao int8             int8 weight-only, compiled
-    llama.cpp q8_0           where --llama names the program made of llama_cpp.cpp; FP32 activations
+    llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
+                             repack the weight lies in the order that llama.cpp gives it when it loads a model
 
 Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one that counts short.
 `plot_serving.py` draws what was written last.
 
 Usage: python benchmarks/decode_cpu.py [--repeats 30] [--rows 1 512] [--shapes 14336x4096 …] [--llama PROGRAM]
+           [--llama-types q8_0 q4_0 "q4_0 repack" mxfp4] [--only mxcompile …]
 """
 
 from __future__ import annotations
@@ -31,42 +33,45 @@ from typing import Any
 import common
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from mxcompile import ops
+import mxcompile
 from mxcompile.lowering.cpu.features import features
 
 SHAPES = ("14336x4096", "4096x14336", "8192x8192")
 ROWS = (1, 2, 4, 8, 16, 512)
 PAUSE_S = 0.02
-LLAMA = "llama.cpp q8_0"
+LLAMA = "llama.cpp "
+LLAMA_TYPES = ("q8_0", "q4_0", "q4_0 repack", "mxfp4")
 BASELINES = ("bf16 inductor", "fp32 inductor")
-BYTES = {"bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "int8": 1.0, "q8_0": 34 / 32}
+BYTES = {
+    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32, "int8": 1.0, "q8_0": 34 / 32,
+    "q4_0": 18 / 32,
+}  # fmt: skip
 """Of a weight, for each value; int8 has a scale for each row beside."""
 
+STORED = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}
+PEERS = {
+    "bf16 inductor": "bf16", "fp32 inductor": "fp32", "mxcompile mxfp8": "mxfp8",
+    "llama.cpp q8_0": "llama", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0 repack": "q4_0_repack",
+}  # fmt: skip
+"""What the times of each way are compared with, and the word for it in a row."""
 
-class Stored(nn.Module):
-    """A linear layer of a weight stored in MXFP8."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        qdata, scale = ops.quantize(weight, -1, torch.float8_e4m3fn, "rceil")
-        self.register_buffer("qdata", qdata)
-        self.register_buffer("scale", scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product with the weight's values."""
-        return F.linear(x, ops.dequantize(self.qdata, self.scale, -1, x.dtype))
+def _stored(weight: Tensor, elem: torch.dtype) -> nn.Module:
+    """A linear layer of `weight`, stored."""
+    linear = _dense(weight)
+    linear.weight = nn.Parameter(mxcompile.quantize(weight, elem_dtype=elem), requires_grad=False)
+    return linear
 
 
 class LlamaCpp:
-    """The program of ``llama_cpp.cpp`` for one product; called, it gives the ms of one."""
+    """The program of ``llama_cpp.cpp`` for one product of a type; called, it gives the ms of one."""
 
-    def __init__(self, program: str, n: int, k: int, m: int) -> None:
+    def __init__(self, program: str, n: int, k: int, m: int, kind: str) -> None:
         sizes = map(str, (n, k, m, torch.get_num_threads()))
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen([program, *sizes], stdin=pipe, stdout=pipe, text=True)
+        self._process = subprocess.Popen([program, *sizes, *kind.split()], stdin=pipe, stdout=pipe, text=True)
         self._line()
 
     def __call__(self) -> float:
@@ -98,16 +103,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help="of the weight: N x K")
     parser.add_argument("--no-torchao", action="store_true")
-    parser.add_argument("--llama", help="program that times llama.cpp's Q8_0")
+    parser.add_argument("--llama", help="program that times llama.cpp's products")
+    parser.add_argument("--llama-types", nargs="*", default=list(LLAMA_TYPES))
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of the names of ways; default all")
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
     print(f"class of CPU: {features().name}")
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
         made = layers(shape, with_torchao=not options.no_torchao)
+        made = {name: made[name] for name in made if not options.only or name.startswith((*options.only,))}
         for m in options.rows:
             repeats = options.repeats if m <= 16 else max(1, options.repeats // 3)
-            rows += measure(shape, made, m, repeats, options.llama)
+            llama = {kind: (options.llama, kind) for kind in options.llama_types if options.llama}
+            rows += measure(shape, made, m, repeats, llama)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
     if not options.dry:
         common.write("decode_cpu", rows)
@@ -123,7 +132,12 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
         BASELINES[0]: torch.compile(_dense(weight), dynamic=False),
         BASELINES[1]: torch.compile(_dense(weight.float()), dynamic=False),
         "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
-        "mxcompile mxfp8": torch.compile(Stored(weight), backend="mxfp8", dynamic=False),
+        **{
+            f"mxcompile {word}": torch.compile(
+                _stored(weight, elem), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
+            )
+            for word, elem in STORED.items()
+        },
     }
     if with_torchao:
         made["torchao int8"] = torch.compile(_int8(weight), dynamic=False)
@@ -132,17 +146,17 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
 
 @torch.no_grad()
 def measure(
-    shape: str, made: dict[str, Callable[..., Any]], m: int, repeats: int, llama: str | None
+    shape: str, made: dict[str, Callable[..., Any]], m: int, repeats: int, llama: dict[str, tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """One row per way of multiplying `m` rows by a weight of `shape`."""
+    """One row per way of multiplying `m` rows by a weight of `shape`. llama: program and type, by name."""
     torch._dynamo.reset()
     n, k = map(int, shape.split("x"))
     x = torch.randn(m, k).bfloat16()
     inputs = {name: x.float() if "fp32" in name else x for name in made}
     turns = {name: (lambda layer=layer, x=inputs[name]: _turn(layer, x)) for name, layer in made.items()}
     with ExitStack() as stack:
-        if llama:
-            turns[LLAMA] = stack.enter_context(LlamaCpp(llama, n, k, m))
+        for name, (program, kind) in llama.items():
+            turns[LLAMA + name] = stack.enter_context(LlamaCpp(program, n, k, m, kind))
         for turn in turns.values():
             turn()
         times: dict[str, list[float]] = {name: [] for name in turns}
@@ -173,14 +187,11 @@ def _row(shape: str, m: int, run: str, times: dict[str, list[float]]) -> dict[st
         "gb_per_s": round(num_bytes / median / 1e6, 1),
         "weight_mb": round(num_bytes / 1e6, 1),
         **{
-            f"{name[:4]}_over_this": round(1 / common.median_ratio(times, run, name), 2) for name in BASELINES
+            f"{word}_over_this": round(1 / common.median_ratio(times, run, name), 2)
+            for name, word in PEERS.items()
+            if name in times
         },
-        **(
-            {"llama_over_this": round(1 / common.median_ratio(times, run, LLAMA), 2)}
-            if LLAMA in times
-            else {}
-        ),
-        "faster": min(BASELINES, key=lambda name: statistics.median(times[name]))[:4],
+        "faster": min(BASELINES, key=lambda name: statistics.median(times.get(name, [0.0])))[:4],
         "times_ms": [round(t, 3) for t in times[run]],
     }
 

@@ -42,7 +42,8 @@ class Run:
 
     size: of Llama-3. mesh, parallel, target, links: as `explain` has them. batch, length: sequences of a
     tensor-parallel group and their tokens. recompute: "none", "op" (every second product) or "full". tps:
-    tokens a second of a GPU by policy. ratio: of the first policy's speed to BF16's, low and high.
+    tokens a second of a GPU by policy. ratio: of the first policy's speed to BF16's, low and high. schedule,
+    microbatches: of a pipeline, as `explain` has them; then batch is that of a micro-batch.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Run:
     tps: dict[str, float]
     ratio: tuple[float, float] | None = None
     off: str = ""
+    schedule: str | None = None
+    microbatches: int | None = None
 
     @property
     def policy(self) -> str:
@@ -105,6 +108,22 @@ RUNS = (
         tps={"fp8_tensor": 829},
         off=f"{_POWER}; no sequence parallelism here",
         **_TITAN,
+    ),
+    *(
+        Run(
+            name=f"405B, 512 × H100, {schedule}",
+            size="405B",
+            mesh="pp=8,dp=8,tp=8",
+            parallel="fsdp,tp=llama",
+            batch=4,
+            recompute="full",
+            tps={"fp8_tensor": tps},
+            off=f"{_POWER}; micro-batches not said",
+            schedule=schedule,
+            microbatches=8,
+            **_TITAN,
+        )
+        for schedule, tps in (("1F1B", 100), ("Interleaved1F1B", 128))
     ),
     Run(
         name="8B, 64 × H200",
@@ -254,7 +273,14 @@ def step(run: Run) -> StepTime:
         return parallelised(model, run.parallel, mesh), (ids, cos, sin), {}
 
     report = mxcompile.explain(
-        factory, mesh=run.mesh, policy=run.policy, target=run.target, links=run.links, strict=False
+        factory,
+        mesh=run.mesh,
+        policy=run.policy,
+        target=run.target,
+        links=run.links,
+        strict=False,
+        schedule=run.schedule,
+        microbatches=run.microbatches,
     )
     assert report.time is not None
     return report.time
@@ -264,7 +290,9 @@ def figures(run: Run) -> dict[str, Any]:
     """The row of a run: speeds in tokens a second of a GPU, and the ratio of steps."""
     time = step(run)
     axes = dict(word.split("=") for word in run.mesh.split(","))
-    tokens = run.batch * run.length / int(axes.get("tp", 1))
+    tokens = (
+        (run.microbatches or 1) * run.batch * run.length / int(axes.get("tp", 1)) / int(axes.get("pp", 1))
+    )
     steps = {"bf16": time.range(time.works[-1]), run.policy: time.us}
     speeds = {
         policy: [tokens / us * 1e6 for us in (span.high, span.centre, span.low)]

@@ -177,6 +177,7 @@ def by_torch(
         torch.set_num_threads(threads)
         model, tokenizer = models.gemma()
         model = model.to(getattr(torch, dtype))
+        model.generation_config.eos_token_id = None  # as llama.cpp's `ignore_eos`
         prepare(model)
         text = models.windows(tokenizer, 1, max(PROMPTS))
         options: Any = {"policy": "bf16"} if backend == "mxfp8" else None
@@ -190,7 +191,6 @@ def by_torch(
                     text[:, :prompt],
                     past_key_values=cache,
                     max_new_tokens=count,
-                    min_new_tokens=count,
                     do_sample=False,
                     disable_compile=True,
                 )

@@ -1,4 +1,4 @@
-"""The tables of docs/real-models.md, from the rows that were written last.
+"""The tables of docs/real-models.md, from the rows that `pretrained.py` and the other scripts wrote last.
 
 Usage: python benchmarks/pretrained_table.py
 """
@@ -6,6 +6,7 @@ Usage: python benchmarks/pretrained_table.py
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import common
@@ -40,7 +41,17 @@ FINE_TUNING = {
     "saved, MB": "saved_mb",
     "processor s": "processor_s",
 }
-"""The heads of its columns, and the figures below them."""
+GENERATION = {
+    "way": "run",
+    "start, s": "start_s",
+    "weights, MB": "weight_mb",
+    "peak, MB": "peak_mb",
+    "prefill of 128": "prefill_128_per_s",
+    "prefill of 512": "prefill_512_per_s",
+    "decode": "decode_per_s",
+    "over FP32": "decode_over_first",
+}
+"""The heads of the columns of the other tables, and the figures below them."""
 
 
 def main() -> None:
@@ -55,7 +66,8 @@ def updated(page: str) -> str:
     """Returns the text of a page with all tables."""
     tables = {
         **{model: table(model) for model in COLUMNS},
-        "fine-tuning": fine_tuning(),
+        "fine-tuning": runs("pretrained_training", ("tune", "way"), FINE_TUNING),
+        "generation": runs("pretrained_speed", ("run",), GENERATION),
     }
     for name, text in tables.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
@@ -64,12 +76,12 @@ def updated(page: str) -> str:
     return page
 
 
-def fine_tuning() -> str:
-    """Returns the Markdown of the newest row of each way to train, by class of CPU."""
-    newest = {(row["cpu"], row["tune"], row["way"]): row for row in common.read("pretrained_training")}
-    lines = [f"| CPU | {' | '.join(FINE_TUNING)} |", f"|---|{'---|' * len(FINE_TUNING)}"]
+def runs(benchmark: str, key: Sequence[str], columns: Mapping[str, str]) -> str:
+    """Returns the Markdown of the newest row of a benchmark for each value of `key`, by class of CPU."""
+    newest = {(row["cpu"], *(row[part] for part in key)): row for row in common.read(benchmark)}
+    lines = [f"| CPU | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for row in newest.values():
-        cells = [row["cpu"], *(_cell(name, row[name]) for name in FINE_TUNING.values())]
+        cells = [row["cpu"], *(_cell(name, row[name]) for name in columns.values())]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

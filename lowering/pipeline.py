@@ -38,6 +38,7 @@ from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import casts as casts  # those of casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
 from mxcompile.lowering.inductor import general as general  # and those of other formats
+from mxcompile.lowering.inductor import hadamard as hadamard  # and the one of the transform
 from mxcompile.lowering.inductor import statistics as statistics  # and the one of what a watch measures
 from mxcompile.lowering.inductor import vendor as vendor  # and Inductor's of the vendor's products
 from mxcompile.lowering.targets import Target

@@ -23,8 +23,8 @@ class Peak:
     chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
     they are native, of operands with a scale a block of 32 and with one a tensor or channel. fp32_tflops: of
     FP32, not TF32.
-    bandwidth_gbs: of device memory, 10⁹ bytes a second. clock_ghz: at which the rates hold, 10⁹ cycles a
-    second.
+    bandwidth_gbs: of device memory, 10⁹ bytes a second. memory_gb: of device memory, 10⁹ bytes. clock_ghz: at
+    which the rates hold, 10⁹ cycles a second.
     """
 
     chip: str
@@ -33,6 +33,7 @@ class Peak:
     fp8_tflops: float
     fp32_tflops: float
     bandwidth_gbs: float
+    memory_gb: float
     clock_ghz: float
 
     def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
@@ -94,6 +95,11 @@ class Target:
         """Whether the vendor's FP8 GEMM takes FP32 scales of these extents, of the left and right operand."""
         alike = left == right != _WEIGHTS or (left, right) == (_BLOCKS, _WEIGHTS)
         return alike and {left, right} <= self.fp8_tiles
+
+    @property
+    def has_library_mx(self) -> bool:
+        """Whether the vendor's library has products of MX operands that mxcompile calls."""
+        return self.native and self.tmem_columns > 0
 
     def multiplies_mx(self, *forms: Format) -> bool:
         """Whether the chip's MX GEMM multiplies operands of these formats."""
@@ -158,6 +164,7 @@ def _peak(
     bf16_tflops: float,
     fp32_tflops: float,
     bandwidth_gbs: float,
+    memory_gb: float,
     clock_ghz: float,
     mxfp8_tflops: float = 0.0,
     fp8_tflops: float = 0.0,
@@ -169,6 +176,7 @@ def _peak(
         mxfp8_tflops=mxfp8_tflops or bf16_tflops,
         fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
         bandwidth_gbs=bandwidth_gbs,
+        memory_gb=memory_gb,
         clock_ghz=clock_ghz,
     )
 
@@ -179,11 +187,17 @@ TARGETS = {
         _cpu("cpu", "this machine's CPU", features().slow_dtypes),
         _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
         _cpu(CPU_FP32, "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
-        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 19.5, 2039, 1.41)),
-        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 91.6, 864, 2.49, fp8_tflops=733)),
-        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 67, 4800, 1.83, fp8_tflops=1979)),
-        _nvidia(100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 75, 8000, 1.85, 4500), **_TCGEN05),
-        _nvidia(103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 75, 8000, 1.72, 4500), **_TCGEN05),
+        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 19.5, 2039, 80, 1.41)),
+        _nvidia(
+            89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 91.6, 864, 48, 2.49, fp8_tflops=733)
+        ),
+        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 67, 4800, 141, 1.83, fp8_tflops=1979)),
+        _nvidia(
+            100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 75, 8000, 180, 1.85, 4500), **_TCGEN05
+        ),
+        _nvidia(
+            103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 75, 8000, 288, 1.72, 4500), **_TCGEN05
+        ),
         _nvidia(
             120,
             "RTX 50",
@@ -192,7 +206,7 @@ TARGETS = {
             mma="mma.sync block_scale",
             scale_layout=ScaleLayout.TILED_128X4,
             fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
-            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 2.41, mxfp8_tflops=838, fp8_tflops=419),
+            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, mxfp8_tflops=838, fp8_tflops=419),
         ),
         _amd(
             "gfx942",
@@ -201,7 +215,7 @@ TARGETS = {
             64,
             fp8_tiles=_FP8_TILES,
             fp8_fnuz=True,
-            peak=_peak("MI300X", 1307, 163.4, 5300, 2.1, fp8_tflops=2615),
+            peak=_peak("MI300X", 1307, 163.4, 5300, 192, 2.1, fp8_tflops=2615),
         ),
         _amd(
             "gfx950",
@@ -212,7 +226,7 @@ TARGETS = {
             fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
-            peak=_peak("MI355X", 2516, 157.3, 8000, 2.4, 5033),
+            peak=_peak("MI355X", 2516, 157.3, 8000, 288, 2.4, 5033),
         ),
     )
 }

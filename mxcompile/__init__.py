@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mxcompile.analysis.blame import blame as blame
     from mxcompile.analysis.compare import compare as compare
     from mxcompile.analysis.explain.explainer import explain as explain
+    from mxcompile.analysis.explain.meshes import sweep_meshes as sweep_meshes
     from mxcompile.analysis.tune import tune as tune
     from mxcompile.checkpoint import ExportedWeights as ExportedWeights
     from mxcompile.checkpoint import export_weights as export_weights
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mxcompile.distributed import QuantizedGathers as QuantizedGathers
     from mxcompile.distributed import quantize_gathers_ as quantize_gathers_
     from mxcompile.mesh import RankReport as RankReport
+    from mxcompile.mesh.sweep import MeshSweep as MeshSweep
     from mxcompile.offline import CodegenResult as CodegenResult
     from mxcompile.offline import codegen as codegen
     from mxcompile.policy import Policy as Policy
@@ -52,6 +54,7 @@ _HOME = {
     "ExportedWeights": "mxcompile.checkpoint",
     "GemmRecord": "mxcompile.report",
     "MXTensor": "mxcompile.storage",
+    "MeshSweep": "mxcompile.mesh.sweep",
     "Policy": "mxcompile.policy",
     "RankReport": "mxcompile.mesh",
     "Report": "mxcompile.report",
@@ -76,6 +79,7 @@ _HOME = {
     "reports": "mxcompile.report",
     "save_quantized": "mxcompile.checkpoint",
     "static_cache": "mxcompile.serving",
+    "sweep_meshes": "mxcompile.analysis.explain.meshes",
     "tune": "mxcompile.analysis.tune",
 }
 

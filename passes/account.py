@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, E4M3, E5M2
+from mxcompile.formats import BLOCK, E4M3, E5M2, stored_elem
 from mxcompile.graph.opsets import PICKS, argument, packet
-from mxcompile.graph.tags import PASS_KEY, Kind, numel, tag_of, tensor, value_of
+from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
 from mxcompile.ops.view import Product, result_of, results_of
@@ -45,7 +45,7 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[st
 
     count: how many layers the module at a path stands for.
     """
-    weights: dict[fx.Node, tuple[str, int]] = {}
+    weights: dict[fx.Node, tuple[GemmTag, int]] = {}
     for node in graph.nodes:
         tag = tag_of(node)
         if tag is None or tag.kind is not Kind.LINEAR or tag.gemm is not Gemm.FPROP:
@@ -53,15 +53,21 @@ def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[st
         stored = stored_weight(node, tag.tensors.index("w"))
         value = tensor(stored)
         if stored is not None and value is not None:
-            weights.setdefault(stored, (tag.name, numel(value.shape) * count(tag.name)))
-    return tuple((name, _held(node, size), 2 * size) for node, (name, size) in weights.items())
+            weights.setdefault(stored, (tag, _per_byte(tag) * numel(value.shape) * count(tag.name)))
+    return tuple((tag.name, _held(node, tag, size), 2 * size) for node, (tag, size) in weights.items())
 
 
-def _held(node: fx.Node, numel: int) -> int:
-    """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored in MXFP8."""
+def _held(node: fx.Node, tag: GemmTag, numel: int) -> int:
+    """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored quantized."""
     value = value_of(node)
-    blocks = -(-numel // BLOCK) if value.dtype in (E4M3.dtype, E5M2.dtype) else 0
-    return numel * value.element_size() + blocks
+    scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
+    blocks = -(-numel // BLOCK) if scaled else 0
+    return numel // _per_byte(tag) * value.element_size() + blocks
+
+
+def _per_byte(tag: GemmTag) -> int:
+    """How many elements of the weight of `tag` each element of the graph's input holds."""
+    return 1 if tag.stored is None else stored_elem(tag.stored).per_byte
 
 
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
@@ -96,12 +102,18 @@ def saved_bytes(forward: fx.Graph, num_outputs: int, count: Callable[[str], int]
     for node in quantized:
         cast = _cast_of(node)
         assert cast is not None
-        source = origin(argument(cast))
+        source = _source(cast)
         if source not in sources and source.op != "placeholder":
             sources.add(source)
             itemsize = cast.meta.get("mx_itemsize", 2)
             replaced += numel(node.meta["val"].shape) * itemsize * times[node]
     return total, total - sum(_bytes(node) * times[node] for node in quantized) + replaced
+
+
+def _source(cast: fx.Node) -> fx.Node:
+    """The tensor that `cast` casts, before views and a transform."""
+    source = origin(argument(cast))
+    return origin(argument(source)) if source.target is ops.hadamard else source
 
 
 def _cast_of(node: fx.Node) -> fx.Node | None:

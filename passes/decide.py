@@ -19,7 +19,7 @@ from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
-from mxcompile.policy import Choice, Code, Decision, Policy, Reason
+from mxcompile.policy import Choice, Code, Decision, Gemm, Policy, Reason
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _SUPPORTED = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv})
@@ -94,11 +94,12 @@ def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTa
     choice = decision.choice(tag.gemm)
     formats = None
     if choice.formats is not None and hindered is None:
-        left, right = map(choice.formats.of, tag.tensors)
+        is_wgrad = tag.gemm is Gemm.WGRAD
+        left, right = (choice.formats.of(each, wgrad=is_wgrad) for each in tag.tensors)
         formats = left, right
     elif hindered is not None and choice.formats is not None:
         choice = Choice(precision=KEPT.name, reason=hindered)
-    return replace(tag, choice=choice, formats=formats, saved=decision.saved)
+    return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
 
 
 def obstacle(node: fx.Node) -> Reason | None:

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import Format
 from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
-from mxcompile.ops.view import argument_of
+from mxcompile.ops.view import Dequantize, argument_of
 
 
 class Depends(Flag):
@@ -109,10 +110,15 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
     AOTAutograd describes placeholders: the position of a plain input, the name of a lifted parameter,
     or the attribute of a tensor subclass (a DTensor's local shard) that stands for one of those.
     """
-    index = input_index(node)
-    if index is not None and index < len(inputs):
+    return input_of(node.meta.get("desc"), inputs)
+
+
+def input_of(descriptor: Any, inputs: Sequence[GraphInput]) -> GraphInput | None:
+    """The captured input that `descriptor`, one of AOTAutograd's, describes, if it is one."""
+    descriptor = plain_descriptor(descriptor)
+    index = getattr(descriptor, "idx", None)
+    if isinstance(index, int) and index < len(inputs):
         return inputs[index]
-    descriptor = _descriptor(node)
     target = getattr(descriptor, "target", None)
     if isinstance(target, str):
         return GraphInput(path=target, others=getattr(descriptor, "others", ()), static=True)
@@ -121,12 +127,12 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
 
 def input_index(node: fx.Node) -> int | None:
     """The position of the placeholder `node` among the inputs of the captured graph, if it is a plain one."""
-    index = getattr(_descriptor(node), "idx", None)
+    index = getattr(plain_descriptor(node.meta.get("desc")), "idx", None)
     return index if isinstance(index, int) else None
 
 
-def _descriptor(node: fx.Node) -> Any:
-    descriptor: Any = node.meta.get("desc")
+def plain_descriptor(descriptor: Any) -> Any:
+    """`descriptor`, seen through the attributes of tensor subclasses."""
     while hasattr(descriptor, "base"):
         descriptor = descriptor.base
     return descriptor
@@ -167,8 +173,11 @@ def stored_as(node: fx.Node) -> torch.dtype | None:
     """The element type in which the input is stored that `node` is dequantized from; None if it is not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         if node.target in _DEQUANTIZE:
-            value = tensor(origin(node))
-            return value.dtype if value is not None and origin(node).op == "placeholder" else None
+            value, values = tensor(origin(node)), Dequantize.of(node)
+            if value is None or origin(node).op != "placeholder":
+                return None
+            word = "" if values is None else values.fmt
+            return Format.of(word).elem.stored_dtype if word else value.dtype
         node = node.args[0]
     return None
 

@@ -1,14 +1,15 @@
-"""gather: cast an activation before ranks gather it, so that MX bytes travel.
+"""gather: cast an activation before ranks exchange it, so that MX bytes travel.
 
     quantize(move(wait(all_gather(x))))  →  move(wait(all_gather(pack(quantize(x)))))
 
-Ranks of sequence parallelism hold tokens; blocks run along features, so the casts are the same, bit for bit.
-Codes and scales of a token are one row of bytes, which one collective sends: 33/64 of BF16's. `move` is what
-brings the ranks' parts into the order of tokens: views, permutations, slices, splits and concatenations that
-leave the last dimension alone. A change of dtype among them, autocast's, is made before the cast.
+Ranks of sequence parallelism gather tokens, ranks of expert parallelism send them to their experts
+(``all_to_all_single``). Blocks run along features, so the casts are the same, bit for bit. Codes and scales
+of a token are one row of bytes, which one collective sends: 33/64 of BF16's. `move` brings the rows into
+order (see `rows`): views, permutations, slices, splits, concatenations, picks by an index, masks of rows. A
+change of dtype among them, autocast's, is made before the cast.
 
-Done where the cast along features is all that reads the gathered tensor: in inference, where the weight is
-frozen, and where wgrad's copy is made of the rowwise one (``saved: transcode``). wgrad's own cast, along
+Done where the cast along features is all that reads the tensor: in inference, where the weight is frozen, and
+where wgrad's copy is made of the rowwise one (``saved: transcode``, ``sent: mxfp8``). wgrad's own cast, along
 tokens, is of the source: for that the source itself has to travel, and nothing is saved. Numerics do not
 change.
 """
@@ -16,7 +17,7 @@ change.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,14 +27,14 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
-from mxcompile.graph.tags import tensor, value_of
-from mxcompile.ops.view import Cast, argument_of, results_of
+from mxcompile.graph.opsets import argument, aten, packet, prims
+from mxcompile.graph.tags import set_tag, tag_of, tensor, value_of
+from mxcompile.graph.transpose import untransposed
+from mxcompile.ops.view import Cast, Product, results_of
+from mxcompile.passes.rows import EXCHANGES, VIEWS, arrives, is_conversion, is_zero, moved_rows
+from mxcompile.policy import Code, Reason, Sent
 
-_VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
-_ALONG = frozenset({aten.cat, aten.slice, aten.split})
-"""What takes rows apart or together along one dimension."""
-_COLLECTIVES = torch.ops._c10d_functional
+_SIZE = aten.sym_size.int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,27 +45,30 @@ class Gather:
 
     def apply(self, graph: fx.Graph) -> None:
         """Move casts of `graph` in front of the collectives that make what they read."""
-        if not hasattr(_COLLECTIVES, "all_gather_into_tensor"):
-            return
-        gathers = graph.find_nodes(
-            op="call_function", target=_COLLECTIVES.all_gather_into_tensor.default, sort=False
-        )
-        places = {node: place for place, node in enumerate(graph.nodes)} if gathers else {}
-        for moved in [_Moved.of(node, places) for node in gathers]:
+        find: Callable[..., list[fx.Node]] = graph.find_nodes
+        exchanges = [
+            node for target in EXCHANGES for node in find(op="call_function", target=target, sort=False)
+        ]
+        places = {node: place for place, node in enumerate(graph.nodes)} if exchanges else {}
+        for moved in [_Moved.of(node, places) for node in exchanges]:
             if moved is not None:
                 moved.write(Builder(graph, self.name))
+        if exchanges:
+            _note_others(graph)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Moved:
     """A collective `gather` whose result, moved by `steps` in graph order, only `casts` read, all alike.
 
+    sizes: what reads no more than the number of rows, on the way.
     dtypes: what values become on the way to each of the casts, one after the other.
     """
 
     gather: fx.Node
     steps: tuple[fx.Node, ...]
     casts: tuple[fx.Node, ...]
+    sizes: tuple[fx.Node, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
@@ -75,26 +79,29 @@ class _Moved:
             return None
         steps: dict[fx.Node, None] = {}
         casts: list[fx.Node] = []
+        sizes: list[fx.Node] = []
         pending = [gather]
         while pending:
             node = pending.pop()
             for user in node.users:
                 if user.target is ops.quantize:
                     casts.append(user)
-                elif not _keeps_last(user, value.shape[-1]):
+                elif user.target is _SIZE:
+                    sizes.append(user)
+                elif node not in (moved_rows(user) or ()):
                     return None
                 elif user not in steps:
                     steps[user] = None
                     pending.append(user)
         if not casts or len({_how(cast) for cast in casts}) > 1 or _how(casts[0]) is None:
             return None
-        if any(arg not in steps and arg is not gather for step in steps for arg in _tensors(step)):
+        if any(rows not in steps and rows is not gather for step in steps for rows in moved_rows(step) or ()):
             return None
         moves = tuple(sorted(steps, key=places.__getitem__))
         dtypes = _dtypes(gather, moves, casts)
         if dtypes is None:
             return None
-        return _Moved(gather=gather, steps=moves, casts=tuple(casts), dtypes=dtypes)
+        return _Moved(gather=gather, steps=moves, casts=tuple(casts), sizes=tuple(sizes), dtypes=dtypes)
 
     def write(self, build: Builder) -> None:
         """Cast, send and move bytes instead."""
@@ -113,11 +120,14 @@ class _Moved:
             sent = call(self.gather.target, packed, *self.gather.args[1:], like=self.gather)
         results = {self.gather: sent}
         for step in self.steps:
-            if _converts(step):
+            if is_conversion(step):
                 results[step] = results[argument(step)]
                 continue
             with graph.inserting_before(step):
                 results[step] = _repeated(step, results, packed.meta["val"].shape[-1], build)
+        for each in self.sizes:
+            with graph.inserting_before(each):
+                build.replace(each, call(_SIZE, results[argument(each)], each.args[1], like=each))
         for each in self.casts:
             with graph.inserting_before(each):
                 parts = _unpacked(results[argument(each)], width, how[0], build)
@@ -140,6 +150,19 @@ def _unpacked(rows: fx.Node, width: int, elem: torch.dtype, build: Builder) -> t
     return call(aten.view.dtype, codes, elem, like=rows), scale
 
 
+def _note_others(graph: fx.Graph) -> None:
+    """Give a reason to the GEMMs of layers with ``sent: mxfp8`` whose operands still travel as they are."""
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.sent is not Sent.MXFP8 or tag.formats is None:
+            continue
+        for word, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
+            cast = argument(untransposed(qdata)[0]) if word != "w" else None
+            if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
+                why = "something else reads it" if cast.target is ops.quantize else "its cast is not MXFP8's"
+                set_tag(node, tag.with_reason(Reason(Code.NOT_SENT, word, why)))
+
+
 def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
     """Element type and rounding of a cast along the last dimension; None for others."""
     cast = Cast.read(node)
@@ -154,44 +177,28 @@ def _dtypes(
     """Returns the dtypes of the result of `gather` after `steps`, in graph order; None if casts differ."""
     dtypes: dict[fx.Node, tuple[torch.dtype, ...]] = {gather: ()}
     for step in steps:
-        known = {dtypes[arg] for arg in _tensors(step)}
+        known = {dtypes[rows] for rows in moved_rows(step) or ()}
         if len(known) > 1:
             return None
         (dtypes[step],) = known
-        if _converts(step):
+        if is_conversion(step):
             dtypes[step] += (step.meta["val"].dtype,)
     seen = {dtypes[argument(cast)] for cast in casts}
     return seen.pop() if len(seen) == 1 else None
 
 
-def _converts(step: fx.Node) -> bool:
-    """Whether `step` changes the dtype and nothing else."""
-    return step.target is prims.convert_element_type.default
-
-
-def _tensors(step: fx.Node) -> list[fx.Node]:
-    return [arg for arg in step.all_input_nodes if not isinstance(arg.meta.get("val"), torch.SymInt)]
-
-
-def _keeps_last(step: fx.Node, width: int) -> bool:
-    """Whether `step` moves rows of `width` about and leaves each as it is."""
-    what = packet(step)
-    if what in (_COLLECTIVES.wait_tensor, operator.getitem) or what in COPIES or _converts(step):
-        return True
-    if what in _ALONG:
-        value, dim = tensor(step.all_input_nodes[0]), argument_of(step, "dim")
-        return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
-    value = tensor(step)
-    if value is None or not isinstance(value.shape[-1], int) or value.shape[-1] != width:
-        return False
-    if what is aten.permute:
-        return bool(argument_of(step, "dims")[-1] % value.ndim == value.ndim - 1)
-    return what in _VIEWS
-
-
 def _repeated(step: fx.Node, results: dict[fx.Node, fx.Node], width: int, build: Builder) -> fx.Node:
-    """`step` of what was made of its arguments, whose rows are `width` long."""
-    args: Any = fx.node.map_arg(step.args, lambda node: results.get(node, node))
-    if packet(step) in _VIEWS:
+    """`step` of what was made of its arguments, whose rows are `width` long. A row of zeros is zero bytes."""
+
+    def as_bytes(node: fx.Node) -> fx.Node:
+        if node in results or not is_zero(node) or not value_of(node).dtype.is_floating_point:
+            return results.get(node, node)
+        value = value_of(node)
+        shape: Any = node.args[0] if packet(node) is aten.full else value.shape
+        sizes, options = [*shape[:-1], width][: len(shape)], {"dtype": torch.uint8, "device": value.device}
+        return build.call(aten.full.default, sizes, 0, like=step, **options)
+
+    args: Any = fx.node.map_arg(step.args, as_bytes)
+    if packet(step) in VIEWS:
         args = (args[0], [*args[1][:-1], width])
     return build.call(step.target, *args, like=step, **step.kwargs)

@@ -16,6 +16,7 @@ from mxcompile.graph.printer import Printed
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput
+from mxcompile.passes.balance import Balance
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
@@ -72,6 +73,7 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
     return (
         Untap(),
         Split(),
+        Balance(),
         Find(inputs=inputs, prefix=prefix, first_index=context.first_index, blocks=context.blocks),
         Classify(inputs=inputs, cuts=Cuts(inputs=None, outputs=None) if cut else Cuts()),
         *((Follow(known=context.known),) if cut else ()),

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
-from mxcompile.formats import Format, Rounding, Tile, elem_type
+from mxcompile.formats import Format, Rounding, Tile, stored_elem
 from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import GemmTag, tags_of
 from mxcompile.policy import Gemm
@@ -73,13 +73,14 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
             rounding=STORED if operand == "w" and _is_stored(tag, fmt) else fmt.derivation,
             elements=str(fmt.elements),
             amax=str(fmt.amax),
+            transform=fmt.transform,
         )
         for operand, fmt in zip(tag.tensors, tag.formats or (), strict=False)
     )
     if formats or tag.stored is None or "w" not in tag.tensors:
         return formats
     return (
-        OperandFormat(operand="w", elem=elem_type(tag.stored).name, block=str(Tile.ROW), rounding=STORED),
+        OperandFormat(operand="w", elem=stored_elem(tag.stored).name, block=str(Tile.ROW), rounding=STORED),
     )
 
 
@@ -87,7 +88,7 @@ def _is_stored(tag: GemmTag, fmt: Format) -> bool:
     """Whether a weight to be cast to `fmt` is stored so: then it is read as it is (see `lowering.graph`)."""
     return (
         tag.gemm is Gemm.FPROP
-        and fmt.elem.dtype is tag.stored
+        and fmt.elem.stored_dtype is tag.stored
         and fmt.tile == Tile.ROW
         and fmt.rounding is Rounding.RCEIL
     )

@@ -1,6 +1,7 @@
 """reuse: a weight that is stored, or was gathered, in the format a product wants is read as it is.
 
     quantize(dequantize(q, s)) → q, s                 along the same dimension, in the elements of q, rceil
+    encode(dequantize(p, s)) → unpack(p), s           the same of packed codes p
     quantize(dequantize_tiles(q, s)) → q, rows of s   in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
@@ -20,17 +21,17 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.errors import PolicyError
-from mxcompile.formats import BLOCK, Rounding
+from mxcompile.formats import BLOCK, Format, Rounding
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, arguments_of, results_of
+from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, Encode, arguments_of, results_of
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
-"""Dtypes that have every FP8 element times a power of two, extreme scales aside."""
+"""Dtypes that have every stored element times a power of two, extreme scales aside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,38 +44,49 @@ class Reuse:
         """Replace the casts of `graph` that change nothing by what they are casts of."""
         build = Builder(graph, self.name)
         _read_tiles(graph, build)
-        for cast in graph.find_nodes(op="call_function", target=ops.quantize):
-            parts = _stored(cast)
-            if parts is None:
+        for cast in [node for node in graph.nodes if node.target in ops.QUANTIZERS]:
+            match = _stored(cast)
+            if match is None:
                 continue
-            *stored, swapped = parts
+            dequantize, swapped = match
             with graph.inserting_before(cast):
-                operands = [transpose(part, build) if swapped else part for part in stored]
+                parts = _elements(dequantize, build), dequantize.scale
+                operands = [transpose(part, build) if swapped else part for part in parts]
             for place, result in list(results_of(cast)):
                 result.replace_all_uses_with(operands[place])
         dead.eliminate(graph)
 
 
-def _stored(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """Elements and scales of which `node` is a cast in their own format, and whether it is of a transpose."""
-    cast = Cast.read(node)
-    if cast.square or cast.rounding != Rounding.RCEIL:
-        return None
+def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
+    """The values of which `node` is a cast in their own format, and whether it is of a transpose of them."""
+    cast = Cast.of(node) or Encode.read(node)
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.of(source)
-    if dequantize is None or dequantize.dtype not in _EXACT:
+    if dequantize is None or dequantize.dtype not in _EXACT or not _is_format(cast, dequantize):
         return None
-    values, scales = value_of(dequantize.qdata), value_of(dequantize.scale)
-    rank = values.ndim
+    rank = value_of(dequantize.qdata).ndim
     along = cast.block_dim % rank
     if swapped and along >= rank - 2:
         along = 2 * rank - 3 - along
-    same = values.dtype is cast.elem_dtype and scales.ndim == rank
-    return (
-        (dequantize.qdata, dequantize.scale, swapped)
-        if same and along == dequantize.block_dim % rank
-        else None
-    )
+    same = value_of(dequantize.scale).ndim == rank and along == dequantize.block_dim % rank
+    return (dequantize, swapped) if same else None
+
+
+def _is_format(cast: Cast | Encode, stored: Dequantize) -> bool:
+    """Whether `cast` is to the format of `stored`, its scales rounded up."""
+    if isinstance(cast, Encode):
+        form = cast.form
+        same = bool(stored.fmt) and form.storable and form.elem == Format.of(stored.fmt).elem
+        return same and form.rounding is Rounding.RCEIL and not form.stochastic
+    same = not stored.fmt and value_of(stored.qdata).dtype is cast.elem_dtype
+    return same and not cast.square and cast.rounding == Rounding.RCEIL
+
+
+def _elements(stored: Dequantize, build: Builder) -> fx.Node:
+    """The elements of `stored`, as a cast gives them."""
+    if not stored.fmt:
+        return stored.qdata
+    return build.call(ops.unpack, stored.qdata, stored.block_dim, stored.fmt, like=stored.node)
 
 
 def _read_tiles(graph: fx.Graph, build: Builder) -> None:

@@ -7,16 +7,18 @@ Each operand is quantized along the GEMM's own contraction dimension from its wi
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
 they read equal nodes. Casts to stochastic elements are `encode` whatever their product; `seed` gives them
 their random numbers. Casts whose scale follows from calls before read the state of their layer (see
-`states`); without one they take the amax at hand, and the record of a compiled graph says so. Numerics change
-in this pass and in no other.
+`states`); without one they take the amax at hand, and the record of a compiled graph says so. Formats of two
+levels also have a scale for the whole tensor: their casts read its amax, and their products are multiplied by
+both scales. Operands of wgrad may be transformed before their casts (`formats.hadamard`); those of groups are
+not, because groups of tokens end inside of its blocks. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -33,12 +35,18 @@ from mxcompile.ops.view import result_of
 from mxcompile.passes.flow import gathered
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
+from mxcompile.passes.rows import arrives
 from mxcompile.passes.split import HALF
 from mxcompile.passes.states import States
-from mxcompile.policy import Code, Gemm, Reason, Saved
+from mxcompile.policy import Code, Gemm, Reason, Saved, Sent
 
-Quantized = tuple[fx.Node, fx.Node]
-"""qdata and scale."""
+
+class Quantized(NamedTuple):
+    """The results of a cast. amax: of the tensor, which casts to formats of two levels read."""
+
+    qdata: fx.Node
+    scale: fx.Node
+    amax: fx.Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +55,11 @@ class _CastForm:
 
     fmt: Format
     mx: bool
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether ranks can exchange codes and scales of the cast (see `gather`)."""
+        return self.mx and not self.fmt.stochastic
 
 
 _Casts = tuple[_CastForm, _CastForm]
@@ -80,6 +93,7 @@ class _GemmWriter:
         self._build = Builder(graph, Rewrite.name)
         self._products = product_calls(graph)
         self._casts: dict[tuple[Any, int, _CastForm], Quantized] = {}
+        self._amaxes: dict[fx.Node, fx.Node] = {}
         self._rowwise: dict[tuple[Any, _CastForm], Quantized] = {}
         self.states = States(self._build)
         self._seen: dict[Quantized, fx.Node] = {}
@@ -99,6 +113,10 @@ class _GemmWriter:
         with self._graph.inserting_before(node):
             left, right = matrices(node, self._build)
             mx = all(fmt.is_mx for fmt in formats)
+            if is_grouped(node) and any(fmt.hadamard is not None for fmt in formats):
+                formats = formats[0].untransformed, formats[1].untransformed
+                tag = replace(tag, formats=formats).with_reason(Reason(Code.NO_TRANSFORM))
+                set_tag(node, tag)
             state = None if is_grouped(node) else self.states.of(tag, (left, right))
             if state is None and self._tapped and any(fmt.amax.stateful for fmt in formats):
                 tag = tag.with_reason(Reason(Code.NO_HISTORY))
@@ -129,7 +147,9 @@ class _GemmWriter:
         plain = alpha == 1 and beta == 1 and what is not aten.addmv
         bias = node.args[0] if biased and plain else None
         op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
-        result = self._build.call(op, *a, *b, bias, out.dtype, *_words(casts), like=node)
+        result = self._build.call(
+            op, *_operands(a, b), bias, out.dtype, *self._words(a, b, casts, node), like=node
+        )
         set_tag(result, *tags_of(node))
         if what in (aten.mv, aten.addmv):
             result = self._build.call(aten.squeeze.dim, result, 1, like=node)
@@ -147,7 +167,8 @@ class _GemmWriter:
         bias = node.args[2] if HALF not in node.meta else None
         out = _result(node)
         op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
-        product = self._build.call(op, *a, *b, bias, out.dtype, *_words(casts), like=node)
+        words = self._words(a, b, casts, node)
+        product = self._build.call(op, *_operands(a, b), bias, out.dtype, *words, like=node)
         set_tag(product, *tags_of(node))
         return as_returned(product, node, self._build)
 
@@ -164,6 +185,12 @@ class _GemmWriter:
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
+        elif casts[0].fmt.two_level or (tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8):
+            # they count in the amax of the tensor, or in what wgrad's copy is made from
+            if value_of(left).ndim == 2:
+                left = self._zero_past_end(left, -2, offs, node)
+            elif value_of(right).ndim == 2:
+                right = self._zero_past_end(right, -1, offs, node)
         elif tag.gemm is Gemm.FPROP:  # 0 there anyway: what wgrad casts, so that one read serves both casts;
             # of gradients not, whose routing, mask and two casts in one kernel outgrow its registers
             left, right = (
@@ -175,9 +202,24 @@ class _GemmWriter:
         a = self._quantize(left, -1, casts[0], tag, node)
         b = self._quantize(right, -2, casts[1], tag, node)
         op = ops.scaled_grouped_mm if casts[0].mx else ops.encoded_grouped_mm
-        result = self._build.call(op, *a, *b, offs, out.dtype, *_words(casts), like=node)
+        words = self._words(a, b, casts, node)
+        result = self._build.call(op, *_operands(a, b), offs, out.dtype, *words, like=node)
         set_tag(result, tag)
         return result
+
+    def _words(self, a: Quantized, b: Quantized, casts: _Casts, node: fx.Node) -> tuple[Any, ...]:
+        """The formats of both operands, for the operators that take them, and the scales of both tensors."""
+        if casts[0].mx:
+            return ()
+        words, call = tuple(str(cast.fmt) for cast in casts), self._build.call
+        scales = [
+            call(ops.known_scale, operand.amax, 0, word, 1, like=node)
+            for operand, word in zip((a, b), words, strict=True)
+            if operand.amax is not None
+        ]
+        if not scales:
+            return words
+        return *words, scales[0] if len(scales) == 1 else call(aten.mul.Tensor, *scales, like=node)
 
     def _zero_past_end(self, side: fx.Node, dim: int, offs: fx.Node, node: fx.Node) -> fx.Node:
         """`side` with 0 where its groups, which are along `dim`, −1 or −2, have ended."""
@@ -205,30 +247,34 @@ class _GemmWriter:
         source, swapped = untransposed(widest(operand, self._build, self._products))
         kept = tag.gemm is Gemm.WGRAD and tag.tensors[-1 - dim] != "dy"
         transcode = tag.saved is Saved.TRANSCODE and kept
+        received = tag.gemm is Gemm.WGRAD and tag.sent is Sent.MXFP8 and how.is_sent and arrives(source)
         if swapped:
             dim = -3 - dim
+        plain = replace(how, fmt=how.fmt.untransformed)
         if _is_better_picked_later(source, how.fmt):
             cast = self._picked(source, dim, how, node)
         elif how.mx and how.fmt.tile == Tile.SQUARE:
             cast = self._square_cast(source, dim, how, node)
         elif how.fmt.tile.is_square:
             cast = self._cast(source, -1, how, node)
-        elif transcode and (rowwise := self._rowwise.get((_same(source), how))) is not None:
+        elif received:
+            cast = self._transcoded(source, self._cast(source, -1, how, node), dim, how, node)
+        elif transcode and (rowwise := self._rowwise.get((_same(source), plain))) is not None:
             cast = self._transcoded(source, rowwise, dim, how, node)
         else:
             cast = self._cast(source, dim, how, node)
         _note_itemsize(cast, operand)
         if swapped:
-            qdata, scale = cast
-            return transpose(qdata, self._build), transpose(scale, self._build)
+            sides = transpose(cast.qdata, self._build), transpose(cast.scale, self._build)
+            return Quantized(*sides, cast.amax)
         return cast
 
     def _picked(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         """Matrices that `source` picks from a stack: the stack is quantized, and codes and scales picked."""
-        qdata, scale = self._cast(widest(argument(source), self._build, self._products), dim, how, node)
+        cast = self._cast(widest(argument(source), self._build, self._products), dim, how, node)
         rest = source.args[1:]
         call = self._build.call
-        return call(source.target, qdata, *rest, like=node), call(source.target, scale, *rest, like=node)
+        return Quantized(*(call(source.target, part, *rest, like=node) for part in (cast.qdata, cast.scale)))
 
     def _cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         stateful = self._state is not None and how.fmt.amax.stateful
@@ -237,40 +283,53 @@ class _GemmWriter:
             like = source if source.op == "call_function" else node
             self._casts[key] = self._emit(source, dim, how, like)
         cast = self._casts[key]
-        if dim == -1:
+        if dim == -1 and how.fmt.hadamard is None:
             self._rowwise.setdefault((_same(source), how), cast)
         if stateful and self._state is not None and cast in self._seen:
             self.states.add(*self._state, self._seen[cast])
         return cast
 
     def _emit(self, source: fx.Node, dim: int, how: _CastForm, like: fx.Node) -> Quantized:
-        fmt, seen = how.fmt, None
+        fmt, seen, amax = how.fmt, None, None
+        if fmt.hadamard is not None:
+            source = self._build.call(ops.hadamard, source, dim, fmt.hadamard, like=like)
         if how.mx and not fmt.stochastic:
             arguments: tuple[Any, ...] = (fmt.elem.dtype, fmt.derivation, fmt.tile == Tile.SQUARE)
             pair = self._build.call(ops.quantize, source, dim, *arguments, like=like)
         elif fmt.amax.stateful and self._state is not None:
             scale, seen = self.states.scale(*self._state, source, fmt, like)
             pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, scale, like=like)
+        elif fmt.two_level:
+            amax = self._amax(source, like)
+            pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, None, amax, like=like)
         else:
             pair = self._build.call(ops.encode, source, dim, str(fmt), like=like)
         qdata = self._build.call(operator.getitem, pair, 0, like=like)
         scale = self._build.call(operator.getitem, pair, 1, like=like)
+        cast = Quantized(qdata, scale, amax)
         if seen is not None:
-            self._seen[qdata, scale] = seen
-        return qdata, scale
+            self._seen[cast] = seen
+        return cast
+
+    def _amax(self, source: fx.Node, like: fx.Node) -> fx.Node:
+        """The largest magnitude of `source`, for its casts in both layouts."""
+        if source not in self._amaxes:
+            self._amaxes[source] = self._build.call(ops.largest, source, like=like)
+        return self._amaxes[source]
 
     def _square_cast(self, source: fx.Node, dim: int, how: _CastForm, node: fx.Node) -> Quantized:
         """A 32×32 cast: one copy, quantized rowwise, whose scales also read columnwise."""
-        qdata, scale = self._cast(source, -1, how, node)
+        qdata, scale, _ = cast = self._cast(source, -1, how, node)
         if dim == -1:
-            return qdata, scale
+            return cast
         value = value_of(source)
         call = self._build.call
         rank, width = value.ndim, self._build.size(source, value.ndim - 1, like=node)
         tiles = call(aten.slice.Tensor, scale, rank - 2, 0, 2**63 - 1, BLOCK, like=node)
         column = self._build.range(width, value.device, node)
         tile = call(aten.div.Tensor_mode, column, BLOCK, like=node, rounding_mode="floor")
-        return qdata, call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
+        scale = call(aten.index.Tensor, tiles, [None] * (rank - 1) + [tile], like=node)
+        return Quantized(qdata, scale)
 
     def _transcoded(
         self, source: fx.Node, rowwise: Quantized, dim: int, how: _CastForm, node: fx.Node
@@ -278,9 +337,10 @@ class _GemmWriter:
         """The other layout of `source` made from its `rowwise` copy, which then is all that is kept."""
         key = (source, dim, how)
         if key not in self._casts:
-            qdata, scale = rowwise
+            qdata, scale, amax = rowwise
             op, words = (ops.dequantize, ()) if how.mx else (ops.decode, (str(how.fmt),))
-            copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, like=node)
+            known = () if amax is None else (amax,)
+            copy = self._build.call(op, qdata, scale, -1, *words, torch.float32, *known, like=node)
             self._casts[key] = self._emit(copy, dim, how, node)
         return self._casts[key]
 
@@ -305,9 +365,9 @@ def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
     return numel(stack.meta["val"].shape) <= numel(value.shape)
 
 
-def _words(casts: _Casts) -> tuple[str, ...]:
-    """The formats of both operands, for the operators that take them."""
-    return () if casts[0].mx else (str(casts[0].fmt), str(casts[1].fmt))
+def _operands(a: Quantized, b: Quantized) -> tuple[fx.Node, ...]:
+    """Elements and scales of both, as products take them."""
+    return a.qdata, a.scale, b.qdata, b.scale
 
 
 def _note_itemsize(cast: Quantized, operand: fx.Node) -> None:

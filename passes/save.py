@@ -45,6 +45,8 @@ class Save:
             cast = argument(untransposed(qdata)[0])
             if tag.saved is Saved.TRANSCODE:
                 cast = argument(cast)
+                if cast.target is ops.hadamard:
+                    cast = argument(cast)
                 if cast.target not in (ops.dequantize, ops.decode):
                     continue
             # fprop reads it too where it contracts the same dimension

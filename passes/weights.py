@@ -16,16 +16,17 @@ import torch
 from torch import fx
 
 from mxcompile import ops
+from mxcompile.formats import Format
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import GemmTag, Kind, tag_of, tensor, value_of
 from mxcompile.models.names import GraphInput
-from mxcompile.ops.view import Cast, Product, result_of
+from mxcompile.ops.view import Cast, Encode, Product, Unpack, result_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
-OTHER_FORMAT = "stored weights are MXFP8 with a scale for 32 elements along K, which this {} is not"
+OTHER_FORMAT = "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, which this {} is not"
 """Why a GEMM that quantizes a weight does not have it stored."""
 
 
@@ -75,21 +76,24 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         if path:
             yield WeightUse(path=path, **known)
         return
-    cast, block = _source(Product.read(node).sides[side][0], -1 - side)
-    if path := _path(cast, inputs):
+    product = Product.read(node)
+    cast, block = _source(product.sides[side][0], -1 - side)
+    unpack = Unpack.of(cast)
+    if path := _path(cast if unpack is None else unpack.packed, inputs):
         stored = value_of(cast)
+        elem = None if unpack is None else Format.of(unpack.fmt).elem.stored_dtype
         known |= {"block_dim": block or 0, "rank": stored.ndim}
-        yield WeightUse(path=path, elem_dtype=stored.dtype, rounding="rceil", **known)
+        yield WeightUse(path=path, elem_dtype=elem or stored.dtype, rounding="rceil", **known)
         return
     cast_node, _ = result_of(cast)
     if cast_node is None:
         return
-    view = Cast.of(cast_node)
-    parameter, block = _source(argument(cast_node), -1 if view is None else view.side)
+    how = _storable(cast_node)
+    parameter, block = _source(argument(cast_node), -1 if how is None else how.side)
     path = _path(parameter, inputs)
     if not path:
         return
-    if view is None:
+    if how is None:
         yield WeightUse(path=path, **{**known, "reason": OTHER_FORMAT.format(tag.choice.precision)})
         return
     if block is None:
@@ -97,8 +101,31 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     whole = value_of(parameter)
     known |= {"block_dim": block, "rank": whole.ndim}
-    known |= {"rounding": view.rounding, "square": view.square}
-    yield WeightUse(path=path, elem_dtype=view.elem_dtype, **known)
+    yield WeightUse(path=path, elem_dtype=how.elem_dtype, rounding=how.rounding, square=how.square, **known)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StorableCast:
+    """A cast in whose format weights are stored. side: the dimension of blocks, counted from the last."""
+
+    side: int
+    elem_dtype: torch.dtype
+    rounding: str
+    square: bool = False
+
+
+def _storable(node: fx.Node) -> _StorableCast | None:
+    """The cast that `node` is, None if no weight is stored in its format."""
+    cast, encode = Cast.of(node), Encode.of(node)
+    if cast is not None:
+        return _StorableCast(
+            side=cast.side, elem_dtype=cast.elem_dtype, rounding=cast.rounding, square=cast.square
+        )
+    if encode is None or not encode.form.storable:
+        return None
+    dtype = encode.form.elem.stored_dtype
+    assert dtype is not None
+    return _StorableCast(side=encode.side, elem_dtype=dtype, rounding=encode.form.derivation)
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

@@ -267,6 +267,19 @@ def test_the_shares_of_layers():
     same(shares.groups(), [row[key] for key in ("layers", "largest_of_whole", "sum_of_whole")])
 
 
+def test_fine_tuning_of_a_pretrained_model():
+    rows = newest("pretrained_training", "model", "tune", "way", cpu="AVX2")
+    fp32, mxfp8, saved = (
+        rows["gemma 3 270m", "full", way] for way in ("fp32", "mxfp8 (preset nvidia)", "saved: mxfp8")
+    )
+    page = (ROOT / "docs/real-models.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"loss that is ([\d.]+) higher\. After (\d+) steps ([\d.]+) ± ([\d.]+) of that", page)
+    assert said is not None
+    same(said.groups(), [mxfp8["before"] - fp32["before"], mxfp8["steps"], *mxfp8["over_fp32"]])
+    assert "keeps two thirds of FP32's bytes" in page
+    assert round(saved["saved_mb"] / fp32["saved_mb"], 2) == 0.67
+
+
 def test_a_sampled_step_on_a_gpu():
     row = json.loads((ROOT / "benchmarks/results/predicted_watch.jsonl").read_text().splitlines()[-1])
     page = (ROOT / "docs/watch.md").read_text(encoding="utf-8")

@@ -177,7 +177,7 @@ struct Cast {
   }
 };
 
-// Two whole blocks of codes as values; false where the loops below have to.
+// Two whole blocks of codes, some of which may share bytes, as values; false where the loops below have to.
 template <class Elem>
 inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused]] const uint8_t* scales,
                            [[maybe_unused]] float* values) {
@@ -187,7 +187,7 @@ inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused
   for (int64_t at = 0; at < 2 * BLOCK; at += CODES) {
     const Lanes scale = everywhere(powers.value[scales[at / BLOCK]]);
     Lanes part[CODES / WIDTH];
-    unpack<Elem>(codes + at, part);
+    unpack<Elem>(codes + row_bytes<Elem>(at), part);
     for (int64_t i = 0; i < CODES / WIDTH; i++) store(values + at + i * WIDTH, product(part[i], scale));
   }
   return true;
@@ -203,13 +203,13 @@ inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused
                            [[maybe_unused]] Bfloat16* values) {
 #ifdef MXCOMPILE_BYTE_TABLES
   constexpr int least_byte = 17, most_byte = 239;
-  constexpr char not_finite = Elem::emax == 8 ? 0x7f : 0x7c;
+  constexpr char not_finite = Elem::not_finite, sizes = (1 << (Elem::bits - 1)) - 1;
   for (int64_t i = 0; i < 2; i++)
     if (scales[i] < least_byte || scales[i] > most_byte) return false;
   const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-  __m512i code = _mm512_loadu_si512(codes), unpacked[2];
+  __m512i code = load_codes<Elem>(codes, 2 * BLOCK), unpacked[2];
   Decoder(tables<Elem>()).unpack(code, unpacked);
-  __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
+  __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(sizes));
   __mmask64 scaled = _mm512_test_epi8_mask(size, size) & _mm512_cmplt_epu8_mask(size, _mm512_set1_epi8(not_finite));
   for (int64_t i = 0; i < 2; i++) {
     __m512i value = _mm512_permutex2var_epi64(unpacked[0], i ? upper : lower, unpacked[1]);  // in order again
@@ -231,22 +231,25 @@ inline void dequantize_rows(const uint8_t* codes, const uint8_t* scales, int64_t
     for (int64_t block = 0; block < num_blocks(width); block++) {
       const uint8_t* bytes = scales + r * num_blocks(width) + block;
       int64_t at = r * width + block * BLOCK, count = least(BLOCK, width - block * BLOCK);
-      if ((block + 2) * BLOCK <= width && dequantize_two<Elem>(codes + at, bytes, values + at)) {
+      const uint8_t* here = codes + row_bytes<Elem>(at);
+      if ((block + 2) * BLOCK <= width && dequantize_two<Elem>(here, bytes, values + at)) {
         block++;
         continue;
       }
+      uint8_t buffer[BLOCK];
+      const uint8_t* code = spread<Elem>(here, count, buffer);
       float scale = scale_value(*bytes);
       if (count == BLOCK)
         #pragma omp simd
-        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(codes[at + i]) * scale, values[at + i]);
+        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
       else
         #pragma omp simd
-        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(codes[at + i]) * scale, values[at + i]);
+        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
     }
   });
 }
 
-// The same of matrices [length, width], blocks along their columns.
+// The same of matrices [length, width], blocks along their columns, in which neighbours may share a byte.
 template <class Elem, class Value>
 inline void dequantize_columns(const uint8_t* codes, const uint8_t* scales, int64_t number, int64_t length,
                                int64_t width, int threads, Value* values) {
@@ -259,8 +262,11 @@ inline void dequantize_columns(const uint8_t* codes, const uint8_t* scales, int6
     for (int64_t i = 0; i < count; i++) scale[i] = scale_value(scales[part * width + start + i]);
     for (int64_t r = 0; r < height; r++) {
       int64_t at = (top + r) * width + start;
+      const uint8_t* here = codes + row_bytes<Elem>(top + r) * width + start;
+      const int shift = r % Elem::per_byte * Elem::bits, mask = (1 << Elem::bits) - 1;
       #pragma omp simd
-      for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(codes[at + i]) * scale[i], values[at + i]);
+      for (int64_t i = 0; i < count; i++)
+        narrow(decode<Elem>(static_cast<uint8_t>(here[i] >> shift & mask)) * scale[i], values[at + i]);
     }
   });
 }

@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, ElemType, Rounding, ScaleLayout, elem_type
+from mxcompile.formats import BLOCK, ElemType, Format, Rounding, ScaleLayout, elem_type
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 from mxcompile.ops import Spec
@@ -90,10 +90,12 @@ class _Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBuffers:
-    """A weight's buffers, which `kernel.stored` gave."""
+    """A weight [N, k], its buffers, which `kernel.stored` gave. elem: what the headers call its elements."""
 
     codes: Any
     scales: Any
+    elem: str
+    k: Any
 
 
 _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
@@ -197,17 +199,31 @@ def _body(shape: list[Any], source: torch.dtype, casts: dict[int, CppCast], word
     return f"{function}::matrices<{square}>({x}, {sizes}, {threads}, {down}, {along});"
 
 
+def elem_word(qdata: ir.TensorBox, fmt: str) -> str:
+    """The class of ``elements.h`` for the elements of stored data. fmt: as for ``mx.dequantize``."""
+    elem = Format.of(fmt).elem if fmt else elem_type(qdata.get_dtype())
+    return f"mxcompile::{elem.name.upper()}"
+
+
+def unpacked_size(qdata: ir.TensorBox, dim: int, fmt: str) -> list[Any]:
+    """The shape of the values of stored data, whose bytes hold several elements along `dim`."""
+    shape = list(qdata.get_size())
+    if fmt:
+        shape[dim] = shape[dim] * Format.of(fmt).elem.per_byte
+    return shape
+
+
 def dequantize(
-    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype
+    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype, fmt: str = ""
 ) -> ir.TensorBox | None:
     """The value of ``mx.dequantize``; None where Inductor's loops serve."""
-    shape, device = list(qdata.get_size()), qdata.get_device_or_error()
+    shape, device = unpacked_size(qdata, block_dim, fmt), qdata.get_device_or_error()
     if device.type != "cpu" or dtype not in _FLOATS or not kernel.usable():
         return None
     if len(scale.get_size()) != len(shape):  # tiled
         return None
     dim = block_dim % len(shape)
-    elem = f"mxcompile::{elem_type(qdata.get_dtype()).name.upper()}"
+    elem = elem_word(qdata, fmt)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
     def body(words: Words) -> str:
@@ -224,13 +240,13 @@ def dequantize(
 
 def dequantize_part(weight: StoredBuffers, first: int, count: int, dtype: torch.dtype) -> ir.TensorBox:
     """Values of `count` rows from `first` on, of codes [N, K], blocks along K; all parts share the code."""
-    k = weight.codes.get_size()[1]
-    elem = f"mxcompile::{elem_type(weight.codes.get_dtype()).name.upper()}"
+    k, elem = weight.k, weight.elem
 
     def body(words: Words) -> str:
         start, rows, width = (words.given(size) for size in (first, count, k))
         codes, scales = words.pointer("codes"), words.pointer("scales")
-        part = f"{codes} + {start} * {width}, {scales} + {start} * mxcompile::num_blocks({width})"
+        row_bytes = f"mxcompile::row_bytes<{elem}>({width})"
+        part = f"{codes} + {start} * {row_bytes}, {scales} + {start} * mxcompile::num_blocks({width})"
         return (
             f"mxcompile::dequantize_rows<{elem}>({part}, {rows}, {width},"
             f" {words.threads}, {words.pointer('values')});"

@@ -4,6 +4,8 @@
 //   code   of y = x · 2^(127 − byte), |y| ≤ max or NaN                             encode<Elem>
 //   value  of a code, and of y rounded to the element type                         decode<Elem>, rounded<Elem>
 //
+// Codes of E2M1 share bytes, two in each, the first in the low half: a row of k codes has row_bytes<Elem>(k).
+//
 // Rounding adds C = 2^(e + 23 − p) to |y|, e the exponent of y, at least that of the smallest normal value: the sum
 // ends at the last of p stored bits, so the addition rounds it to nearest even, subnormals included, and its low bits
 // are the element's. All functions are branch-free, so that loops over them become vectors of whatever ISA the
@@ -42,13 +44,38 @@ enum class Rounding { rceil, floor, ceil, even };
 
 struct E4M3 {
   static constexpr int mantissa_bits = 3, emax = 8, min_field = 121;  // min_field: biased exponent of 2^-6
+  static constexpr int bits = 8, per_byte = 1, not_finite = 0x7f;     // not_finite: the first such code
   static constexpr float max = 448.0f;
 };
 
 struct E5M2 {
   static constexpr int mantissa_bits = 2, emax = 15, min_field = 113;
+  static constexpr int bits = 8, per_byte = 1, not_finite = 0x7c;
   static constexpr float max = 57344.0f;
 };
+
+struct E2M1 {
+  static constexpr int mantissa_bits = 1, emax = 2, min_field = 127;
+  static constexpr int bits = 4, per_byte = 2, not_finite = 8;
+  static constexpr float max = 6.0f;
+};
+
+template <class Elem>
+constexpr int64_t row_bytes(int64_t k) {
+  return k / Elem::per_byte;
+}
+
+// `count` codes as one a byte, in `buffer` unless they are so.
+template <class Elem>
+inline const uint8_t* spread(const uint8_t* codes, int64_t count, uint8_t* buffer) {
+  if (Elem::per_byte == 1) return codes;
+#pragma omp simd
+  for (int64_t i = 0; i < count / 2; i++) {
+    buffer[2 * i] = codes[i] & 15;
+    buffer[2 * i + 1] = codes[i] >> 4;
+  }
+  return buffer;
+}
 
 inline float as_float(uint32_t bits) {
   float value;
@@ -146,16 +173,16 @@ inline uint8_t encode(float y) {
 template <class Elem>
 inline float decode(uint8_t code) {
   constexpr int shift = 23 - Elem::mantissa_bits;
-  constexpr uint32_t bias = static_cast<uint32_t>(Elem::min_field - 1) << 23;
-  constexpr uint32_t not_finite = Elem::emax == 8 ? 0x7f : 0x7c;  // E5M2 has infinities from there
-  uint32_t size = code & 0x7f;
+  constexpr uint32_t bias = static_cast<uint32_t>(Elem::min_field - 1) << 23, sign = 1u << (Elem::bits - 1);
+  constexpr uint32_t not_finite = Elem::not_finite;  // E5M2 has infinities from there
+  uint32_t size = code & (sign - 1);
   // an integer times the step of the subnormals; a normal value is its bits, moved
   float subnormal = static_cast<float>(static_cast<int32_t>(size)) *
                     as_float(static_cast<uint32_t>(Elem::min_field - Elem::mantissa_bits) << 23);
   uint32_t value = size < (1u << Elem::mantissa_bits) ? as_bits(subnormal) : (size << shift) + bias;
   uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
   value = size >= not_finite ? special : value;
-  return as_float(value | (static_cast<uint32_t>(code & 0x80) << 24));
+  return as_float(value | ((code & sign) << (32 - Elem::bits)));
 }
 
 // f of 0, 1, … as constants: sums that constants index stay in registers, those that a loop indexes do not.
@@ -174,7 +201,7 @@ template <class Elem>
 inline const Tables& tables() {
   static const Tables made = [] {
     Tables t;
-    for (int code = 0; code < 128; code++) {
+    for (int code = 0; code < 128; code++) {  // of fewer bits with the sign
       uint32_t bits = as_bits(decode<Elem>(static_cast<uint8_t>(code)));
       t.high[code] = static_cast<uint8_t>(bits >> 24);
       t.low[code] = static_cast<uint8_t>(bits >> 16);
@@ -183,6 +210,17 @@ inline const Tables& tables() {
     return t;
   }();
   return made;
+}
+
+// Up to 64 codes, one a byte.
+template <class Elem>
+inline __m512i load_codes(const uint8_t* codes, int64_t count) {
+  const bool whole = count == 64;
+  if (Elem::per_byte == 1)
+    return whole ? _mm512_loadu_si512(codes) : _mm512_maskz_loadu_epi8(~0ull >> (64 - count), codes);
+  const __mmask32 inside = whole ? ~0u : ~0u >> (32 - count / 2);
+  __m512i words = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(inside, codes));
+  return _mm512_and_si512(_mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
 }
 
 // 64 codes as BF16 numbers, by their bytes in registers.

@@ -16,14 +16,15 @@ MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
 
-// Whether products with any element, and sums of some, are normal numbers: exponents within 2^±60, or no number.
+// Whether products with any element, and sums of some, are normal numbers: exponents within 2^±60, or no number, which
+// magnitudes from `no_number` on are.
 template <class X>
-inline bool ordinary(const X* x, int64_t count) {
+inline bool ordinary(const X* x, int64_t count, uint32_t no_number = INFINITY_BITS) {
   uint32_t others = 0;
 #pragma omp simd reduction(| : others)
   for (int64_t i = 0; i < count; i++) {
     const uint32_t size = fp32_bits(magnitude(x[i])), least = (127 - 60) << 23, most = (127 + 60) << 23;
-    others |= static_cast<uint32_t>(size - least >= most - least) & static_cast<uint32_t>(size - 1 < INFINITY_BITS - 1);
+    others |= static_cast<uint32_t>(size - least >= most - least) & static_cast<uint32_t>(size - 1 < no_number - 1);
   }
   return !others;
 }
@@ -84,7 +85,7 @@ struct Dot {
   static inline __attribute__((always_inline)) void unpack(const uint8_t* codes, Codes& most, Lanes* out) {
     for (int64_t i = 0; i < BLOCK; i += CODES) {
       if (Elem::emax == 8) most = vmaxq_u8(most, vshlq_n_u8(vld1q_u8(codes + i), 1));
-      mxcompile::unpack<Elem>(codes + i, out + i / WIDTH);
+      mxcompile::unpack<Elem>(codes + row_bytes<Elem>(i), out + i / WIDTH);
     }
   }
 
@@ -94,70 +95,108 @@ struct Dot {
 #endif
 
 #ifdef MXCOMPILE_LANES
-// `up` and the order of codes for one row of x, padded with zeros to `padded`, whole blocks.
-template <class Elem, class X>
-inline void arrange(const X* x, int64_t k, int64_t padded, float* out) {
-  const float factor = scale_value(127 + Dot<Elem>::up);
-  for (int64_t at = 0; at < padded; at += BLOCK) {
-    float block[BLOCK] = {};
-    const int64_t count = k - at < BLOCK ? (k > at ? k - at : 0) : BLOCK;
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++) block[i] = widen(x[at + i]) * factor;
-    for (int64_t i = 0; i < BLOCK; i++) out[at + Dot<Elem>::place(i)] = block[i];
-  }
+constexpr int64_t AHEAD = 4096;  // bytes of a row between what is decoded and what is fetched from memory
+
+// How far behind byte `at` of rows of `width` bytes to fetch: at the end of rows that lie together, the rows after these.
+inline int64_t soon(int64_t at, int64_t width, int64_t weights, int64_t between) {
+  return at + AHEAD < width || between > 1 ? AHEAD : AHEAD + (weights - 1) * width;
 }
 
-// Back from there.
+constexpr int64_t LINE = 16;    // numbers that a line of the cache has
+constexpr int64_t LONG = 1024;  // numbers whose sums in FP32 may lose 2^-14
+
+// The first number of a line at or behind `memory`: what lies across two lines takes twice as long to load.
+inline float* on_a_line(float* memory) {
+  constexpr uintptr_t bytes = LINE * sizeof(float);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + bytes - 1) / bytes * bytes);
+}
+
+// How x lies in memory, and its products with rows of the weight. E2M1 on AVX2 has its own (`integer_dot.h`).
 template <class Elem>
-inline void arrange_back(const float* x, int64_t padded, float* out) {
-  const float factor = scale_value(127 - Dot<Elem>::up);
-  for (int64_t at = 0; at < padded; at += BLOCK)
-    for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Dot<Elem>::place(i)] * factor;
-}
+struct InLanes {
+  using Element = Elem;
 
-// `rows` of x, `apart` from each other, times `weights` rows of k codes; sums of a row of the weight are `stride` apart.
-// False if there are codes that are no finite numbers, or scales that `Scales` has not: then the sums are not right.
-template <class Elem, int rows, int weights>
-inline bool sums_in_lanes(const float* x, int64_t apart, const uint8_t* codes, const uint8_t* scales, int64_t k,
-                          int64_t ahead, int64_t stride, float* sums) {
-  constexpr std::make_integer_sequence<int, rows> all_rows{};
-  constexpr std::make_integer_sequence<int, weights> all_weights{};
-  const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up>::all();
-  const int64_t blocks = (k + BLOCK - 1) / BLOCK, whole = k / BLOCK;
-  if (largest(scales, weights * blocks) > powers.most) return false;
-  [[maybe_unused]] const Subnormals subnormals;
-  auto most = Dot<Elem>::none();
-  Lanes total[weights * rows];
-  for (int i = 0; i < weights * rows; i++) total[i] = zeros();
-  auto block = [&](const uint8_t* first, int64_t step, int64_t index) __attribute__((always_inline)) {
-    each(all_weights, [&](auto w) __attribute__((always_inline)) {
-      Lanes part[Dot<Elem>::parts];
-      Dot<Elem>::unpack(first + w * step, most, part);
-      const Lanes scale = everywhere(powers.value[scales[w * blocks + index]]);
-      each(all_rows, [&](auto m) __attribute__((always_inline)) {
-        const float* row = x + m * apart + index * BLOCK;
-        Lanes dot = product(part[0], load(row));
-        for (int i = 1; i < Dot<Elem>::parts; i++) dot = added(part[i], load(row + i * WIDTH), dot);
-        total[w * rows + m] = added(dot, scale, total[w * rows + m]);
+  // Whether the sums are right for such x.
+  template <class X>
+  static bool takes(const X* x, int64_t count) {
+    return ordinary(x, count);
+  }
+
+  // `up` and the order of codes for one row of x, padded with zeros to `padded`, whole blocks.
+  template <class X>
+  static void arrange(const X* x, int64_t k, int64_t padded, float* out) {
+    const float factor = scale_value(127 + Dot<Elem>::up);
+    for (int64_t at = 0; at < padded; at += BLOCK) {
+      float block[BLOCK] = {};
+      const int64_t count = k - at < BLOCK ? (k > at ? k - at : 0) : BLOCK;
+#pragma omp simd
+      for (int64_t i = 0; i < count; i++) block[i] = widen(x[at + i]) * factor;
+      for (int64_t i = 0; i < BLOCK; i++) out[at + Dot<Elem>::place(i)] = block[i];
+    }
+  }
+
+  // Back from there.
+  static void arrange_back(const float* x, int64_t padded, float* out) {
+    const float factor = scale_value(127 - Dot<Elem>::up);
+    for (int64_t at = 0; at < padded; at += BLOCK)
+      for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Dot<Elem>::place(i)] * factor;
+  }
+
+  // `rows` of x, `apart` from each other, times `weights` rows of k codes; sums of a row of the weight are `stride`
+  // apart, and the rows of the weight lie `between` apart. Returns false where the sums are not right: for codes that are
+  // no finite numbers, and for scales that `Scales` does not have.
+  template <int rows, int weights>
+  static bool sums(const float* x, int64_t apart, const uint8_t* codes, const uint8_t* scales, int64_t k,
+                   int64_t between, int64_t stride, float* sums) {
+    constexpr std::make_integer_sequence<int, rows> all_rows{};
+    constexpr std::make_integer_sequence<int, weights> all_weights{};
+    constexpr int64_t bytes = row_bytes<Elem>(BLOCK);
+    const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up>::all();
+    const int64_t blocks = (k + BLOCK - 1) / BLOCK, whole = k / BLOCK, width = row_bytes<Elem>(k);
+    for (int w = 0; w < weights; w++)
+      if (largest(scales + w * between * blocks, blocks) > powers.most) return false;
+    [[maybe_unused]] const Subnormals subnormals;
+    auto most = Dot<Elem>::none();
+    Lanes total[weights * rows];
+    for (int i = 0; i < weights * rows; i++) total[i] = zeros();
+    auto block = [&](const uint8_t* first, int64_t step, int64_t index) __attribute__((always_inline)) {
+      each(all_weights, [&](auto w) __attribute__((always_inline)) {
+        Lanes part[Dot<Elem>::parts];
+        Dot<Elem>::unpack(first + w * step, most, part);
+        const Lanes scale = everywhere(powers.value[scales[w * between * blocks + index]]);
+        each(all_rows, [&](auto m) __attribute__((always_inline)) {
+          const float* row = x + m * apart + index * BLOCK;
+          Lanes dot = product(part[0], load(row));
+          for (int i = 1; i < Dot<Elem>::parts; i++) dot = added(part[i], load(row + i * WIDTH), dot);
+          total[w * rows + m] = added(dot, scale, total[w * rows + m]);
+        });
       });
+    };
+    for (int64_t index = 0; index < whole; index += 2) {
+      const uint8_t* first = codes + index * bytes;
+      const int64_t later = soon(index * bytes, width, weights, between);
+      each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch_later(first + w * between * width + later); });
+      block(first, between * width, index);
+      if (index + 1 < whole) block(first + bytes, between * width, index + 1);
+    }
+    if (whole < blocks) {
+      uint8_t last[weights * bytes] = {};
+      const int64_t done = whole * bytes;
+      for (int w = 0; w < weights; w++) std::memcpy(last + w * bytes, codes + w * between * width + done, width - done);
+      block(last, bytes, whole);
+    }
+    each(all_weights, [&](auto w) __attribute__((always_inline)) {
+      each(all_rows, [&](auto m) __attribute__((always_inline)) { sums[w * stride + m] = sum(total[w * rows + m]); });
     });
-  };
-  for (int64_t index = 0; index < whole; index += 2) {
-    int64_t at = index * BLOCK, soon = at + ahead < k ? ahead : ahead + (weights - 1) * k;  // then the rows after these
-    each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch_later(codes + w * k + at + soon); });
-    block(codes + at, k, index);
-    if (index + 1 < whole) block(codes + at + BLOCK, k, index + 1);
+    return Dot<Elem>::finite(most);
   }
-  if (whole < blocks) {
-    uint8_t last[weights * BLOCK] = {};
-    for (int w = 0; w < weights; w++) std::memcpy(last + w * BLOCK, codes + w * k + whole * BLOCK, k - whole * BLOCK);
-    block(last, BLOCK, whole);
-  }
-  each(all_weights, [&](auto w) __attribute__((always_inline)) {
-    each(all_rows, [&](auto m) __attribute__((always_inline)) { sums[w * stride + m] = sum(total[w * rows + m]); });
-  });
-  return Dot<Elem>::finite(most);
-}
+};
+
+// The form for rows of at least LONG numbers X.
+template <class Elem, class X>
+struct ForLongRows {
+  using Form = InLanes<Elem>;
+};
 #endif
 
 }  // namespace mxcompile

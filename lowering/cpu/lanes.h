@@ -1,7 +1,8 @@
 // FP32 numbers in registers, and codes as such numbers where a CPU converts FP16 but has no table of bytes: AVX2, NEON.
 //
 // E5M2 is the upper byte of an FP16 number. E4M3, moved by 7 bits to where FP16 has its exponent, is an FP16 number of
-// 2^-8 times its value, subnormal or not. Only its NaN becomes a number there: `has_nan` looks for it.
+// 2^-8 times its value, subnormal or not. Only its NaN becomes a number there: `has_nan` looks for it. The upper byte of
+// an E2M1 number in FP16 is all of it, and a table has these bytes.
 #ifndef MXCOMPILE_LANES_H
 #define MXCOMPILE_LANES_H
 
@@ -26,6 +27,10 @@ constexpr int64_t CODES = 16;  // that `unpack` takes
 // What the numbers of `unpack` are to be multiplied by.
 template <class Elem>
 constexpr int raised = Elem::emax == 8 ? 8 : 0;
+
+// The upper bytes of E2M1's numbers in FP16, by code.
+alignas(16) constexpr uint8_t FP16_OF_E2M1[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
+                                                  0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
 
 template <class Elem>
 inline bool has_nan(const uint8_t* codes, int64_t count) {
@@ -97,6 +102,15 @@ inline void store_sums(const Lanes* x, int64_t stride, float* to) {
 
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {
+  if (Elem::per_byte == 2) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FP16_OF_E2M1));
+    __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    __m128i each = _mm_and_si128(_mm_or_si128(words, _mm_slli_epi16(words, 4)), _mm_set1_epi8(15));
+    __m128i upper = _mm_shuffle_epi8(table, each);
+    out[0] = _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), upper));
+    out[1] = _mm256_cvtph_ps(_mm_unpackhi_epi8(_mm_setzero_si128(), upper));
+    return;
+  }
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), Elem::emax == 8 ? 7 : 8);
   if (Elem::emax == 8) words = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
@@ -122,7 +136,13 @@ inline void store_sums(const Lanes* x, int64_t stride, float* to) {
 
 template <class Elem>
 inline void unpack(const uint8_t* codes, Lanes* out) {
-  uint8x16_t bytes = vld1q_u8(codes), nothing = vdupq_n_u8(0);
+  uint8x16_t bytes, nothing = vdupq_n_u8(0);
+  if (Elem::per_byte == 2) {
+    uint8x8_t pairs = vld1_u8(codes), low = vand_u8(pairs, vdup_n_u8(15)), high = vshr_n_u8(pairs, 4);
+    bytes = vqtbl1q_u8(vld1q_u8(FP16_OF_E2M1), vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)));
+  } else {
+    bytes = vld1q_u8(codes);
+  }
   uint16x8_t lower, upper;
   if (Elem::emax == 8) {
     const uint16x8_t parts = vdupq_n_u16(0xbf80);

@@ -16,9 +16,8 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
-from mxcompile.formats import elem_type
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part
+from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part, elem_word, unpacked_size
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -30,6 +29,7 @@ def product(
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
+    fmt: str = "",
 ) -> ir.TensorBox | None:
     """The result of the operator; None where the weight is better dequantized."""
     device, sources = (
@@ -47,7 +47,7 @@ def product(
         inputs["bias"] = kernel.stored(_expanded(bias, n))
     alone = (inside or bias is None) and out_dtype in C_TYPES
     made_dtype = out_dtype if alone else torch.float32
-    elem = f"mxcompile::{elem_type(qdata.get_dtype()).name.upper()}"
+    elem = elem_word(qdata, fmt)
     no_bias = "static_cast<const float*>(nullptr)"
 
     def body(words: Words) -> str:
@@ -73,13 +73,17 @@ def _expanded(bias: ir.TensorBox, n: Any) -> ir.TensorBox:
     return expanded
 
 
-def parts(qdata: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype) -> list[ir.TensorBox] | None:
+def parts(
+    qdata: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, fmt: str
+) -> list[ir.TensorBox] | None:
     """The weight [N, K] in `dtype`, in parts of some rows; None where it is small, or not for this kernel."""
-    device, sizes = qdata.get_device_or_error(), qdata.get_size()
+    device, sizes = qdata.get_device_or_error(), unpacked_size(qdata, -1, fmt)
     if device.type != "cpu" or dtype not in C_TYPES or kernel.obstacle() or len(scale.get_size()) != 2:
         return None
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None
-    weight = StoredBuffers(codes=kernel.stored(qdata), scales=kernel.stored(scale))
+    weight = StoredBuffers(
+        codes=kernel.stored(qdata), scales=kernel.stored(scale), elem=elem_word(qdata, fmt), k=sizes[1]
+    )
     return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

@@ -5,7 +5,7 @@
 A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
 values of E4M3 and stored as such. Both are exact, so the product is. These remain emulated: FP32 scales
-between powers of two, blocks of 16.
+between powers of two, blocks of 16, and scales of two levels, with the reason.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
+
+NO_TWO_LEVEL = "no kernel multiplies E2M1 under E4M3 scales"
+"""Why products of operands with scales of two levels are emulated, on chips that have an instruction too."""
 
 _AS = {ops.encoded_mm: ops.scaled_mm, ops.encoded_grouped_mm: ops.scaled_grouped_mm}
 
@@ -45,7 +48,7 @@ class AsMX(NativePass):
                 yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products of `graph`."""
+        """Replace those products of `graph`. Returns why those of scales of two levels stay."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for node in self.candidates(graph):
@@ -56,7 +59,9 @@ class AsMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
-        return NO_REASONS
+        rest = (node for node in graph.nodes if node.target in _AS)
+        two_level = (node for node in rest if any(form.two_level for form in Product.read(node).forms))
+        return dict.fromkeys(two_level, NO_TWO_LEVEL)
 
     def _operand(
         self, build: Builder, operands: DequantizedOperands, product: Product, side: int

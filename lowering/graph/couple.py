@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
-from mxcompile.graph.tags import hint, tensor
+from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
 from mxcompile.lowering.templates import packing
@@ -118,7 +119,8 @@ def _elementwise(node: fx.Node) -> bool:
 
 def _fit(first: _ComputedCast, second: _ComputedCast, order: dict[fx.Node, int]) -> bool:
     """Whether they have one format and size, read the same, and the second can be made where the first is."""
-    same = tensor(argument(first.cast)).shape == tensor(argument(second.cast)).shape  # type: ignore[union-attr]
+    shapes = (value_of(argument(each.cast)).shape for each in (first, second))
+    same = statically_known_true(sym_eq(*shapes))  # sizes that depend on data are not compared
     alike = first.cast.target is second.cast.target and _how(first.cast) == _how(second.cast)
     few = len(first.large | second.large) <= _MOST_LEAVES
     shared = len(first.large & second.large) >= _SHARED_LEAVES

@@ -2,18 +2,20 @@
 
     scaled_mm(qa, sa, qb, sb)  → mm(dequantize(qa, sa), dequantize(qb, sb))
     encoded_mm(qa, sa, qb, sb) → mm(elements(qa), elements(qb)) · sa · sb     scales that span the contraction
-                                 mm(decode(qa, sa), decode(qb, sb))           other scales
+                                 mm(decode(qa, sa), decode(qb, sb)) · alpha   others; alpha of two levels
 
 The dequantized operands are exact in BF16, extreme scales aside (see docs/numerics.md), and in FP32, so the
 vendor's GEMM in either gives what an MX GEMM would, up to the order of accumulation. It is FP32 where the
 target multiplies BF16 slowly. So are elements without their scales; where
 the result is BF16, their product is rounded to it before the FP32 scales multiply it. FP32 scales of blocks
-are in their operands, which are rounded to the dtype of the GEMM. FP8 copies that cross from forward to
+are in their operands, which are rounded to the dtype of the GEMM. Values under E4M3 scales are exact in BF16;
+their alpha multiplies like FP32 scales. FP8 copies that cross from forward to
 backward stay FP8 (see `operands`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -68,7 +70,7 @@ class _Expander:
         out, product = value_of(node), Product.read(node)
         dtype = working_dtype(out.dtype, self._target)
         (qa, sa), (qb, sb) = product.sides
-        extra, words = product.extra, product.words
+        words = product.words
         after = not product.is_grouped and all(map(_spans_contraction, words))
         with self._graph.inserting_before(node):
             if after:
@@ -77,25 +79,26 @@ class _Expander:
             else:
                 a = self._operands.value(qa, sa, -1, dtype, node, words[0])
                 b = self._operands.value(qb, sb, -2, dtype, node, words[1])
+            factors = (sa, sb) if after else () if product.alpha is None else (product.alpha,)
             if product.is_grouped:
                 vendors = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
-                result = self._build.call(vendors, a, b, extra, like=node)
+                result = self._build.call(vendors, a, b, product.offs, like=node)
             else:
-                result = self._product(a, b, None if after else extra, dtype, node)
-            kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if after else 'dequantized'})"
+                result = self._product(a, b, None if factors else product.bias, dtype, node)
+            kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
-            if after:
-                result = self._scaled(result, sa, sb, extra, node)
+            if factors:
+                result = self._scaled(result, factors, product.bias, node)
             result = self._cast(result, out.dtype, node)
         self._build.replace(node, result)
 
     def _scaled(
-        self, product: fx.Node, sa: fx.Node, sb: fx.Node, bias: fx.Node | None, node: fx.Node
+        self, product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, node: fx.Node
     ) -> fx.Node:
-        """`product` times the scales of its rows and columns, plus `bias`, in FP32."""
+        """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
         result = self._cast(product, torch.float32, node)
-        for scale in (sa, sb):
-            result = self._build.call(aten.mul.Tensor, result, scale, like=node)
+        for factor in factors:
+            result = self._build.call(aten.mul.Tensor, result, factor, like=node)
         if bias is not None:
             added = self._cast(bias, torch.float32, node)
             result = self._build.call(aten.add.Tensor, result, added, like=node)

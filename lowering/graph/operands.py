@@ -3,6 +3,7 @@
     dequantize(quantize(x)) → quantize_dequantize(x)     where the cast is in the same graph
     decode(encode(x))       → round_with(x, scale_of(x))
     dequantize(q, s)                                     of any input, a weight that is stored quantized say
+    decode(unpack(p), s)    → dequantize(p, s)           of one whose codes are packed
 
 The first fuses with what makes x and never becomes FP8. Each operand is made once.
 """
@@ -18,7 +19,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.ops.view import Cast, Encode, result_of
+from mxcompile.ops.view import Cast, Encode, Unpack, result_of
 
 
 class DequantizedOperands:
@@ -74,8 +75,13 @@ class DequantizedOperands:
     ) -> fx.Node:
         cast = _encoded(qdata, scale)
         if cast is not None:
-            how = cast.block_dim, cast.fmt, scaled, dtype, cast.seed, cast.stream
+            how = cast.block_dim, cast.fmt, scaled, dtype, cast.seed, cast.stream, cast.amax
             return self._build.call(ops.round_with, cast.x, scale, *how, like=like)
+        unpack = Unpack.of(qdata) if scaled else None
+        if unpack is not None:
+            return self._build.call(
+                ops.dequantize, unpack.packed, scale, unpack.dim, dtype, unpack.fmt, like=like
+            )
         factor = scale if scaled else None
         return self._build.call(ops.decode, qdata, factor, dim, word, dtype, like=like)
 

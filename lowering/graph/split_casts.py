@@ -37,10 +37,10 @@ class SplitCasts(LoweringPass):
 def _split(build: Builder, cast: Encode) -> None:
     results, how = dict(results_of(cast.node)), (cast.block_dim, cast.fmt)
     with build.graph.inserting_before(cast.node):
-        scale = cast.scale or build.call(ops.scale_of, cast.x, *how, like=cast.node)
+        scale = cast.scale or build.call(ops.scale_of, cast.x, *how, cast.amax, like=cast.node)
         parts = {1: scale}
         if 0 in results and results[0].users:
-            drawn = cast.seed, cast.stream
+            drawn = cast.seed, cast.stream, cast.amax
             parts[0] = build.call(ops.encode_with, cast.x, scale, *how, *drawn, like=cast.node)
     for place, result in results.items():
         if place in parts:

@@ -1,19 +1,20 @@
-"""weight_only: products of few rows with a weight that is stored in MXFP8, on chips without an MX GEMM.
+"""weight_only: products of few rows with a weight that is stored quantized, on chips without an MX GEMM.
 
-    scaled_mm(qa, sa, w, sw)    → weight_only_mm(dequantize(qa, sa), w, sw)
-    mm(x, dequantize(w, sw)ᵀ)   → weight_only_mm(x, w, sw)
+    scaled_mm(qa, sa, w, sw)          → weight_only_mm(dequantize(qa, sa), w, sw)
+    encoded_mm(qa, sa, unpack(p), sp) → weight_only_mm(dequantize(qa, sa), p, sp)     on CPUs
+    mm(x, dequantize(w, sw)ᵀ)         → weight_only_mm(x, w, sw)
 
-Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16,
-and decoded in registers. An activation in MXFP8 is what its copy stands for, so that the result is that of
-the MX GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy leaves in BF16 is
-read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster
-then; on CPUs if the weight is small, since large ones are better dequantized in parts (see `cpu`). So are
-weights that only the graph casts.
+Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
+a quarter, and decoded in registers. A quantized activation is what its copy stands for, so that the result is
+that of the quantized GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy
+leaves in BF16 is read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's
+GEMM are faster then; on CPUs if the weight is small, since large ones are better dequantized in parts (see
+`cpu`). So are weights that only the graph casts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,10 +35,32 @@ from mxcompile.lowering.graph.expand import working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
-from mxcompile.ops.view import Dequantize, Product
+from mxcompile.ops.mx import unpacked_shape
+from mxcompile.ops.view import Dequantize, Product, Unpack
 
-_Parts = tuple[fx.Node, fx.Node, bool]
-"""Elements and scales of a weight as stored, and whether the product's right operand is their transpose."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weight:
+    """A weight as it is stored.
+
+    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. fmt:
+    as for ``mx.dequantize``.
+    """
+
+    qdata: fx.Node
+    scale: fx.Node
+    swapped: bool
+    fmt: str = ""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shape of the values, where blocks run along the last dimension."""
+        value = value_of(self.qdata)
+        return tuple(unpacked_shape(value, -1, self.fmt)) if self.fmt else tuple(value.shape)
+
+
+_PRODUCTS = frozenset({ops.scaled_mm.overloadpacket, ops.encoded_mm.overloadpacket})
+"""Whose right operand may be a stored weight."""
 
 _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
@@ -62,7 +85,7 @@ class WeightOnly(LoweringPass):
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products of `graph` that the kernel is for."""
         for node in list(graph.nodes):
-            taken = self._takes if packet(node) is ops.scaled_mm.overloadpacket else self._takes_plain
+            taken = self._takes if packet(node) in _PRODUCTS else self._takes_plain
             if taken(node):
                 yield node
 
@@ -71,7 +94,7 @@ class WeightOnly(LoweringPass):
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
         for node in self.candidates(graph):
-            if packet(node) is ops.scaled_mm.overloadpacket:
+            if packet(node) in _PRODUCTS:
                 self._replace(node, build, operands)
             else:
                 self._replace_plain(node, build)
@@ -80,7 +103,8 @@ class WeightOnly(LoweringPass):
 
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
-        return self._fits(node, product.a, stored(product.b, product.scale_b))
+        weight = _operand(product)
+        return bool(weight.fmt) == bool(product.format_b) and self._fits(node, product.a, weight)
 
     def _takes_plain(self, node: fx.Node) -> bool:
         """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
@@ -91,19 +115,19 @@ class WeightOnly(LoweringPass):
         if out is None or dequantize is None or dequantize.dtype is not out.dtype:
             return False
         along = -1 if swapped else -2
-        qdata, scale, turned = _stored_parts(dequantize)
-        return dequantize.block_dim in (along, along + 2) and self._fits(
-            node, x, (qdata, scale, swapped != turned)
-        )
+        if dequantize.block_dim not in (along, along + 2):
+            return False
+        return self._fits(node, x, _dequantized(dequantize, swapped))
 
-    def _fits(self, node: fx.Node, x: fx.Node, parts: _Parts) -> bool:
-        """Whether the kernel is for the product `node` of `x` and a weight of these parts."""
-        qdata, scale, swapped = parts
+    def _fits(self, node: fx.Node, x: fx.Node, stored_weight: _Weight) -> bool:
+        """Whether the kernel is for the product `node` of `x` and `stored_weight`."""
+        qdata, scale, swapped = stored_weight.qdata, stored_weight.scale, stored_weight.swapped
         out, a = tensor(node), tensor(x)
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        if not (a.ndim == weight.ndim == scales.ndim == 2 and weight.dtype in _ELEMENTS):
+        readable = weight.dtype in _ELEMENTS or (self._on_cpu and bool(stored_weight.fmt))
+        if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
             return False
@@ -113,7 +137,7 @@ class WeightOnly(LoweringPass):
             return False
         if self._on_cpu:
             return hint(out.shape[0]) <= MOST_ROWS or bool(
-                parts_of(weight.shape, working_dtype(out.dtype, self.target))
+                parts_of(stored_weight.shape, working_dtype(out.dtype, self.target))
             )
         return hint(out.shape[0]) <= most_rows(self.target, working_dtype(out.dtype, self.target))
 
@@ -121,18 +145,18 @@ class WeightOnly(LoweringPass):
         out = tensor(node)
         assert out is not None
         product = Product.read(node)
-        (qa, sa), (qb, sb) = product.sides
+        dtype = working_dtype(out.dtype, self.target)
         with build.graph.inserting_before(node):
-            x = operands.value(qa, sa, -1, working_dtype(out.dtype, self.target), node)
-            self._emit(node, build, x, stored(qb, sb), product.bias)
+            x = operands.value(product.a, product.scale_a, -1, dtype, node, product.format_a)
+            self._emit(node, build, x, _operand(product), product.bias)
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
         x, (source, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
-        weight, scale, turned = _stored_parts(Dequantize.read(source))
+        weight = _dequantized(Dequantize.read(source), swapped)
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
             x = self._widened(x, node, build)
-            self._emit(node, build, x, (weight, scale, swapped != turned), bias)
+            self._emit(node, build, x, weight, bias)
 
     def _widened(self, x: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
         """`x` in the dtype of the vendor's GEMM, if `node` has too many rows for the kernel of a CPU."""
@@ -146,35 +170,44 @@ class WeightOnly(LoweringPass):
     def _on_cpu(self) -> bool:
         return self.target.device == "cpu"
 
-    def _emit(self, node: fx.Node, build: Builder, x: fx.Node, parts: _Parts, bias: Any) -> None:
-        """Put the product of `x` and a weight of these parts in the place of `node`."""
+    def _emit(self, node: fx.Node, build: Builder, x: fx.Node, stored_weight: _Weight, bias: Any) -> None:
+        """Put the product of `x` and `stored_weight` in the place of `node`."""
         out, given = tensor(node), tensor(x)
         assert out is not None
         assert given is not None
-        weight, scale, swapped = parts
-        if not swapped:
+        weight, scale = stored_weight.qdata, stored_weight.scale
+        if not stored_weight.swapped:
             weight, scale = (transpose(each, build) for each in (weight, scale))
-        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, like=node)
-        words = f"mx_weight_only_mm {self._form(hint(out.shape[0]), weight, given.dtype)}"
+        form = (stored_weight.fmt,) if stored_weight.fmt else ()
+        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, *form, like=node)
+        shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
+        words = f"mx_weight_only_mm {self._form(hint(out.shape[0]), shape, given.dtype)}"
         set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
         build.replace(node, result)
 
-    def _form(self, rows: int, weight: fx.Node, dtype: torch.dtype) -> str:
-        """How the kernel multiplies `rows` rows of `dtype`, in words."""
-        value = tensor(weight)
-        assert value is not None
+    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype) -> str:
+        """How the kernel multiplies `rows` rows of `dtype` by a weight of `shape`, in words."""
         if self._on_cpu:
-            parts = parts_of(value.shape, dtype)
+            parts = parts_of(shape, dtype)
             return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
-        n, k = map(hint, value.shape)
+        n, k = map(hint, shape)
         choices = forms(rows, n, k, dtype, self.target)
         return choices[0].one_of(len(choices))
 
 
-def _stored_parts(dequantize: Dequantize) -> _Parts:
-    """Elements and scales that `dequantize` reads, before transposes, if any: then True."""
-    (qdata, swapped), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
-    return qdata, scale, swapped
+def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
+    """The weight that `dequantize` reads, before transposes. swapped: whether its result is transposed."""
+    (qdata, turned), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
+    return _Weight(qdata=qdata, scale=scale, swapped=swapped != turned, fmt=dequantize.fmt)
+
+
+def _operand(product: Product) -> _Weight:
+    """The right operand of `product`, before transposes and, of packed codes, before they are unpacked."""
+    qdata, scale, swapped = stored(product.b, product.scale_b)
+    unpack = Unpack.of(qdata)
+    if unpack is None:
+        return _Weight(qdata=qdata, scale=scale, swapped=swapped)
+    return _Weight(qdata=unpack.packed, scale=scale, swapped=swapped, fmt=unpack.fmt)
 
 
 def _is_input(node: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops as inductor
 
 from mxcompile.formats import E4M3, ElemType
@@ -40,6 +41,14 @@ def f32(value: float) -> Any:
 def i32(value: int) -> Any:
     """A constant."""
     return inductor.constant(value, _I32)
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """A / b in FP32, rounded to nearest; older PyTorch, without the operator, does so from FP64, the same."""
+    if hasattr(OpsHandler, "div_rn"):
+        return inductor.div_rn(a, b)
+    wide = (inductor.to_dtype(each, torch.float64, src_dtype=torch.float32) for each in (a, b))
+    return inductor.to_dtype(inductor.truediv(*wide), torch.float32, src_dtype=torch.float64)
 
 
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:

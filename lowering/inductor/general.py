@@ -1,7 +1,7 @@
 """Inductor lowering of the casts of any format: scales, elements over them, and back.
 
     scale    E8M0 byte of amax, or FP32: amax / max            (formats.encoding)
-    y        x · 2^(127 − byte), or x / scale
+    y        x · 2^(127 − byte), or x / scale; of two levels x · 1/(scale · 1/G)
     q        round(y) to the element type          value = round(y) · scale
 
 FP32 quotients are rounded to nearest on every chip, so that elements are bit for bit those of the reference.
@@ -15,14 +15,22 @@ import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleLayout, Tile, elem_type
+from mxcompile.formats import (
+    BLOCK,
+    AmaxKind,
+    Format,
+    Rounding,
+    ScaleLayout,
+    ScaleType,
+    Tile,
+    elem_type,
+)
 from mxcompile.formats.encoding import extents
-from mxcompile.lowering.inductor import elements, stochastic
+from mxcompile.lowering.inductor import elements, stochastic, two_level
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_byte, scale_value
 from mxcompile.lowering.inductor.elements import f32
@@ -40,17 +48,21 @@ def _blocks(x: ir.TensorBox, block_dim: int, form: Format) -> ScaleBlocks:
 
 
 @register_lowering(ops.scale_of, type_promotion_kind=None)
-def lower_scale_of(x: ir.TensorBox, block_dim: int, fmt: str) -> ir.TensorBox:
+def lower_scale_of(
+    x: ir.TensorBox, block_dim: int, fmt: str, amax: ir.TensorBox | None = None
+) -> ir.TensorBox:
     """One scale for every tile of `x`."""
     form = Format.of(fmt)
     if form.amax.kind is AmaxKind.PERCENTILE:  # sorted by torch: a format to study, not to run fast
-        result: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt)
+        result: ir.TensorBox = _AS_IT_IS(x, block_dim, fmt, amax)
         return result
     x.realize()
     blocks = _blocks(x, block_dim, form)
-    amax = blocks.amax(as_float(x))
-    amax.realize()
-    load = amax.make_loader()
+    largest = blocks.amax(as_float(x))
+    largest.realize()
+    load = largest.make_loader()
+    if form.two_level:
+        return two_level.scales(blocks, load, amax, form)
 
     def scale(block: Index) -> Any:
         if form.rounding is not None:
@@ -67,22 +79,14 @@ def fp32_scale_of(amax: Any, form: Format) -> Any:
     if form.pow2:
         scale = scale_value(scale_byte(amax, form.elem, Rounding.RCEIL))
         return inductor.where(inductor.eq(amax, f32(0.0)), f32(1.0), scale)
-    scale = _quotient(amax, f32(form.elem.max))
+    scale = elements.quotient(amax, f32(form.largest))
     scale = inductor.where(inductor.eq(scale, f32(0.0)), f32(1.0), scale)
     finite = inductor.lt(amax, f32(float("inf")))  # neither Inf nor NaN
     return inductor.where(finite, scale, f32(float("nan")))
 
 
-def _quotient(a: Any, b: Any) -> Any:
-    """A / b, rounded to nearest; older PyTorch, without the operator, does so from FP64, the same."""
-    if hasattr(OpsHandler, "div_rn"):
-        return inductor.div_rn(a, b)
-    wide = (inductor.to_dtype(each, torch.float64, src_dtype=torch.float32) for each in (a, b))
-    return inductor.to_dtype(inductor.truediv(*wide), torch.float32, src_dtype=torch.float64)
-
-
 class _Scaled:
-    """Elements of `x` over its scales. seed, stream: of stochastic ones."""
+    """Elements of `x` over its scales. seed, stream: of stochastic ones. amax: of `x`, for two levels."""
 
     def __init__(
         self,
@@ -92,8 +96,10 @@ class _Scaled:
         form: Format,
         seed: ir.TensorBox | None = None,
         stream: int = 0,
+        amax: ir.TensorBox | None = None,
     ) -> None:
         x.realize()
+        self._amax = amax
         self.blocks = _blocks(x, block_dim, form)
         self.form = form
         self.target = of_device(x.get_device_or_error())
@@ -104,12 +110,15 @@ class _Scaled:
             self._word = stochastic.words(self.blocks.shape, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
-        """The factor of an E8M0 block's elements, or the divisor: FP32, of each block."""
-        load = self._scale.make_loader()
-        if self.form.rounding is None:
-            return load
-        value = inverse_scale_value if inverse else scale_value
-        factors = self.blocks.per_block(_F32, lambda block: value(inductor.to_dtype(load(block), _I32)))
+        """The factor of a block's elements, or the divisor under FP32 scales: FP32, of each block."""
+        if self.form.two_level:
+            amax = self._amax if inverse else None
+            factors = two_level.factors(self.blocks, self._scale, amax, self.form)
+        elif self.form.rounding is None:
+            return self._scale.make_loader()
+        else:
+            load, value = self._scale.make_loader(), inverse_scale_value if inverse else scale_value
+            factors = self.blocks.per_block(_F32, lambda block: value(inductor.to_dtype(load(block), _I32)))
         if self.blocks.across_rows:
             factors.realize()
         return factors.make_loader()
@@ -117,7 +126,8 @@ class _Scaled:
     def rounded(self, index: Index, factor: Any) -> Any:
         """The element at `index`, in FP32."""
         value = self.blocks.guarded(index, lambda: self._load(index))
-        y = _quotient(value, factor) if self.form.rounding is None else inductor.mul(value, factor)
+        divides = self.form.scale is ScaleType.FP32
+        y = elements.quotient(value, factor) if divides else inductor.mul(value, factor)
         largest = self.form.elem.max
         y = inductor.minimum(inductor.maximum(y, f32(-largest)), f32(largest))
         if self.form.amax.stateful:  # its scale does not know of what is not finite here
@@ -136,9 +146,10 @@ def lower_encode_with(
     fmt: str,
     seed: ir.TensorBox | None = None,
     stream: int = 0,
+    amax: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Stored elements."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream)
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
     factor, elem = cast.factor(inverse=True), cast.form.elem
     stored = cast.blocks.pointwise(
         elements.stored_dtype(elem, cast.target),
@@ -155,10 +166,11 @@ def lower_encode(
     seed: ir.TensorBox | None = None,
     stream: int = 0,
     scale: ir.TensorBox | None = None,
+    amax: ir.TensorBox | None = None,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """Stored elements and scales."""
-    scale = lower_scale_of(x, block_dim, fmt) if scale is None else _CLONE(scale)
-    return lower_encode_with(x, scale, block_dim, fmt, seed, stream), scale
+    scale = lower_scale_of(x, block_dim, fmt, amax) if scale is None else _CLONE(scale)
+    return lower_encode_with(x, scale, block_dim, fmt, seed, stream, amax), scale
 
 
 @register_lowering(ops.round_with, type_promotion_kind=None)
@@ -171,9 +183,10 @@ def lower_round_with(
     dtype: torch.dtype,
     seed: ir.TensorBox | None = None,
     stream: int = 0,
+    amax: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Elements as numbers, times their scales if `scaled`."""
-    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream)
+    cast = _Scaled(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
     over, times = cast.factor(inverse=True), cast.factor(inverse=False) if scaled else None
 
     def value(index: Index, block: Index) -> Any:
@@ -185,19 +198,57 @@ def lower_round_with(
 
 @register_lowering(ops.decode, type_promotion_kind=None)
 def lower_decode(
-    qdata: ir.TensorBox, scale: ir.TensorBox | None, block_dim: int, fmt: str, dtype: torch.dtype
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox | None,
+    block_dim: int,
+    fmt: str,
+    dtype: torch.dtype,
+    amax: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Elements times scales, without a scale the elements alone."""
+    """Elements times scales, without a scale the elements alone. amax: for the scale of the tensor too."""
     form = Format.of(fmt)
     blocks = _blocks(qdata, block_dim, form)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
+    if times is not None and amax is not None:
+        times = _of_tensor(times, amax, form)
 
     def value(index: Index, block: Index) -> Any:
         element_value = blocks.guarded(index, lambda: element(index))
         return inductor.to_dtype(inductor.mul(element_value, times(block)) if times else element_value, dtype)
 
     return blocks.pointwise(dtype, value)
+
+
+def _of_tensor(times: Load, amax: ir.TensorBox, form: Format) -> Load:
+    """The factors `times` of blocks, times the scale of their tensor."""
+    load = amax.make_loader()
+    return lambda block: inductor.mul(times(block), fp32_scale_of(load([sympy.S.Zero]), form))
+
+
+@register_lowering(ops.unpack, type_promotion_kind=None)
+def lower_unpack(packed: ir.TensorBox, dim: int, fmt: str) -> ir.TensorBox:
+    """Codes, one a byte. A dimension of their places in a byte follows `dim`, and the result is a view."""
+    elem, load = Format.of(fmt).elem, packed.make_loader()
+    shape = list(packed.get_size())
+    at = dim % len(shape)
+
+    def code(index: Index) -> Any:
+        byte = inductor.to_dtype(load([*index[: at + 1], *index[at + 2 :]]), _I32)
+        shift = inductor.index_expr(index[at + 1] * elem.bits, _I32)
+        shifted = inductor.bitwise_right_shift(byte, shift)
+        return inductor.to_dtype(
+            inductor.bitwise_and(shifted, elements.i32((1 << elem.bits) - 1)), torch.uint8
+        )
+
+    places = [*shape[: at + 1], sympy.Integer(elem.per_byte), *shape[at + 1 :]]
+    codes: ir.TensorBox = ir.Pointwise.create(
+        device=packed.get_device_or_error(), dtype=torch.uint8, inner_fn=code, ranges=places
+    )
+    if packed.get_device_or_error().type == "cpu":  # whose loops do not divide an index (see `ScaleBlocks`)
+        codes.realize()
+    result: ir.TensorBox = _VIEW(codes, [*shape[:at], shape[at] * elem.per_byte, *shape[at + 1 :]])
+    return result
 
 
 @register_lowering(ops.block_bytes, type_promotion_kind=None)

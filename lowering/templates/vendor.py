@@ -74,7 +74,7 @@ def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target) -> boo
     return (
         use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
-        and target.tmem_columns > 0
+        and target.has_library_mx
         and all(len(scale.get_size()) == 1 for scale in (scale_a, scale_b))
         and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
         and known(k, BLOCK)

@@ -106,11 +106,12 @@ def lower_weight_only_mm(
     scale: ir.TensorBox,
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
+    fmt: str = "",
 ) -> ir.TensorBox:
-    """The product x [M, K] · wᵀ [N, K] (+ bias)."""
-    target = _target(x, qdata)
+    """The product x [M, K] · wᵀ [N, K] (+ bias). The template has MXFP8, whose word is ""."""
+    target = None if fmt else _target(x, qdata)
     if target is None:
-        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype)
+        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt)
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
     choices = forms(rows, columns, depth, x.get_dtype(), target)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import named
+from mxcompile.formats import stored_elem, stored_precision
 from mxcompile.report.fold import spelled
 
 
@@ -14,7 +15,8 @@ from mxcompile.report.fold import spelled
 class TensorGroup:
     """Tensors of one kind and shape.
 
-    name: of all, folded. kind: dtype, or "mxfp8" and the elements. count, num_bytes: of all together.
+    name: of all, folded. kind: dtype, or precision and elements of stored weights. count, num_bytes: of all
+    together. precision: "" where they are not stored quantized.
     """
 
     name: str
@@ -22,33 +24,36 @@ class TensorGroup:
     shape: tuple[int, ...]
     count: int
     num_bytes: int
+    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """A checkpoint. layout: of its MXFP8 weights, "none" if it has none. mxfp8_bytes: of those."""
+    """A checkpoint. layout: of its stored weights, "none" if it has none. stored_bytes: of those."""
 
     path: Path
     layout: str
     num_files: int
     num_bytes: int
-    mxfp8_bytes: int
+    stored_bytes: int
     groups: tuple[TensorGroup, ...]
 
 
 def contents(path: str | Path) -> Contents:
     """Returns the contents of the checkpoint at `path`, from its headers. Raises `CheckpointError`."""
     checkpoint = Checkpoint.open(path)
-    alike: dict[tuple[str, tuple[int, ...]], list[tuple[str, int]]] = {}
+    alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
     layout, weights = named(checkpoint)
     for weight in weights:
         elements = checkpoint.entries[weight.elements]
         kind = str(elements.dtype).removeprefix("torch.")
-        size = elements.num_bytes
+        size, precision = elements.num_bytes, ""
         if weight.scales:
-            kind = f"mxfp8 {'e4m3' if 'e4m3' in kind else 'e5m2'}"
+            elem = stored_elem(weight.elem)
+            precision = str(stored_precision(elem))
+            kind = f"{precision} {elem}"
             size += checkpoint.entries[weight.scales].num_bytes
-        alike.setdefault((kind, elements.shape), []).append((weight.name, size))
+        alike.setdefault((precision, kind, weight.shape), []).append((weight.name, size))
     groups = tuple(
         TensorGroup(
             name=spelled(name for name, _ in members),
@@ -56,14 +61,15 @@ def contents(path: str | Path) -> Contents:
             shape=shape,
             count=len(members),
             num_bytes=sum(size for _, size in members),
+            precision=precision,
         )
-        for (kind, shape), members in alike.items()
+        for (precision, kind, shape), members in alike.items()
     )
     return Contents(
         path=checkpoint.path,
         layout=layout,
         num_files=len(checkpoint.files),
         num_bytes=sum(group.num_bytes for group in groups),
-        mxfp8_bytes=sum(group.num_bytes for group in groups if group.kind.startswith("mxfp8")),
+        stored_bytes=sum(group.num_bytes for group in groups if group.precision),
         groups=groups,
     )

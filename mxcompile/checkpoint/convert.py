@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint with its policy-chosen weights in MXFP8, made shard by shard.
+"""`convert`: a checkpoint with its policy-chosen weights in MXFP8 or MXFP4, made shard by shard.
 
     header ─▶ plan;  for each file: read a tensor, cast it, write the file, read it back, measure;  publish
 
@@ -32,12 +32,11 @@ from mxcompile.checkpoint.plan import Conversion, make_plan, row
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.checkpoint.save import described, left_as_they_are, packed, write_index
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import num_blocks
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import StorageChoice
 from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import cast, pieces
+from mxcompile.serving.weights import cast, empty, pieces
 from mxcompile.storage import MXTensor
 
 REPORT = "mxfp8_weights.json"
@@ -53,7 +52,7 @@ def convert(
     model: LoadedModel | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8.
+    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8 or MXFP4.
 
     source: a directory of safetensors with a Hugging Face config.json, or any safetensors of `model`. policy:
     default the preset ``inference``. layout: as for `save_quantized`. progress: show a bar on a terminal. Of
@@ -172,7 +171,8 @@ class _Work:
         if self._plan.config:
             config = dict(self._plan.config)
             if self._plan.layout.config is not None:
-                config["quantization_config"] = self._plan.layout.config(_ignored(self._plan))
+                ignored, stored_in = _ignored(self._plan), self._plan.stored_modules
+                config["quantization_config"] = self._plan.layout.config(ignored, stored_in)
             write_json(self._partial / "config.json", config)
         write_json(self._partial / REPORT, [dataclasses.asdict(each) for each in self.table().weights])
         sync_directory(self._partial)
@@ -186,7 +186,7 @@ class _Work:
 
 
 def _ignored(plan: Conversion) -> list[str]:
-    """Modules of two-dimensional weights that are not in MXFP8, as files and as the model call them."""
+    """Modules of two-dimensional weights that are not stored, as files and as the model call them."""
     kept = {
         name: torch.empty(entry.shape, device="meta")
         for name, entry in plan.checkpoint.entries.items()
@@ -217,10 +217,7 @@ def _empty(entry: Entry, chosen: StorageChoice | None) -> Tensor:
     """Returns the result of a tensor's conversion, without its values."""
     if chosen is None or chosen.elem_dtype is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-    blocks = (*entry.shape[:-1], num_blocks(entry.shape[-1]))
-    elements = torch.empty(entry.shape, dtype=chosen.elem_dtype, device="meta")
-    scales = torch.empty(blocks, dtype=torch.float8_e8m0fnu, device="meta")
-    return MXTensor(elements, scales, -1, entry.dtype)
+    return empty(entry.shape, -1, chosen.elem_dtype, entry.dtype, "meta")
 
 
 def _converted(

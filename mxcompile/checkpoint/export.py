@@ -1,6 +1,6 @@
 """`export_weights`: the current weights of a model in training, in the bytes that its forward multiplies.
 
-    weight of a layer that runs in MXFP8  →  codes and scales of the cast that the forward makes of it
+    weight of a layer in MXFP8 or MXFP4    →  codes and scales of the cast that the forward makes of it
     any other tensor of the state         →  its values, without scales
 
 A server that multiplies these codes runs what training runs, so samples come from the policy that is trained.
@@ -24,7 +24,7 @@ from mxcompile.compiler.policies import compiled_policy
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, is_quantized
+from mxcompile.formats import BLOCK, is_quantized, stored_elem, stored_precision
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import user_path
@@ -39,8 +39,9 @@ from mxcompile.storage import MXTensor
 class ExportedTensor(NamedTuple):
     """One tensor of a state.
 
-    name: in the published checkpoint of the model. codes: FP8 elements, or the values of a tensor that is not
-    in MXFP8. scales: of blocks of 32 along the last dimension, k/32 for each row; None for such a tensor.
+    name: of a tensor in the published checkpoint of the model. codes: FP8 elements, bytes of two FP4 elements
+    each, or the values of a tensor that is not quantized. scales: of blocks of 32 along the last dimension,
+    k/32 for each row; None for such a tensor.
     """
 
     name: str
@@ -68,7 +69,7 @@ def export_weights(
     dtype; `ExportedWeights.weights` gives the reason.
 
     Raises `ModelError` for a model that was not compiled here or with several policies (pass `policy`), that
-    cannot be traced, or of which nothing runs in MXFP8, and `CheckpointError` for an unknown layout.
+    cannot be traced, or of which nothing runs in MXFP8 or MXFP4, and `CheckpointError` for an unknown layout.
     """
     check_module("export_weights", model)
     form, model = layout_of(layout), users_own(model)
@@ -81,7 +82,7 @@ def export_weights(
     exported = ExportedWeights(model, form, {path: _decided(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
-        raise ModelError(f"no weight would be exported in MXFP8\n{exported.weights}")
+        raise ModelError(f"no weight would be exported in MXFP8 or MXFP4\n{exported.weights}")
     return exported
 
 
@@ -164,7 +165,11 @@ class ExportedWeights:
         if self._layout.config is None:
             raise ModelError(f"{self._layout.name} says what weights are in its files, not in a config.json")
         whole = (row.name for row in self.weights.weights if not row.stored)
-        return self._layout.config(name.removesuffix(".weight") for name in whole)
+        elems = {name: how.elem_dtype for name, how in self._casts.items() if how.elem_dtype is not None}
+        return self._layout.config(
+            (name.removesuffix(".weight") for name in whole),
+            {name.removesuffix(".weight"): elem for name, elem in elems.items()},
+        )
 
     def _forward_value(self, name: str, value: Tensor) -> Tensor:
         """`value` in the dtype in which FSDP2 gathers it."""
@@ -192,16 +197,20 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
-    stored = use.how is not None and not reason
-    num_bytes = value.numel() * value.element_size()
+    num_bytes, precision = value.numel() * value.element_size(), ""
+    if use.how is not None and use.how.elem_dtype is not None and not reason:
+        elem = stored_elem(use.how.elem_dtype)
+        num_bytes = value.numel() // elem.per_byte + value.numel() // BLOCK
+        precision = str(stored_precision(elem))
     return StoredWeight(
         name=name,
         role=use.role,
         shape=tuple(value.shape),
-        stored=stored,
+        stored=bool(precision),
         reason=reason or use.reason,
-        num_bytes=value.numel() // BLOCK * (BLOCK + 1) if stored else num_bytes,
+        num_bytes=num_bytes,
         bytes_bf16=2 * value.numel(),
+        precision=precision,
     )
 
 
@@ -227,7 +236,7 @@ def _mesh_shape(value: Any) -> tuple[int, ...]:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """The whole of `value` in MXFP8; of a DTensor every rank casts its shard."""
+    """The whole of `value`, stored; of a DTensor every rank casts its shard."""
     assert how.elem_dtype is not None
     shard = local(value)
     shard = shard.master if isinstance(shard, MasterWeight) else shard
@@ -238,7 +247,8 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
         quantized = cast(shard, -1, how.elem_dtype, how.rounding)
         codes, scales = quantized.qdata, quantized.scale_bytes
     blocks = torch.Size((*value.shape[:-1], value.shape[-1] // BLOCK))
-    whole = _gathered(value, codes.view(torch.uint8), value.shape)
+    held = torch.Size((*value.shape[:-1], value.shape[-1] // stored_elem(how.elem_dtype).per_byte))
+    whole = _gathered(value, codes.view(torch.uint8), held)
     return MXTensor(
         whole.view(how.elem_dtype),
         _gathered(value, scales, blocks).view(torch.float8_e8m0fnu),

@@ -1,4 +1,4 @@
-"""`load_quantized`: a model whose MXFP8 weights come from a checkpoint, without BF16 ones in between.
+"""`load_quantized`: a model whose stored weights come from a checkpoint, without BF16 ones in between.
 
     config.json ─▶ model on the meta device;  codes and scales ─▶ MXTensors ─▶ its parameters
 
@@ -34,21 +34,22 @@ Readers = dict[str, Callable[[], Tensor]]
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A model with the weights of the checkpoint at `path`, those in MXFP8 as `MXTensor`s.
+    """A model with the weights of the checkpoint at `path`, those in MXFP8 or MXFP4 as `MXTensor`s.
 
     path: a safetensors file or a directory of them, in the layout of compressed-tensors
-    (``mxfp8-quantized``) or torchao. model: what to load into, on the meta device or any other; its
-    parameters are replaced. Without it, the Hugging Face model of the directory's config.json, in evaluation
-    mode. dtype: of the values that MXFP8 weights stand for, where neither config.json nor the checkpoint
-    says; default what all its other weights are in, else BF16.
+    (``mxfp8-quantized``, ``mxfp4-pack-quantized``), of torchao, or of GPT-OSS, whose experts stay in MXFP4.
+    model: what to load into, on the meta device or any other; its parameters are replaced. Without it, the
+    Hugging Face model of the directory's config.json, in evaluation mode. dtype: of the values that stored
+    weights stand for, where neither config.json nor the checkpoint says; default what all its other weights
+    are in, else BF16.
 
     Nothing is downloaded, unpickled or run from the directory. Raises `CheckpointError` for a checkpoint that
-    is damaged, holds no weight in MXFP8, or does not fit the model.
+    is damaged, holds no stored weight, or does not fit the model.
     """
     checkpoint = Checkpoint.open(path)
     if named(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
-            f"{path}: no weight is stored in MXFP8: `mxcompile convert` stores them, and an ordinary"
+            f"{path}: no weight is stored in MXFP8 or MXFP4: `mxcompile convert` stores them, and an ordinary"
             " checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:

@@ -22,7 +22,7 @@ from mxcompile.checkpoint.layouts import FileLayout, layout_of
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import num_blocks
+from mxcompile.formats import num_blocks, stored_elem, stored_precision
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import TABLE, StorageChoice
@@ -40,7 +40,8 @@ class Conversion:
 
     checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
     embedding in it, by name there. config: the config.json, if there is one. whole: linear layers of the
-    model whose weights stay as they are.
+    model whose weights stay as they are. stored_modules: element types of the others, by their names in the
+    checkpoint and in the model.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +49,7 @@ class Conversion:
     chosen: dict[str, StorageChoice]
     config: dict[str, Any]
     whole: tuple[str, ...]
+    stored_modules: dict[str, torch.dtype]
 
     def table(self) -> StoredWeights:
         """Returns the entries of the result, from headers alone."""
@@ -64,16 +66,20 @@ class Conversion:
 def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
     """Returns the row of one tensor, with its bytes after the conversion."""
     numel = torch.Size(entry.shape).numel()
-    stored = chosen.elem_dtype is not None
-    scales = numel // max(1, entry.shape[-1]) * num_blocks(entry.shape[-1])
+    num_bytes, precision = entry.num_bytes, ""
+    if chosen.elem_dtype is not None:
+        elem = stored_elem(chosen.elem_dtype)
+        scales = numel // max(1, entry.shape[-1]) * num_blocks(entry.shape[-1])
+        num_bytes, precision = numel // elem.per_byte + scales, str(stored_precision(elem))
     return StoredWeight(
         name=entry.name,
         role=chosen.role,
         shape=entry.shape,
-        stored=stored,
+        stored=bool(precision),
         reason=chosen.reason,
-        num_bytes=numel + scales if stored else entry.num_bytes,
+        num_bytes=num_bytes,
         bytes_bf16=2 * numel,
+        precision=precision,
     )
 
 
@@ -100,15 +106,23 @@ def make_plan(
     for name, (path, reason) in places.items():
         if path in decided:
             choices[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
-    in_mxfp8 = {places[name][0] for name, each in choices.items() if each.elem_dtype is not None}
-    if not in_mxfp8:
+    elems = {name: each.elem_dtype for name, each in choices.items() if each.elem_dtype is not None}
+    if not elems:
         raise CheckpointError(
-            f"{source}: none of its weights can be stored in MXFP8: {_reasons(choices, decided)}"
+            f"{source}: none of its weights can be stored in MXFP8 or MXFP4: {_reasons(choices, decided)}"
         )
+    in_model = {places[name][0]: elem for name, elem in elems.items()}
     parameters = given.model.named_parameters(remove_duplicate=False)
-    stored = {id(value) for path, value in parameters if path in in_mxfp8}
+    stored = {id(value) for path, value in parameters if path in in_model}
     whole = linears(given.model, lambda weight: id(weight) not in stored)
-    return Conversion(checkpoint=checkpoint, layout=form, chosen=choices, config=config, whole=tuple(whole))
+    return Conversion(
+        checkpoint=checkpoint,
+        layout=form,
+        chosen=choices,
+        config=config,
+        whole=tuple(whole),
+        stored_modules={name.removesuffix(".weight"): elem for name, elem in {**elems, **in_model}.items()},
+    )
 
 
 def _reasons(choices: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:

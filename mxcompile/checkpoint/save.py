@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
@@ -27,10 +28,10 @@ def save_quantized(
 ) -> None:
     """Write `model` to `directory`, which must not exist: weights, and a Hugging Face model's configs.
 
-    layout: ``compressed-tensors`` (``mxfp8-quantized``; what Transformers and vLLM load) or ``torchao``. The
-    directory appears whole or not at all. Hugging Face models are written under the names of their published
-    checkpoints. Raises `CheckpointError` for a model without a weight in MXFP8, if the directory exists or
-    cannot be written, and if the layout cannot hold a weight.
+    layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``; what Transformers and vLLM
+    load) or ``torchao``. The directory appears whole or not at all. Hugging Face models are written under the
+    names of their published checkpoints. Raises `CheckpointError` for a model without a stored weight, if the
+    directory exists or cannot be written, and if the layout cannot hold a weight.
     """
     form = layout_of(layout)
     model, target = users_own(model), Path(directory).absolute()
@@ -39,8 +40,8 @@ def save_quantized(
     state = _state(model)
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(
-            "no weight of the model is stored in MXFP8: quantize_weights_ stores them, and save_pretrained or"
-            " safetensors writes an ordinary model"
+            "no weight of the model is stored in MXFP8 or MXFP4: quantize_weights_ stores them, and"
+            " save_pretrained or safetensors writes an ordinary model"
         )
     with (
         writing(target),
@@ -95,7 +96,7 @@ def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str
     """Returns the entries of a file for the tensors `state` of a model, and its metadata."""
     parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
     kinds = {
-        name: (value.qdata.dtype, value.dtype) if isinstance(value, MXTensor) else None
+        name: (value.elem_dtype, value.dtype) if isinstance(value, MXTensor) else None
         for name, value in state.items()
     }
     return parts, layout.metadata(kinds)
@@ -134,7 +135,12 @@ def _write_configs(
         raw["tie_word_embeddings"] = False
     if layout.config is not None:
         whole = linears(model, lambda weight: not isinstance(weight, MXTensor))
-        raw["quantization_config"] = layout.config([*left_as_they_are(state), *whole])
+        of_modules = {
+            name: each.weight for name, each in model.named_modules() if isinstance(each, nn.Linear)
+        }
+        raw["quantization_config"] = layout.config(
+            [*left_as_they_are(state), *whole], stored_modules({**state, **of_modules})
+        )
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -142,7 +148,7 @@ def _write_configs(
 
 
 def _are_apart(model: Any) -> bool:
-    """Whether a model that shared one weight between embedding and head now stores the head's in MXFP8."""
+    """Whether a model that shared one weight between embedding and head now stores the head's quantized."""
     if not hasattr(model, "get_output_embeddings"):
         return False
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -159,8 +165,14 @@ def linears(model: nn.Module, among: Callable[[Tensor], bool]) -> list[str]:
     return [name for name, each in modules if isinstance(each, nn.Linear) and among(each.weight)]
 
 
+def stored_modules(weights: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The element types of the stored ones of `weights`, by module; names may end in ``.weight``."""
+    stored = {name: value for name, value in weights.items() if isinstance(value, MXTensor)}
+    return {name.removesuffix(".weight"): value.elem_dtype for name, value in stored.items()}
+
+
 def left_as_they_are(state: Mapping[str, Any]) -> list[str]:
-    """The modules whose ``weight`` of two dimensions is not in MXFP8: what readers must not take for it."""
+    """The modules whose ``weight`` of two dimensions is not stored: what readers must not take for such."""
     return [
         name.removesuffix(".weight")
         for name, value in state.items()

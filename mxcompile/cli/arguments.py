@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,30 @@ def add_model(command: argparse.ArgumentParser, name: str = "model", **settings:
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `load_model` that `add_model` asks for beside the name of the model."""
     return {"batch": options.batch, "length": options.length, "dtype": options.dtype}
+
+
+def loaded(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """The model that `add_model` asks for, with its arguments."""
+    from mxcompile.models.named import load_model
+
+    model = load_model(options.model, **sizes(options))
+    return model.model, model.args, model.kwargs
+
+
+def of_ranks(options: argparse.Namespace) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """The model for --mesh with its arguments: a plain one for --parallel, else the factory without any.
+
+    Raises `OptionError` for sizes that are given beside a factory.
+    """
+    from mxcompile.models.named import factory_of
+
+    factory = factory_of(options.model) if options.parallel is None else None
+    if factory is None:
+        return loaded(options)
+    for name, value in {"--length": options.length, "--dtype": options.dtype}.items():
+        if value is not None:
+            raise OptionError(f"{name} is for plain models: the factory makes its own, leave it out")
+    return factory, (), {}
 
 
 def add_policy(command: argparse.ArgumentParser) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mxcompile.cli.arguments import add_folder, add_model, add_policy, check_folder, policies_of, sizes
+from mxcompile.cli.arguments import (
+    add_folder,
+    add_model,
+    add_policy,
+    check_folder,
+    loaded,
+    of_ranks,
+    policies_of,
+)
 
 
 def add_to(commands: Any) -> None:
@@ -29,6 +37,14 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--attention", default="auto", help="backend of attentions without a mask: cudnn or flash"
     )
+    command.add_argument(
+        "--mesh", metavar="AXES", help="the code of rank 0 of a mesh that need not exist, such as dp=128,tp=8"
+    )
+    command.add_argument(
+        "--parallel",
+        metavar="WAYS",
+        help="ways to parallelise a plain model on --mesh: fsdp, ep, tp=llama",
+    )
     add_folder(command, "where to write wrappers, kernels, assembly, binaries and a summary")
     command.set_defaults(run=run)
 
@@ -36,24 +52,25 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if a kernel could not run."""
     from mxcompile.cli.quiet import quiet, working
-    from mxcompile.models.named import load_model
     from mxcompile.offline import codegen, side_by_side
 
     check_folder(options.output)
     others = [] if options.compare is None else policies_of(options.compare)
     with quiet(), working(f"generating {options.target} code of {options.model}"):
-        loaded = load_model(options.model, **sizes(options))
+        model, args, kwargs = loaded(options) if options.mesh is None else of_ranks(options)
         results = [
             codegen(
-                loaded.model,
-                *loaded.args,
+                model,
+                *args,
                 target=options.target,
                 out_dir=None if number else options.output,
                 training=not options.inference,
                 policy=policy,
                 rates=options.rates,
                 attention=options.attention,
-                kwargs=loaded.kwargs,
+                mesh=options.mesh,
+                parallel=options.parallel,
+                kwargs=kwargs,
             )
             for number, policy in enumerate([options.policy, *others])
         ]

@@ -1,4 +1,4 @@
-"""``mxcompile convert``: a checkpoint with its policy-chosen weights in MXFP8."""
+"""``mxcompile convert``: a checkpoint with its policy-chosen weights in MXFP8 or MXFP4."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     command = commands.add_parser(
         "convert",
-        help="write a checkpoint with its policy-chosen weights in MXFP8",
+        help="write a checkpoint with its policy-chosen weights in MXFP8 or MXFP4",
         description="Write a safetensors checkpoint again, the weights that the policy sends to MXFP8 in half"
-        " their bytes. The input is only read; OUT appears whole or not at all; after a kill the same command"
-        " goes on where it was. Every converted weight is read back and measured.",
+        " their bytes, those it sends to MXFP4 in a quarter. The input is only read; OUT appears whole or not"
+        " at all; after a kill the same command goes on where it was. Every converted weight is read back and"
+        " measured.",
     )
     command.add_argument("source", metavar="IN", type=Path, help="directory of safetensors, or one file")
     command.add_argument("target", metavar="OUT", type=Path, help="directory to write, which must not exist")

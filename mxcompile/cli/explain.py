@@ -12,6 +12,7 @@ from mxcompile.cli.arguments import (
     add_policy,
     check_matplotlib,
     check_output,
+    of_ranks,
     policies_of,
     positive,
     sizes,
@@ -54,7 +55,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--parallel",
         metavar="WAYS",
-        help="how to parallelise a plain model on --mesh: fsdp, tp=llama, or both with a comma",
+        help="how to parallelise a plain model on --mesh: fsdp, ep, tp=llama, several with commas",
     )
     command.add_argument(
         "--links",
@@ -65,10 +66,19 @@ def add_to(commands: Any) -> None:
         "--node", type=positive, metavar="GPUS", help="how many GPUs NVLink joins (default 8)"
     )
     command.add_argument(
+        "--schedule", metavar="NAME", help="of --mesh with an axis pp: 1F1B (default), GPipe, Interleaved1F1B"
+    )
+    command.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="of a step, with an axis pp (default: as many as pp)",
+    )
+    command.add_argument(
         "--ranks",
         type=positive,
         metavar="N",
-        help="with --sweep and --links: meshes of so many ranks that fit, the fastest first",
+        help="with --sweep and --links: meshes of so many ranks that fit, fastest first; --output draws them",
     )
     command.add_argument(
         "--memory", type=float, metavar="GB", help="10⁹ bytes of a GPU, for --ranks (default by --target)"
@@ -111,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
         "--links": options.links,
         "--node": options.node,
         "--memory": options.memory,
+        "--schedule": options.schedule,
+        "--microbatches": options.microbatches,
     }.items():
         if value is not None:
             raise OptionError(f"{name} is about the ranks of a mesh: give --mesh, such as dp=128,tp=8")
@@ -152,7 +164,6 @@ def _rank(options: argparse.Namespace) -> int:
     from mxcompile.analysis.explain.explainer import explain
     from mxcompile.cli.quiet import quiet, working
     from mxcompile.mesh.report import form_of
-    from mxcompile.models.named import factory_of, load_model
 
     others = {
         "--why": options.why,
@@ -173,14 +184,11 @@ def _rank(options: argparse.Namespace) -> int:
             "parallel": options.parallel,
             "links": options.links,
             "node": options.node,
+            "schedule": options.schedule,
+            "microbatches": options.microbatches,
         }
-        factory = factory_of(options.model) if options.parallel is None else None
-        if factory is not None:
-            _check_own(options)
-            report = explain(factory, **asked)
-        else:
-            loaded = load_model(options.model, **sizes(options))
-            report = explain(loaded.model, *loaded.args, kwargs=loaded.kwargs, **asked)
+        model, args, kwargs = of_ranks(options)
+        report = explain(model, *args, kwargs=kwargs, **asked)
     if options.output is None:
         print(report)
     else:
@@ -193,7 +201,6 @@ def _meshes(options: argparse.Namespace) -> int:
     """Print the meshes of --ranks that fit, the fastest first."""
     from mxcompile.analysis.explain.meshes import sweep_meshes
     from mxcompile.cli.quiet import quiet
-    from mxcompile.models.named import factory_of, load_model
 
     if options.sweep is None:
         raise OptionError("--ranks looks at all meshes of so many ranks: give --sweep too, or one --mesh")
@@ -203,12 +210,14 @@ def _meshes(options: argparse.Namespace) -> int:
         "--mesh": options.mesh,
         "--why": options.why,
         "--compare": options.compare,
-        "--output": options.output,
+        "--schedule": options.schedule,
+        "--microbatches": options.microbatches,
         "the tokens of --sweep": options.sweep or None,
     }
     for name, value in given.items():
         if value is not None:
             raise OptionError(f"--ranks prints a table of meshes: leave out {name}")
+    check_output(options, _picture)
     asked: dict[str, Any] = {
         "ranks": options.ranks,
         "links": options.links,
@@ -220,14 +229,12 @@ def _meshes(options: argparse.Namespace) -> int:
         "memory_gb": options.memory,
     }
     with quiet():
-        factory = factory_of(options.model) if options.parallel is None else None
-        if factory is not None:
-            _check_own(options)
-            swept = sweep_meshes(factory, **asked)
-        else:
-            loaded = load_model(options.model, **sizes(options))
-            swept = sweep_meshes(loaded.model, *loaded.args, kwargs=loaded.kwargs, **asked)
+        model, args, kwargs = of_ranks(options)
+        swept = sweep_meshes(model, *args, kwargs=kwargs, **asked)
     print(swept)
+    if options.output is not None and swept.fitting:
+        swept.plot(options.output)
+        print(f"drawn: {options.output}")
     return 0 if swept.fitting else 1
 
 
@@ -244,13 +251,6 @@ def _sweep(options: argparse.Namespace, report: Report) -> int:
         result.plot(options.output)
         print(f"drawn: {options.output}")
     return 0
-
-
-def _check_own(options: argparse.Namespace) -> None:
-    """Raises `OptionError` for sizes that are given beside a factory that parallelises its model itself."""
-    for name, value in {"--length": options.length, "--dtype": options.dtype}.items():
-        if value is not None:
-            raise OptionError(f"{name} is for plain models: the factory makes its own, leave it out")
 
 
 def _check_alone(options: argparse.Namespace) -> None:

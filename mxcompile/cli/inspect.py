@@ -12,8 +12,8 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "inspect",
         help="say what a safetensors checkpoint holds",
-        description="Print the tensors of a safetensors file, or of a directory of them: which are MXFP8, in"
-        " whose layout, shapes and bytes. Headers are read and checked, values are not.",
+        description="Print the tensors of a safetensors file, or of a directory of them: which are MXFP8"
+        " or MXFP4, in whose layout, shapes and bytes. Headers are read and checked, values are not.",
     )
     command.add_argument("path", metavar="FILE", type=Path, help="a .safetensors file or a directory")
     command.set_defaults(run=run)
@@ -22,11 +22,14 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from mxcompile.checkpoint.contents import contents
+    from mxcompile.formats import labels
     from mxcompile.report.forms.tables import drawn, fitted
     from mxcompile.report.forms.words import byte_count, count
 
     content = contents(options.path)
-    share = f", {content.mxfp8_bytes / content.num_bytes:.1%} of it in MXFP8" if content.num_bytes else ""
+    precisions = labels(group.precision for group in content.groups)
+    stored = content.stored_bytes / content.num_bytes if content.num_bytes else 0.0
+    share = f", {stored:.1%} of it in {precisions}" if content.num_bytes else ""
     print(f"{content.path}: {count(content.num_files, 'file')}, {byte_count(content.num_bytes)}{share}")
     print(f"layout: {content.layout}\n")
     rows = [

@@ -4,6 +4,7 @@ from mxcompile.formats.amax import MAX as MAX
 from mxcompile.formats.amax import Amax as Amax
 from mxcompile.formats.amax import AmaxKind as AmaxKind
 from mxcompile.formats.precisions import KEPT as KEPT
+from mxcompile.formats.precisions import NO_HADAMARD as NO_HADAMARD
 from mxcompile.formats.precisions import PRECISIONS as PRECISIONS
 from mxcompile.formats.precisions import Choices as Choices
 from mxcompile.formats.precisions import Operands as Operands
@@ -12,6 +13,7 @@ from mxcompile.formats.precisions import Tiles as Tiles
 from mxcompile.formats.precisions import is_quantized as is_quantized
 from mxcompile.formats.precisions import label as label
 from mxcompile.formats.precisions import labels as labels
+from mxcompile.formats.precisions import stored_precision as stored_precision
 from mxcompile.formats.types import BLOCK as BLOCK
 from mxcompile.formats.types import E4M3 as E4M3
 from mxcompile.formats.types import E5M2 as E5M2
@@ -19,6 +21,7 @@ from mxcompile.formats.types import ELEM_TYPES as ELEM_TYPES
 from mxcompile.formats.types import NEAREST as NEAREST
 from mxcompile.formats.types import POW2 as POW2
 from mxcompile.formats.types import SCALE_NAN as SCALE_NAN
+from mxcompile.formats.types import TWO_LEVEL as TWO_LEVEL
 from mxcompile.formats.types import WHOLE as WHOLE
 from mxcompile.formats.types import ElemRounding as ElemRounding
 from mxcompile.formats.types import ElemType as ElemType
@@ -28,7 +31,9 @@ from mxcompile.formats.types import ScaleLayout as ScaleLayout
 from mxcompile.formats.types import Scales as Scales
 from mxcompile.formats.types import ScaleType as ScaleType
 from mxcompile.formats.types import Tile as Tile
+from mxcompile.formats.types import elem_named as elem_named
 from mxcompile.formats.types import elem_type as elem_type
 from mxcompile.formats.types import num_blocks as num_blocks
 from mxcompile.formats.types import rounding as rounding
 from mxcompile.formats.types import scale_layout as scale_layout
+from mxcompile.formats.types import stored_elem as stored_elem

@@ -1,19 +1,24 @@
 """The casts of any format in plain torch operations: the definition every kernel is held to.
 
     scale    E8M0: as in `numerics`. FP32: amax / max, 1 where that is 0, NaN where amax is not finite; or the
-             least power of two ≥ amax / max, that of E8M0 under RCEIL, 1 where amax is 0
-    element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Both saturated to ±max. Of formats with
-             stochastic elements rounded so instead (see `stochastic`), by the cast's seed and stream
-    value    element · scale, in FP32
+             least power of two ≥ amax / max, that of E8M0 under RCEIL, 1 where amax is 0. Two levels: E4M3 of
+             amax · (G · 1/max), saturated, where G = 448 · max / the amax of the tensor; NaN where that is
+             not finite
+    element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Two levels: RNE(x · 1/(scale · 1/G)).
+             All saturated to ±max. Of formats with stochastic elements rounded so instead (see `stochastic`),
+             by the cast's seed and stream
+    value    element · scale, in FP32; of two levels times the scale of the tensor, its amax / (448 · max)
 
 An amax may be a percentile of the tile (see `amax`), and a scale may come from calls before: then what is not
 finite becomes NaN by itself, not by its scale.
 
 One scale for every tile of the format; dimensions before the last two are not tiled together, but for tiles
 that span the whole tensor. Sources wider than FP32 are rounded to it first. Elements that torch has no dtype
-for are codes: sign, exponent field, mantissa, from the top of the low bits of a byte.
+for are codes: sign, exponent field, mantissa, from the top of the low bits of a byte. Stored weights pack
+codes of four bits, two a byte, the first in the low half, as `torch.float4_e2m1fn_x2` does.
 
-Source: OCP Microscaling Formats v1.0 §5.3 and §6.3.
+Source: OCP Microscaling Formats v1.0 §5.3 and §6.3; of two levels arXiv 2509.25149 appendix C, with the
+order of operations of Transformer Engine's kernels.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from torch.nn import functional as F
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
-from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
-from mxcompile.formats.types import WHOLE, ElemType, Format, Rounding, Tile
+from mxcompile.formats.numerics import inverse_scale_value, quantize_tensors, scale_bytes, scale_value
+from mxcompile.formats.types import E4M3, WHOLE, ElemType, Format, Rounding, Tile, rounding
+
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def extents(ndim: int, block_dim: int, tile: Tile) -> list[int]:
@@ -83,9 +90,43 @@ def fp32_scale(amax: Tensor, fmt: Format) -> Tensor:
     if fmt.pow2:
         scale = scale_value(scale_bytes(amax, fmt.elem, Rounding.RCEIL))
         return torch.where(amax == 0, 1.0, scale)
-    scale = amax / fmt.elem.max
+    scale = amax / fmt.largest
     scale = torch.where(scale == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of `x`, FP32 [1]; 0 of no elements."""
+    return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+
+
+def _gain(amax: Tensor, fmt: Format) -> Tensor:
+    """G of a tensor: the largest value of two levels / amax, 1 where that is 0, NaN where not finite."""
+    largest = torch.full_like(amax, fmt.largest)  # a number over a tensor is its reciprocal, times that
+    gain = (largest / amax).clamp(max=FP32_MAX)
+    return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, gain), torch.nan)
+
+
+def e4m3_scale(tile_amax: Tensor, amax: Tensor, fmt: Format) -> Tensor:
+    """E4M3 scales of the maxima `tile_amax` in a tensor whose largest magnitude is `amax`, [1]."""
+    over = tile_amax * (_gain(amax, fmt) * (1 / fmt.elem.max))
+    return over.clamp(max=E4M3.max).to(E4M3.dtype)
+
+
+def inverse_e4m3_scale(scale: Tensor, amax: Tensor, fmt: Format) -> Tensor:
+    """Returns the FP32 factors of elements under E4M3 scales, to be rounded after that."""
+    return (1.0 / (scale.to(torch.float32) * (1.0 / _gain(amax, fmt)))).clamp(max=FP32_MAX)
+
+
+def scale_factors(scale: Tensor, fmt: Format, amax: Tensor | None = None) -> Tensor:
+    """Returns the FP32 factors that elements under `scale` have in values.
+
+    amax: of the tensor, for formats of two levels; without it the factors lack its scale.
+    """
+    if fmt.rounding is not None:
+        return scale_value(scale.to(torch.int32))
+    factors = scale.to(torch.float32)
+    return factors if amax is None else factors * fp32_scale(amax, fmt)
 
 
 def encode_tensors(
@@ -95,26 +136,44 @@ def encode_tensors(
     seed: Tensor | None = None,
     stream: int = 0,
     scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns qdata (shape of `x`) and scales (`scale_shape`) for `x` contracted along `block_dim`.
 
-    seed, stream: see `encode_with`. scale: replaces the scale of `x`.
+    seed, stream, amax: see `encode_with`. scale: replaces the scale of `x`.
     """
-    scale = scales_of(x, block_dim, fmt) if scale is None else scale.clone()
-    return encode_with(x, scale, block_dim, fmt, seed, stream), scale
+    scale = scales_of(x, block_dim, fmt, amax) if scale is None else scale.clone()
+    return encode_with(x, scale, block_dim, fmt, seed, stream, amax), scale
 
 
-def scales_of(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
-    """Scales of `x` contracted along `block_dim`."""
+def rounded_tensors(
+    x: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+) -> Tensor:
+    """The values that a cast of `x` stands for, FP32."""
+    amax = tensor_amax(x) if fmt.two_level else None
+    qdata, scale = encode_tensors(x, block_dim, fmt, seed, stream, amax=amax)
+    return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)
+
+
+def scales_of(x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None = None) -> Tensor:
+    """Scales of `x` contracted along `block_dim`. amax: see `encode_with`."""
     tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
     inside = list(range(1, tiles.ndim, 2))
-    amax = tiles.abs().amax(inside)
+    tile_amax = tiles.abs().amax(inside)
     if fmt.amax.kind is AmaxKind.PERCENTILE:
         reached = _percentile(x, block_dim, fmt)
-        amax = torch.where(amax.isfinite(), reached, amax)
+        tile_amax = torch.where(tile_amax.isfinite(), reached, tile_amax)
+    if fmt.two_level:
+        return e4m3_scale(tile_amax, _given(amax, fmt), fmt)
     if fmt.rounding is not None:
-        return scale_bytes(amax, fmt.elem, fmt.rounding).to(torch.uint8)
-    return fp32_scale(amax, fmt)
+        return scale_bytes(tile_amax, fmt.elem, fmt.rounding).to(torch.uint8)
+    return fp32_scale(tile_amax, fmt)
+
+
+def _given(amax: Tensor | None, fmt: Format) -> Tensor:
+    if amax is None:
+        raise FormatError(f"a cast to {fmt} needs the amax of the tensor")
+    return amax
 
 
 def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
@@ -134,15 +193,24 @@ def _percentile(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
 
 
 def encode_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: Format, seed: Tensor | None = None, stream: int = 0
+    x: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    fmt: Format,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Qdata of `x` over `scale`, whatever that was made from.
 
     seed: for formats with stochastic elements, int64 [1], 0 to 2^32 − 1; `FormatError` without it. stream:
-    tells casts of one seed apart.
+    tells casts of one seed apart. amax: of the tensor, FP32 [1], for formats of two levels; `FormatError`
+    without it.
     """
     tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
-    if fmt.rounding is not None:
+    if fmt.two_level:
+        over = tiles * _spread(inverse_e4m3_scale(scale, _given(amax, fmt), fmt))
+    elif fmt.rounding is not None:
         over = tiles * _spread(inverse_scale_value(scale.to(torch.int32)))
     else:
         over = tiles / _spread(scale)
@@ -156,11 +224,54 @@ def encode_with(
     return to_elements(y, fmt.elem)
 
 
-def decode_tensors(qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the values of `qdata` and `scale`, rounded once from FP32 to `dtype`; contiguous."""
+def decode_tensors(
+    qdata: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    fmt: Format,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """Returns the values of `qdata` and `scale`, rounded once from FP32 to `dtype`; contiguous.
+
+    amax: see `scale_factors`.
+    """
     tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
-    factor = scale_value(scale.to(torch.int32)) if fmt.rounding is not None else scale
-    return _whole(tiles * _spread(factor), qdata.shape).to(dtype)
+    return _whole(tiles * _spread(scale_factors(scale, fmt, amax)), qdata.shape).to(dtype)
+
+
+def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
+    """Bytes of `elem.per_byte` codes each along `dim`, the first in the lowest bits; contiguous.
+
+    Raises `FormatError` where the length along `dim` is not a multiple.
+    """
+    if reason := elem.unstorable(codes.shape[dim]):
+        raise FormatError(reason)
+    at = dim % codes.ndim
+    parts = codes.unflatten(at, (codes.shape[at] // elem.per_byte, elem.per_byte)).unbind(at + 1)
+    packed: Tensor = parts[0].clone(memory_format=torch.contiguous_format)
+    for place, part in enumerate(parts[1:], 1):
+        packed |= part << (place * elem.bits)
+    return packed
+
+
+def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
+    """The codes that `pack` put into bytes, one a byte; contiguous."""
+    at, mask = dim % packed.ndim, (1 << elem.bits) - 1
+    parts = [(packed >> (place * elem.bits)) & mask for place in range(elem.per_byte)]
+    codes: Tensor = torch.stack(parts, at + 1).flatten(at, at + 1)
+    return codes
+
+
+def encode_stored(x: Tensor, block_dim: int, elem: ElemType, mode: str) -> tuple[Tensor, Tensor]:
+    """A weight as it is stored: elements, packed where the type has `packed`, and scale bytes.
+
+    mode: rounding of the scales. Raises `FormatError` for a length that `ElemType.unstorable` refuses.
+    """
+    if elem.packed is None:
+        return quantize_tensors(x, block_dim, elem.dtype, mode)
+    codes, scale = encode_tensors(x, block_dim, Format(elem=elem, rounding=rounding(mode)))
+    return pack(codes, block_dim, elem), scale
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:

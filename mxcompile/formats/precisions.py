@@ -8,7 +8,7 @@ policy, passes, lowering, estimates, reports, audits and tuning read the row and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mxcompile.errors import FormatError
 from mxcompile.formats.amax import MAX, Amax, AmaxKind
@@ -20,6 +20,7 @@ from mxcompile.formats.types import (
     E5M2,
     NEAREST,
     POW2,
+    TWO_LEVEL,
     ElemRounding,
     ElemType,
     Format,
@@ -46,7 +47,7 @@ class Choices:
     elem: of input and weight. grad_elem: of the output gradient. rounding: of E8M0 scales. tiles: words of
     rows' `tiles`. weight_block: extent of the weight's scales. grad_rounding: of the output gradient's
     elements. amax: the value that scales follow from. history, margin: of delayed scales. pow2: whether FP32
-    scales are powers of two.
+    scales are powers of two. hadamard: signs of the transform of wgrad's operands, `NO_HADAMARD` for none.
     """
 
     elem: ElemType | None = None
@@ -59,6 +60,7 @@ class Choices:
     history: int | None = None
     margin: int | None = None
     pow2: bool | None = None
+    hadamard: int | None = None
 
     def over(self, other: Choices) -> Choices:
         """These choices, and `other`'s where there are none."""
@@ -73,20 +75,26 @@ class Choices:
             history=self.history or other.history,
             margin=other.margin if self.margin is None else self.margin,
             pow2=other.pow2 if self.pow2 is None else self.pow2,
+            hadamard=other.hadamard if self.hadamard is None else self.hadamard,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
-    """Formats of a linear layer's input, weight and output gradient."""
+    """Formats of a linear layer's input, weight and output gradient.
+
+    hadamard: signs of the transform that x and dy have in wgrad, None without one.
+    """
 
     x: Format
     w: Format
     dy: Format
+    hadamard: int | None = None
 
-    def of(self, operand: str) -> Format:
-        """The format of "x", "w" or "dy"."""
-        return {"x": self.x, "w": self.w, "dy": self.dy}[operand]
+    def of(self, operand: str, *, wgrad: bool = False) -> Format:
+        """The format of "x", "w" or "dy" in a GEMM."""
+        fmt = {"x": self.x, "w": self.w, "dy": self.dy}[operand]
+        return replace(fmt, hadamard=self.hadamard) if wgrad else fmt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +136,7 @@ class Precision:
             "history": any(tiles.delayed for tiles in self.tiles.values()),
             "margin": any(tiles.delayed for tiles in self.tiles.values()),
             "scale": self.quantizes and self.scale is ScaleType.FP32,
+            "hadamard": self.quantizes and self.scale is ScaleType.E4M3,
             self.tiles_key: len(self.tiles) > 1,
         }
         return frozenset(key for key, means in has.items() if means)
@@ -141,8 +150,8 @@ class Precision:
         block = choices.weight_block if choices.weight_block in self.weight_blocks else None
         if tiles is not next(iter(self.tiles.values())):
             block = None
-        fp32 = self.scale is ScaleType.FP32
-        rounding = None if fp32 else choices.rounding or Rounding.RCEIL
+        fp32, two_level = self.scale is ScaleType.FP32, self.scale is ScaleType.E4M3
+        rounding = (choices.rounding or Rounding.RCEIL) if self.scale is ScaleType.E8M0 else None
         amax = choices.amax or MAX
         if tiles.delayed:
             amax = Amax(kind=AmaxKind.DELAYED, value=choices.history or HISTORY, margin=choices.margin or 0)
@@ -166,12 +175,16 @@ class Precision:
             x=operand_format(elem or default, tiles.x),
             w=operand_format(elem or default, block or tiles.w),
             dy=operand_format(grad_elem or default, tiles.x, choices.grad_rounding or ElemRounding.NEAREST),
+            hadamard=None if choices.hadamard == NO_HADAMARD or not two_level else choices.hadamard,
         )
 
 
 def _along(*lengths: int) -> dict[str, Tiles]:
     return {str(length): Tiles(x=Tile(1, length), w=Tile(1, length)) for length in lengths}
 
+
+NO_HADAMARD = -1
+"""In the place of signs: no transform, whatever the preset has."""
 
 HISTORY = 1024
 """Calls that a delayed scale looks back, where a rule does not say."""
@@ -206,6 +219,14 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="mxfp6_e3m2", label="MXFP6 E3M2", elems=(E3M2,), tiles=_along(32)),
         Precision(name="mxfp6_e2m3", label="MXFP6 E2M3", elems=(E2M3,), tiles=_along(32)),
         Precision(name="mxfp4", label="MXFP4", elems=(E2M1,), tiles=_along(32)),
+        Precision(
+            name="nvfp4",
+            label="NVFP4",
+            elems=(E2M1,),
+            scale=ScaleType.E4M3,
+            tiles=_along(16),
+            weight_blocks=(Tile(1, 16), Tile(16, 16)),
+        ),
         KEPT,
     )
 }
@@ -240,6 +261,12 @@ def labels(words: Iterable[str]) -> str:
     return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
 
 
+def stored_precision(elem: ElemType) -> Precision:
+    """The row that weights stored in `elem` are of: E8M0 scales, each of 32 elements along K."""
+    mx_rows = (row for row in PRECISIONS.values() if row.scale is ScaleType.E8M0 and elem in row.elems)
+    return next(row for row in mx_rows if any(tiles.w == Tile.ROW for tiles in row.tiles.values()))
+
+
 def elem_words() -> tuple[str, ...]:
     """Every element type of the table."""
     return tuple(dict.fromkeys(elem.name for row in PRECISIONS.values() for elem in row.elems))
@@ -256,5 +283,6 @@ def tile_words() -> tuple[str, ...]:
 
 def derivation_words() -> tuple[str, ...]:
     """Every way a scale is derived in the table."""
-    fp32 = any(row.scale is ScaleType.FP32 for row in PRECISIONS.values())
-    return (*map(str, Rounding), *([NEAREST, POW2] if fp32 else []))
+    scales = {row.scale for row in PRECISIONS.values()}
+    words = {ScaleType.FP32: (NEAREST, POW2), ScaleType.E4M3: (TWO_LEVEL,)}
+    return (*map(str, Rounding), *(word for scale in words if scale in scales for word in words[scale]))

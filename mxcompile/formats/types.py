@@ -2,7 +2,8 @@
 
     element   an FP8, FP6 or FP4 number
     tile      the extent of one scale, across and along the contraction dimension
-    scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN) or FP32
+    scale     E8M0 (byte b stands for 2^(b − 127), 255 for NaN), FP32, or two levels: E4M3 for each tile,
+              times one FP32 number for the whole tensor
     rounding  how an E8M0 scale follows from the amax of its tile; an FP32 one is amax ÷ largest element, or
               the next power of two above it
     elements  how elements round: to nearest even, or stochastically
@@ -14,7 +15,7 @@ Source: OCP Microscaling Formats v1.0, §5.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -51,11 +52,19 @@ class ScaleType(StrEnum):
 
     E8M0 = "e8m0"
     FP32 = "fp32"
+    E4M3 = "e4m3"
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor that holds scales: E8M0 as bytes."""
-        return torch.uint8 if self is ScaleType.E8M0 else torch.float32
+        return _SCALE_DTYPES[self]
+
+
+_SCALE_DTYPES = {
+    ScaleType.E8M0: torch.uint8,
+    ScaleType.FP32: torch.float32,
+    ScaleType.E4M3: torch.float8_e4m3fn,
+}
 
 
 class Scales(StrEnum):
@@ -71,7 +80,8 @@ class ElemType:
 
     name: policy word. dtype: torch dtype of stored elements; bytes that hold one code each where torch has
     none. max: largest finite value. emax: its exponent. mantissa_bits: stored bits. min_exponent: exponent of
-    the smallest normal value. bits: of an element.
+    the smallest normal value. bits: of an element. packed: torch's dtype of bytes that hold several elements,
+    the first in the lowest bits; None where torch has none.
     """
 
     name: str
@@ -81,11 +91,27 @@ class ElemType:
     mantissa_bits: int
     min_exponent: int
     bits: int = 8
+    packed: torch.dtype | None = None
 
     @property
     def is_coded(self) -> bool:
         """Whether torch has no dtype for it, so that bytes with codes stand for it."""
         return self.dtype is torch.uint8
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """Torch's dtype for stored weights of this type; None where no weight is stored in it."""
+        return self.packed or (None if self.is_coded else self.dtype)
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements of a stored weight share a byte."""
+        return 8 // self.bits if self.packed else 1
+
+    def unstorable(self, length: int) -> str:
+        """Why no weight of `length` elements along its blocks can be stored, "" if one can."""
+        shared = length % self.per_byte != 0
+        return f"{self.per_byte} {self} elements share a byte, and k={length} is odd" if shared else ""
 
     def is_in(self, other: ElemType) -> bool:
         """Whether `other` has every value that this type has."""
@@ -111,7 +137,10 @@ E5M2 = ElemType(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, emax=15, mant
 
 E3M2 = ElemType(name="e3m2", dtype=torch.uint8, max=28.0, emax=4, mantissa_bits=2, min_exponent=-2, bits=6)
 E2M3 = ElemType(name="e2m3", dtype=torch.uint8, max=7.5, emax=2, mantissa_bits=3, min_exponent=0, bits=6)
-E2M1 = ElemType(name="e2m1", dtype=torch.uint8, max=6.0, emax=2, mantissa_bits=1, min_exponent=0, bits=4)
+E2M1 = ElemType(
+    name="e2m1", dtype=torch.uint8, max=6.0, emax=2, mantissa_bits=1, min_exponent=0, bits=4,
+    packed=torch.float4_e2m1fn_x2,
+)  # fmt: skip
 
 for _elem in (E4M3, E5M2, E3M2, E2M3, E2M1):
     register(_elem)
@@ -169,13 +198,23 @@ NEAREST = "nearest"
 POW2 = str(Scales.POW2)
 """The other way: the least power of two that is no less, of those that E8M0 has."""
 
+HADAMARD = "hadamard"
+"""The word for a random Hadamard transform, before a colon and its signs."""
+
+TWO_LEVEL = "two-level"
+"""How E4M3 scales are derived: amax ÷ largest element, over one FP32 scale for the whole tensor."""
+
+_DERIVED = {NEAREST: ScaleType.FP32, POW2: ScaleType.FP32, TWO_LEVEL: ScaleType.E4M3}
+"""The scales that a word derives; E8M0 by the words of roundings."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """How one operand of a GEMM is quantized.
 
-    rounding: of scales, None for FP32 ones. elements: theirs. amax: what a scale follows from. pow2: whether
-    FP32 scales are powers of two.
+    rounding: of E8M0 scales, None for others. elements: theirs. amax: what a scale follows from. pow2:
+    whether FP32 scales are powers of two. hadamard: signs of the random Hadamard transform of what is cast,
+    None without one (see `hadamard`).
     """
 
     elem: ElemType = E4M3
@@ -185,6 +224,7 @@ class Format:
     elements: ElemRounding = ElemRounding.NEAREST
     amax: Amax = MAX
     pow2: bool = False
+    hadamard: int | None = None
 
     def __str__(self) -> str:
         words = [self.elem.name, str(self.tile), self.derivation]
@@ -192,13 +232,16 @@ class Format:
             words.append(str(self.elements))
         if self.amax != MAX:
             words.append(str(self.amax))
+        if self.transform:
+            words.append(self.transform)
         return " ".join(words)
 
     @classmethod
     def of(cls, word: str) -> Format:
         """The format written `word`: element, extent of a scale, how it is derived; `FormatError` if none.
 
-        Further words say that elements do not round to nearest, and what is not the largest magnitude.
+        Further words say that elements do not round to nearest, what is not the largest magnitude, and what
+        transforms the tensor.
         """
         return _format_of(word)
 
@@ -210,9 +253,29 @@ class Format:
     @property
     def derivation(self) -> str:
         """The word for how the scale follows from amax."""
-        if self.rounding is None:
-            return POW2 if self.pow2 else NEAREST
-        return str(self.rounding)
+        if self.rounding is not None:
+            return str(self.rounding)
+        return TWO_LEVEL if self.two_level else POW2 if self.pow2 else NEAREST
+
+    @property
+    def transform(self) -> str:
+        """The word for the transform of what is cast, "" without one."""
+        return "" if self.hadamard is None else f"{HADAMARD}:{self.hadamard}"
+
+    @property
+    def untransformed(self) -> Format:
+        """The same without a transform."""
+        return self if self.hadamard is None else replace(self, hadamard=None)
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the whole tensor has a scale too, so that casts need the amax of the tensor."""
+        return self.scale is ScaleType.E4M3
+
+    @property
+    def largest(self) -> float:
+        """The largest value over the FP32 scale: of an element, times that of an E4M3 scale."""
+        return self.elem.max * (E4M3.max if self.two_level else 1.0)
 
     @property
     def is_mx(self) -> bool:
@@ -223,6 +286,12 @@ class Format:
             and not self.elem.is_coded
             and self.amax == MAX
         )
+
+    @property
+    def storable(self) -> bool:
+        """Whether weights are stored in it: E8M0 blocks of 32 of elements that torch has a dtype for."""
+        along_rows = self.scale is ScaleType.E8M0 and self.tile == Tile.ROW
+        return along_rows and self.elem.stored_dtype is not None and self.amax == MAX
 
     @property
     def mx_elem(self) -> ElemType | None:
@@ -249,18 +318,19 @@ class Format:
 def _format_of(word: str) -> Format:
     elem, tile, derivation, *rest = (*word.split(), "", "")[: max(3, len(word.split()))]
     elements = next((one for one in rest if one in list(ElemRounding)), ElemRounding.NEAREST)
-    amax = next((one for one in rest if one not in list(ElemRounding)), AmaxKind.MAX)
-    if elem not in _ELEMENTS:
-        raise FormatError(not_allowed("element type", elem, _ELEMENTS))
-    fp32 = derivation in (NEAREST, POW2)
+    signs = next((one.partition(":")[2] for one in rest if one.startswith(f"{HADAMARD}:")), None)
+    others = (one for one in rest if one not in list(ElemRounding) and not one.startswith(f"{HADAMARD}:"))
+    amax = next(others, AmaxKind.MAX)
+    scale = _DERIVED.get(derivation, ScaleType.E8M0)
     return Format(
-        elem=_ELEMENTS[elem],
-        rounding=None if fp32 else rounding(derivation),
+        elem=elem_named(elem),
+        rounding=rounding(derivation) if scale is ScaleType.E8M0 else None,
         tile=Tile.of(tile),
-        scale=ScaleType.FP32 if fp32 else ScaleType.E8M0,
+        scale=scale,
         elements=ElemRounding(elements),
         amax=Amax.of(amax),
         pow2=derivation == POW2,
+        hadamard=None if signs is None else int(signs),
     )
 
 
@@ -277,6 +347,21 @@ def elem_type(dtype: torch.dtype) -> ElemType:
         return _BY_DTYPE[dtype]
     except KeyError:
         raise FormatError(not_allowed("element dtype", dtype, map(str, _BY_DTYPE))) from None
+
+
+def elem_named(word: str) -> ElemType:
+    """The element type called `word`; `FormatError` if there is none such."""
+    if word not in _ELEMENTS:
+        raise FormatError(not_allowed("element type", word, _ELEMENTS))
+    return _ELEMENTS[word]
+
+
+def stored_elem(dtype: torch.dtype) -> ElemType:
+    """The element type of weights stored as `dtype`; `FormatError` if no weight is stored so."""
+    by_dtype = {elem.stored_dtype: elem for elem in _ELEMENTS.values() if elem.stored_dtype}
+    if dtype not in by_dtype:
+        raise FormatError(not_allowed("element dtype", dtype, map(str, by_dtype)))
+    return by_dtype[dtype]
 
 
 def rounding(word: str) -> Rounding:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format
-from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved
+from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Sent
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -56,12 +56,12 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". stored: element type of a weight that is an input in MXFP8. block: where
+    operand are: "x", "w" or "dy". stored: element type of a weight that is stored quantized. block: where
     the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
     evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or a part, from
     the model's plan; None where the graph shows all of it. choice, formats (of the operands; None unless the
-    GEMM goes to MXFP8), saved, weights: from `decide`. kernel: from the lowering. fallbacks: from there too,
-    the reasons why a kernel that is for such a GEMM does not run it.
+    GEMM goes to MXFP8), saved, sent, weights: from `decide`. kernel: from the lowering. fallbacks: from there
+    too, the reasons why a kernel that is for such a GEMM does not run it.
     """
 
     layer: str
@@ -84,6 +84,7 @@ class GemmTag:
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
+    sent: Sent = Sent.SOURCE
     kernel: str = ""
     fallbacks: tuple[str, ...] = ()
 
@@ -174,11 +175,16 @@ UNKNOWN: Sizes = (1, 0, 0, 0)
 
 
 def hint(size: Any) -> int:
-    """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard."""
+    """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard.
+
+    Sizes that depend on data may have hints of their own (``mark_unbacked``, the pass `balance`).
+    """
     if isinstance(size, int):
         return size
-    value = size.node.hint if size.node.has_hint() else None
-    return int(value) if value is not None else 1
+    if size.node.has_hint():
+        return 1 if size.node.hint is None else int(size.node.hint)
+    value = size.node.expr.xreplace(getattr(size.node.shape_env, "var_to_hint_override", {}))
+    return int(value) if value.is_number else 1
 
 
 def numel(shape: Iterable[Any]) -> int:

@@ -29,11 +29,15 @@ _KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_r
           "all_to_all": "all-to-all", "broadcast": "broadcast"}  # fmt: skip
 
 
+SEND = "send"
+"""What a stage of a pipeline gives to the next one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """A collective that a rank takes part in at every step.
 
-    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "broadcast". what: "weights",
+    kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast" or "send". what: "weights",
     "gradients" or "activations"; in backward the last are mostly gradients of activations. name: path of the
     module whose weights or activations they are. dtype: as torch names it. num_bytes: that this rank gives;
     without_bytes: without mxcompile. axis: of the mesh. ranks: that take part. stride: from one of them to
@@ -58,6 +62,13 @@ class Axes:
     def __init__(self, mesh: DeviceMesh) -> None:
         names = mesh.mesh_dim_names or ()
         self._names: dict[Any, str] = {mesh.get_group(name).group_name: name for name in names}
+        for name, joined in getattr(mesh._get_root_mesh(), "_flatten_mapping", {}).items():
+            self._names.setdefault(joined.get_group().group_name, name)
+        self._strides = {name: stride(mesh.get_group(name)) for name in names}
+
+    def stride(self, name: str) -> int:
+        """The distance between ranks that are next to each other on the axis `name`."""
+        return self._strides[name]
 
     def __call__(self, group: Any) -> str:
         """The axis of a process group, or of the name of one; how many ranks it has if it is of no axis."""

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.models.assumed import Assuming
+from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import Faker
-from mxcompile.models.names import user_path
-from mxcompile.models.wrappers import STATE_HOOKS, is_distributed, is_tensor_parallel
+from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
 
 
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -> nn.Module:
@@ -33,22 +32,7 @@ def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -
             module.register_forward_pre_hook(partial(_cast_inputs, group.inputs), with_kwargs=True)
         if group.outputs is not None:
             module.register_forward_hook(partial(_cast_outputs, group.outputs))
-    rewrap(copied, model)
-    return copied
-
-
-def rewrap(copied: nn.Module, model: nn.Module) -> None:
-    """Wrap the modules of `copied` that are checkpointed in `model` by wrappers, which a copy is without."""
-    for path, wrapper in model.named_modules():
-        if isinstance(wrapper, CheckpointWrapper) and (own := user_path(path)):
-            parent, _, name = own.rpartition(".")
-            owner = copied.get_submodule(parent)
-            wrapped = CheckpointWrapper(owner.get_submodule(name))
-            wrapped.checkpoint_impl = wrapper.checkpoint_impl
-            wrapped.checkpoint_fn = wrapper.checkpoint_fn
-            for key in STATE_HOOKS:  # no two wrappers have the same ones, and equal layers are traced once
-                vars(wrapped)[key].clear()
-            owner._modules[name] = wrapped
+    return rewrapped(copied, model)
 
 
 def _is_between_graphs(hook: Any) -> bool:

@@ -5,6 +5,7 @@
     all-to-all                   p − 1 steps, (p − 1) / p, of which what leaves the node goes through the
                                  rank's own port
     broadcast                    p − 1 steps, all of it
+    send                         one step, all of it
 
 Ranks of a mesh are numbered with the innermost axis fastest, and `node` of them in turn are a node, joined by
 NVLink; ports of a network join nodes. A ring that has g ranks of each node uses the ports of all g. The
@@ -176,7 +177,7 @@ def _share(kind: str, ranks: int) -> float:
             return ranks - 1
         case "all-reduce":
             return 2 * (ranks - 1) / ranks
-        case "broadcast":
+        case "broadcast" | "send":
             return 1.0
         case _:
             return (ranks - 1) / ranks

@@ -2,12 +2,14 @@
 
     fsdp        fully_shard of every repeated block, then of the model, on the axis dp or dp_shard; with an
                 axis dp_replicate weights are copied along it (HSDP). Weights are gathered in BF16 and
-                gradients reduced in FP32.
+                gradients reduced in FP32. With an axis pp weights are gathered once for all micro-batches.
+                With `ep` everything but experts is sharded on the axis ep too.
+    ep          experts of transformers' models spread over the axis ep (see `experts`)
     tp=llama    q, k, v, gate and up are split by outputs, o and down by inputs, the embedding and the head by
                 the vocabulary, on the axis tp; activations between them are whole on every rank
 
-Both go by the names that layers have in transformers' and in torchtitan's Llama. Anything else is for the
-user's own code, which a factory runs.
+`tp=llama` goes by the names that layers have in transformers' and in torchtitan's Llama. Anything else is for
+the user's own code, which a factory runs.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.mesh.copied import rewrap
+from mxcompile.mesh.experts import EXPERTS, experts_of, is_spread, spread_
+from mxcompile.mesh.shape import pipeline_ranks
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.blocks import Blocks
+from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
 
 if TYPE_CHECKING:
@@ -45,11 +49,12 @@ def parallelised(model: nn.Module, words: str, mesh: DeviceMesh) -> nn.Module:
         if word not in WAYS:
             raise OptionError(not_allowed("way to parallelise", word, WAYS))
     copied = fake_copy(model, Assuming(), fake=_on_meta)
+    if {EXPERTS, "tp=llama"} <= {*asked}:
+        raise OptionError("ep and tp=llama are not for one model: parallelise it in a factory")
     for word, way in WAYS.items():
         if word in asked:
             way(copied, mesh)
-    rewrap(copied, model)
-    return copied
+    return rewrapped(copied, model)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -69,14 +74,49 @@ def _axes(mesh: DeviceMesh, word: str, *allowed: tuple[str, ...]) -> Any:
     raise OptionError(f"{word} needs a mesh with the axis {wanted}; this one has {', '.join(names)}")
 
 
+def _spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    along = _axes(mesh, EXPERTS, (EXPERTS,))
+    layers = list(experts_of(model))
+    if not layers:
+        raise OptionError(
+            f"ep finds no experts in {type(model).__name__} of the form of transformers': parallelise the"
+            " model in a factory that takes the mesh"
+        )
+    for path, module in layers:
+        spread_(module, along, path)
+
+
 def _shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     along = _axes(mesh, "fsdp", ("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        # with stages every micro-batch would gather them
+        "reshard_after_forward": None if pipeline_ranks(mesh) == 1 else False,
+    }
+    spread = [module for module in model.modules() if is_spread(module)]
+    for module in spread:
+        fully_shard(module, mesh=along, shard_placement_fn=_inside(along), **settings)
+    along = _with_experts(along, mesh) if spread else along
     for path in Blocks.of(model).places:
-        fully_shard(model.get_submodule(path), mesh=along, mp_policy=mixed)
-    fully_shard(model, mesh=along, mp_policy=mixed)
+        fully_shard(model.get_submodule(path), mesh=along, **settings)
+    fully_shard(model, mesh=along, **settings)
+
+
+def _inside(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """How to shard a parameter of a rank's experts: each of them, where ranks are more than experts."""
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size(-1)
+    return lambda p: Shard(1) if p.ndim > 1 and p.shape[0] < ranks and not p.shape[1] % ranks else None
+
+
+def _with_experts(along: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """The part of `mesh` that everything but experts is sharded on: `along`, its last axis joined with ep."""
+    *outer, last = along.mesh_dim_names or ()
+    both = mesh[last, EXPERTS]._flatten(f"{last}_{EXPERTS}")
+    return type(mesh)._concatenate([mesh[tuple(outer)], both]) if outer else both
 
 
 def _split_llama(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -133,5 +173,9 @@ def _shared(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Modu
     return again
 
 
-WAYS: dict[str, Callable[[nn.Module, Any], None]] = {"tp=llama": _split_llama, "fsdp": _shard_fully}
+WAYS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "tp=llama": _split_llama,
+    EXPERTS: _spread_experts,
+    "fsdp": _shard_fully,
+}
 """What does it by the words for it, in the order in which they apply."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mxcompile.mesh.collectives import Collective
-from mxcompile.mesh.memory import Memory
+from mxcompile.mesh.memory import Held, Memory
 from mxcompile.mesh.shards import Shard
 from mxcompile.policy import Gemm
 from mxcompile.report import Report, files
@@ -20,6 +20,7 @@ from mxcompile.report.forms.tables import Table, drawn, fitted, wrapped
 from mxcompile.report.forms.words import byte_count, count
 
 if TYPE_CHECKING:
+    from mxcompile.mesh.pipeline import Pipeline
     from mxcompile.mesh.time import StepTime
 
 SCHEMA = 1
@@ -33,7 +34,8 @@ class RankReport:
     mesh: axes and sizes. ranks: how many there are. report: of what this rank compiles, with its shards'
     sizes. memory: bytes that this rank holds in a step. shards: the GEMMs of which this rank has a part, or
     that are decided otherwise than in the whole model. collectives: one for each time that a rank takes part
-    in one in a step. time: of the step, if links were given. warnings: what a user should know.
+    in one in a step. time: of the step, if links were given. pipeline: of a mesh with stages, of which the
+    slowest rank is reported. warnings: what a user should know.
     """
 
     mesh: str
@@ -43,6 +45,7 @@ class RankReport:
     shards: tuple[Shard, ...] = ()
     collectives: tuple[Collective, ...] = ()
     time: StepTime | None = None
+    pipeline: Pipeline | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -55,12 +58,26 @@ class RankReport:
         notes = wrapped(f"warning: {each}" for each in self.warnings)
         parts = str(self.report), self._shards(), self._collectives(), self._memory()
         step = [] if self.time is None else [str(self.time)]
+        step = step if self.pipeline is None else [str(self.pipeline), *step]
         return "\n\n".join(["\n".join([title, *notes]), *parts, *step])
 
     def _memory(self) -> str:
-        held = self.memory
-        rows = [[field.name, byte_count(getattr(held, field.name))] for field in dataclasses.fields(held)]
-        table = drawn([["this rank holds", "bytes"], *rows, ["together", byte_count(held.total)]])
+        memory = self.memory
+        always = {"parameters": memory.parameters, "optimizer": memory.optimizer}
+        phases = {
+            "forward": memory.forward,
+            "loss": memory.loss,
+            "backward": memory.backward,
+            "optimizer's step": memory.update,
+        }
+        peaks = {phase: held for phase, held in phases.items() if held.total}
+        rows = [[name, *[byte_count(size)] * len(peaks)] for name, size in always.items()]
+        rows += [
+            [field.name, *(byte_count(getattr(held, field.name)) for held in peaks.values())]
+            for field in dataclasses.fields(Held)
+        ]
+        rows += [["together", *(byte_count(sum(always.values()) + held.total) for held in peaks.values())]]
+        table = drawn([["this rank holds at most", *peaks], *rows])
         return f"{table}\noptimizer: as AdamW, in the dtypes of the parameters"
 
     def _shards(self) -> str:
@@ -72,7 +89,10 @@ class RankReport:
             if shard.gemm != Gemm.FPROP and not shard.notes:
                 continue  # its sizes follow from those of fprop
             whole, local = ("×".join(map(str, size)) for size in (shard.whole, shard.local))
-            alike[shard.gemm, whole, local, "; ".join(shard.notes), shard.role].append(shard.name)
+            notes = [*shard.notes]
+            if shard.experts is not None:
+                notes.insert(0, "{} of {} experts".format(*shard.experts))
+            alike[shard.gemm, whole, local, "; ".join(notes), shard.role].append(shard.name)
         rows = [[spelled(names), *key[:4]] for key, names in alike.items()]
         return "shards\n" + drawn(fitted([head, *rows], ("layer", "note")))
 
@@ -116,6 +136,7 @@ class RankReport:
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
             "collectives": [dataclasses.asdict(one) for one in self.collectives],
             **({} if self.time is None else {"time": self.time.as_data()}),
+            **({} if self.pipeline is None else {"pipeline": self.pipeline.as_data()}),
             "report": json.loads(self.report.to_json()),
         }
         return json.dumps(data, indent=1)

@@ -20,6 +20,9 @@ from mxcompile.errors import OptionError, shown
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+PIPELINE = "pp"
+"""The axis of pipeline stages."""
+
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
 _FORM = "axes with their sizes, such as dp=128,tp=8"
 
@@ -54,6 +57,11 @@ class MeshShape:
     def ranks(self) -> int:
         """How many ranks there are."""
         return math.prod(self.sizes)
+
+
+def pipeline_ranks(mesh: DeviceMesh) -> int:
+    """How many ranks the axis of pipeline stages has, 1 without it."""
+    return mesh[PIPELINE].size() if PIPELINE in (mesh.mesh_dim_names or ()) else 1
 
 
 @contextmanager

@@ -22,7 +22,11 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """A GEMM of a rank. whole, local: m, n and k in the whole model and on this rank. notes: what follows."""
+    """A GEMM of a rank.
+
+    whole, local: m, n and k in the whole model and on this rank. notes: what follows. experts: how many of
+    them this rank has, and how many there are, if ranks have different ones.
+    """
 
     name: str
     role: str
@@ -30,20 +34,36 @@ class Shard:
     whole: Size
     local: Size
     notes: tuple[str, ...] = ()
+    experts: tuple[int, int] | None = None
 
 
 def shards(
-    gemms: Sequence[GemmRecord], whole: Mapping[str, tuple[GemmTag, ...]], policy: Policy
+    gemms: Sequence[GemmRecord],
+    whole: Mapping[str, tuple[GemmTag, ...]],
+    policy: Policy,
+    experts: Mapping[str, tuple[int, int]],
 ) -> Iterator[Shard]:
-    """The `gemms` of a rank that are parts of GEMMs, or decided otherwise; whole: the model's, by name."""
+    """The `gemms` of a rank that are parts of GEMMs, or decided otherwise; whole: the model's, by name.
+
+    experts: those of this rank and of all, by name.
+    """
     for gemm in gemms:
         tag = next((tag for tag in whole.get(gemm.name, ()) if tag.kind is Kind.LINEAR), None)
         if tag is None or gemm.gemm not in (Gemm.FPROP, Gemm.DGRAD, Gemm.WGRAD) or gemm.role != tag.role:
             continue
         size, local = _size(tag, gemm.gemm), (gemm.m, gemm.n, gemm.k)
         notes = tuple(_notes(gemm, tag, size, policy))
-        if size != local or notes:
-            yield Shard(name=gemm.name, role=gemm.role, gemm=gemm.gemm, whole=size, local=local, notes=notes)
+        some = experts.get(gemm.name)
+        if size != local or notes or some:
+            yield Shard(
+                name=gemm.name,
+                role=gemm.role,
+                gemm=gemm.gemm,
+                whole=size,
+                local=local,
+                notes=notes,
+                experts=some,
+            )
 
 
 def unmatched(gemms: Iterable[GemmRecord], whole: Mapping[str, tuple[GemmTag, ...]]) -> Iterator[str]:

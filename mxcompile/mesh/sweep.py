@@ -1,6 +1,7 @@
 """Meshes of a number of ranks, one rank of each explained: which fit, and which is the fastest.
 
     tp          1, 2, 4 … ranks of a node; the tokens of a call are shared by all of them
+    ep          1, 2, 4 … 64 ranks that have different experts
     dp          the rest: weights sharded over all of it
     dp_shard    or over 32 or 128 of it, with copies along dp_replicate (HSDP)
 
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mxcompile.errors import OptionError, shown
+from mxcompile.mesh.experts import EXPERTS
 from mxcompile.mesh.links import NODE
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.time import StepTime
@@ -23,18 +26,17 @@ from mxcompile.report.forms.words import byte_count, count
 
 SPLIT, FSDP = "tp=llama", "fsdp"
 _SHARDS = (32, 128)
-
-MEMORY_GB = {
-    "sm_80": 80.0,
-    "sm_89": 48.0,
-    "sm_90": 141.0,
-    "sm_100": 180.0,
-    "sm_103": 288.0,
-    "sm_120": 32.0,
-    "gfx942": 192.0,
-    "gfx950": 288.0,
+_MOST_EXPERTS = 64
+"""Ranks that have different experts."""
+_DRAWN = {"product": "products", "cast": "casts", "attention": "attention"}
+_COLORS = {
+    "products": "#2a6f97",
+    "casts": "#e09f3e",
+    "attention": "#61a5c2",
+    "rest": "#8a8f98",
+    "exposed communication": "#9e2a2b",
 }
-"""10⁹ bytes of memory of the chips that `lowering.targets` has the peaks of."""
+"""Parts of a picture, in the order in which they are stacked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +55,30 @@ def candidates(ranks: int, parallel: str | None, node: int = NODE) -> Iterator[M
     """
     if ranks < 2:
         raise OptionError(f"a sweep over meshes needs 2 ranks or more, found {shown(ranks)}")
-    ways = [] if parallel is None else [word.strip() for word in parallel.split(",")]
-    splits = [tp for tp in _powers(node) if not ranks % tp]
-    for tp in splits if parallel is None or SPLIT in ways else [1]:
-        dp = ranks // tp
-        if parallel is None:
-            yield MeshCandidate(mesh=f"dp={dp},tp={tp}", parallel=None, tp=tp)
-            continue
-        kept = [way for way in ways if way != SPLIT or tp > 1]
-        inner = f",tp={tp}" if tp > 1 else ""
-        if FSDP in ways and dp > 1:
-            yield MeshCandidate(mesh=f"dp={dp}{inner}", parallel=",".join(kept), tp=tp)
+    if parallel is None:
+        for tp in _parts(ranks, node):
+            yield MeshCandidate(mesh=f"dp={ranks // tp},tp={tp}", parallel=None, tp=tp)
+        return
+    ways = [word.strip() for word in parallel.split(",")]
+    axis, word, most = ("ep", EXPERTS, _MOST_EXPERTS) if EXPERTS in ways else ("tp", SPLIT, node)
+    for part in _parts(ranks, most) if word in ways else [1]:
+        dp, tp = ranks // part, part if word == SPLIT else 1
+        kept = ",".join(way for way in ways if way != word or part > 1)
+        inner = f",{axis}={part}" if part > 1 else ""
+        if FSDP in ways and (dp > 1 or word == EXPERTS):
+            yield MeshCandidate(mesh=f"dp={dp}{inner}", parallel=kept, tp=tp)
             for shard in _SHARDS:
                 if shard < dp and not dp % shard:
                     mesh = f"dp_replicate={dp // shard},dp_shard={shard}{inner}"
-                    yield MeshCandidate(mesh=mesh, parallel=",".join(kept), tp=tp)
-        elif tp == ranks:
-            yield MeshCandidate(mesh=f"tp={tp}", parallel=SPLIT, tp=tp)
+                    yield MeshCandidate(mesh=mesh, parallel=kept, tp=tp)
+        elif part == ranks:
+            yield MeshCandidate(mesh=f"{axis}={part}", parallel=word, tp=tp)
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+def _parts(ranks: int, most: int) -> list[int]:
+    """The powers of two up to `most` that `ranks` is a multiple of."""
+    powers = (1 << power for power in range(most.bit_length()))
+    return [part for part in powers if part <= most and not ranks % part]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,13 +140,50 @@ class MeshSweep:
 
     def __str__(self) -> str:
         fitting = self.fitting
-        title = (
-            f"meshes of {count(self.ranks, 'rank')}, {self.tokens:,} tokens a call,"
-            f" {self.memory_gb:g} GB a GPU: estimates, not measured"
-        )
+        title = f"{self._title()}: estimates, not measured"
         if not fitting:
             return "\n".join([title, "no mesh fits", *self._others()])
         return "\n".join([title, drawn(self._rows(fitting)), *self._ties(fitting), *self._others()])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the µs of a token on a GPU by part, a bar for each mesh that fits.
+
+        Raises `OptionError` without matplotlib, and if no mesh fits.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise OptionError("plots need matplotlib: pip install matplotlib") from None
+        fitting = self.fitting
+        if not fitting:
+            raise OptionError("no mesh fits: there is nothing to draw")
+        figure = Figure(figsize=(9, 1.6 + 0.42 * len(fitting)), layout="constrained", dpi=120)
+        axes = figure.subplots()
+        names = [point.candidate.mesh for point in fitting]
+        before = [0.0] * len(fitting)
+        columns = zip(*map(self._parts, fitting), strict=True)
+        for (part, color), sizes in zip(_COLORS.items(), columns, strict=True):
+            axes.barh(names, sizes, left=before, color=color, label=part)
+            before = [start + size for start, size in zip(before, sizes, strict=True)]
+        axes.invert_yaxis()
+        axes.set(xlabel="µs a token on a GPU", title=f"{self._title()} (estimates, not measured)")
+        axes.title.set_fontsize(10)
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.savefig(path)
+
+    def _parts(self, point: MeshPoint) -> list[float]:
+        """µs of a token on a GPU, by the parts of `_COLORS`."""
+        sums = dict.fromkeys(_COLORS, 0.0)
+        for part, us in point.step.works[0].parts(point.step.links, point.step.rates).items():
+            sums["exposed communication" if part.startswith("exposed") else _DRAWN.get(part, "rest")] += us
+        return [point.candidate.tp * us / self.tokens for us in sums.values()]
+
+    def _title(self) -> str:
+        return (
+            f"meshes of {count(self.ranks, 'rank')}, {self.tokens:,} tokens a call,"
+            f" {self.memory_gb:g} GB a GPU"
+        )
 
     def _rows(self, fitting: Sequence[MeshPoint]) -> Table:
         head = ["mesh", "memory", "step, ms", "tokens/s a GPU", "exposed", "of BF16's step"]

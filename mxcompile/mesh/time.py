@@ -6,10 +6,11 @@
     exposed    collectives of activations, in full: what follows needs them
                FSDP's collectives as far as they take longer than what runs beside them in their phase; the
                first two gathers and the last two reductions have nothing beside them
+    bubble     of a rank of a pipeline: its stages wait for others (see `schedule`)
 
 FSDP's collectives run beside the kernels, and beside collectives of activations on the other link. Everything
 comes from one set of rates, so a range of a ratio is narrower than those of its two steps. Not in it: time of
-the host, processors that collectives take from kernels, ranks that wait for slower ones, pipelines.
+the host, processors that collectives take from kernels, ranks that wait for slower ones.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.lowering.targets import Target
-from mxcompile.mesh.collectives import Collective
+from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.mesh.links import Links
+from mxcompile.mesh.schedule import Waits
 from mxcompile.offline.estimate import Work
 from mxcompile.offline.graph_work import Works
 from mxcompile.offline.rates import Range, Rates
@@ -29,6 +31,7 @@ from mxcompile.offline.training import loss_bytes, update_bytes
 from mxcompile.report.forms.tables import Table, drawn
 
 FORWARD, BACKWARD = "forward", "backward"
+PHASES = (FORWARD, BACKWARD)
 _ALONE = 2
 """Collectives at the begin of forward and at the end of backward that nothing runs beside."""
 
@@ -39,7 +42,8 @@ class RankWork:
 
     policy: its name. works: launches of forward and of backward. collectives: of a step. wire: whether they
     send what mxcompile sends, or what the model sends without it. logits, gradients: bytes of the model's
-    differentiable outputs and of the rank's gradients, 0 without training.
+    differentiable outputs and of the rank's gradients, 0 without training. microbatches: of a step; works,
+    logits and collectives of activations are those of one. waits: of a rank of a pipeline.
     """
 
     policy: str
@@ -48,6 +52,8 @@ class RankWork:
     wire: bool = True
     logits: int = 0
     gradients: int = 0
+    microbatches: int = 1
+    waits: Waits | None = None
 
     def parts(self, links: Links, rates: Rates) -> dict[str, float]:
         """µs by part; the step takes their sum. rates: of the chip and of its links."""
@@ -55,19 +61,39 @@ class RankWork:
         for side in self.works.values():
             for kind, us in _by_kind(side, rates).items():
                 by_kind[kind] += us
-        around = {"FSDP's copies": self._copied(), "loss": loss_bytes(self.logits)}
+        batches = self.microbatches
+        around = {"FSDP's copies": self._copied(), "loss": batches * loss_bytes(self.logits)}
         around |= update_bytes(self.gradients)
+        activations = sum(self._activations_us(phase, links, rates) for phase in PHASES)
+        again = batches - 1 if self._gathers_again else 0
         return {
-            **by_kind,
+            **{kind: batches * us for kind, us in by_kind.items()},
             **{part: _moved(size, rates) for part, size in around.items()},
-            "exposed, activations": sum(self._activations_us(phase, links, rates) for phase in _PHASES),
-            "exposed, FSDP forward": self._exposed_us(FORWARD, links, rates),
-            "exposed, FSDP backward": self._exposed_us(BACKWARD, links, rates),
+            "exposed, activations": batches * activations,
+            "exposed, FSDP forward": (1 + again) * self._exposed_us(FORWARD, links, rates),
+            "exposed, FSDP backward": self._exposed_us(BACKWARD, links, rates)
+            + again * self._exposed_us(BACKWARD, links, rates, kinds=("all-gather",)),
+            **({} if self.waits is None else {"bubble": self.waits.us(links, rates)}),
         }
+
+    @property
+    def _gathers_again(self) -> bool:
+        """Whether weights are freed after forward, so that every micro-batch gathers them."""
+        return any(one.kind == "all-gather" for one in self._of_fsdp(BACKWARD))
+
+    def pass_us(self, phase: str, links: Links, rates: Rates) -> float:
+        """µs of the pass of a micro-batch: kernels, and collectives of activations."""
+        kernels = sum(_by_kind(self.works.get(phase, Works()), rates).values())
+        return kernels + self._activations_us(phase, links, rates)
 
     def us(self, links: Links, rates: Rates) -> float:
         """µs of the step."""
         return sum(self.parts(links, rates).values())
+
+    @property
+    def sent(self) -> tuple[Collective, ...]:
+        """The collectives, each as often as it is in a step."""
+        return tuple(one for one in self.collectives for _ in range(self.times(one)))
 
     def given(self, one: Collective) -> int:
         """Bytes that the rank gives to a collective."""
@@ -75,16 +101,23 @@ class RankWork:
 
     def hidden_us(self, links: Links, rates: Rates) -> float:
         """µs of collectives beside kernels."""
-        everything = sum(links.us(one, self.given(one), rates) for one in self.collectives)
-        return everything - sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
+        everything = sum(links.us(one, self.given(one), rates) for one in self.sent)
+        exposed = sum(us for part, us in self.parts(links, rates).items() if "exposed" in part)
+        return max(everything - exposed, 0.0)
 
     def _copied(self) -> int:
         """Bytes of the copies out of gathered buffers, and into those that are reduced."""
         total = 0
         for one in self._of_fsdp():
             if one.kind in ("all-gather", "reduce-scatter"):
-                total += 2 * self.given(one) * (one.ranks if one.kind == "all-gather" else 1)
+                whole = one.ranks if one.kind == "all-gather" else 1
+                total += 2 * self.times(one) * self.given(one) * whole
         return total
+
+    def times(self, one: Collective) -> int:
+        """How often a step has a collective: those of activations and freed weights, for each micro-batch."""
+        every = not _is_fsdp(one) or (one.what == "weights" and self._gathers_again)
+        return self.microbatches if every else 1
 
     def _of_fsdp(self, phase: str | None = None) -> list[Collective]:
         return [one for one in self.collectives if _is_fsdp(one) and phase in (None, one.phase)]
@@ -93,12 +126,13 @@ class RankWork:
         return sum(
             links.us(one, self.given(one), rates)
             for one in self.collectives
-            if not _is_fsdp(one) and one.phase == phase and link in (None, links.link(one))
+            if not _is_fsdp(one) and one.kind != SEND and one.phase == phase
+            if link in (None, links.link(one))
         )
 
-    def _exposed_us(self, phase: str, links: Links, rates: Rates) -> float:
-        """µs of FSDP's collectives of a phase that nothing hides."""
-        sent = self._of_fsdp(phase)
+    def _exposed_us(self, phase: str, links: Links, rates: Rates, *, kinds: Sequence[str] = ()) -> float:
+        """µs of FSDP's collectives of a phase that nothing hides. kinds: of these alone, if any are given."""
+        sent = [one for one in self._of_fsdp(phase) if not kinds or one.kind in kinds]
         kind = "all-gather" if phase == FORWARD else "reduce-scatter"
         first = list(dict.fromkeys(one.name for one in sent if one.kind == kind))[:_ALONE]
         alone = shared = 0.0
@@ -116,7 +150,6 @@ class RankWork:
         return alone + max(shared - window, 0.0)
 
 
-_PHASES = (FORWARD, BACKWARD)
 _LINKS = ("nvlink", "net")
 
 
@@ -205,7 +238,8 @@ class StepTime:
         for one in work.collectives:
             where = self.links.link(one)
             key = (one.kind, one.what, f"{one.axis} ({one.ranks})", where)
-            sums.setdefault(key, []).append(self.links.us(one, work.given(one), self.rates))
+            us = self.links.us(one, work.given(one), self.rates)
+            sums.setdefault(key, []).extend([us] * work.times(one))
         rows = [[*key, str(len(each)), _ms(sum(each))] for key, each in sums.items()]
         return [["collective", "of", "axis", "link", "times", "ms"], *rows]
 

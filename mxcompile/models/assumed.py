@@ -2,6 +2,7 @@
 
     input_ids, masks, grids, arange, …   their values are kept beside the fakes and computed on
     topk, sort, argmax of computed       taken to spread evenly over their choices: balanced experts
+    all_to_all of known values           other ranks are taken to send what this one gives
     nonzero, masks, item of computed     every element counts; False, 1, 1.0
 
 A model whose code asks for values (``.item()``, ``nonzero``, a loop over the experts chosen) can then be
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mxcompile.models.names import user_path
@@ -43,6 +46,7 @@ _CHOICES = {
     aten.argmin.default: 1, aten.max.dim: 1, aten.min.dim: 1, aten.multinomial.default: None,
 }  # fmt: skip
 """Operators that choose by value, and where their argument `dim` is; None: always the last."""
+_COLLECTIVES = torch.ops._c10d_functional
 _EMPTY = frozenset({aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.empty_permuted})
 _VALUE = "_mx_value"
 _PATIENCE = 64
@@ -67,6 +71,8 @@ class _State:
 
 class Assuming(FakeTensorMode):
     """A fake mode that answers what a model's code asks of values. outside: the products that it sees."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -99,18 +105,22 @@ class Assuming(FakeTensorMode):
         return fake
 
     @contextmanager
-    def plain(self) -> Iterator[None]:
-        """In here this is a fake mode like any other."""
+    def plain(self, sizes: ShapeEnv | None = None) -> Iterator[None]:
+        """In here this is a fake mode like any other. sizes: has the symbols of those that values decide."""
+        before = self.shape_env
+        self.shape_env = sizes or before
         self._state.plain += 1
         try:
             yield
         finally:
             self._state.plain -= 1
+            self.shape_env = before
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on fakes, and on their values where these are known."""
         kwargs = kwargs or {}
-        if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
+        is_plain = self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None
+        if is_plain or isinstance(func, HigherOrderOperator):
             return super().dispatch(func, types, args, kwargs)
         if not self._paths:
             return self._answered(func, types, args, kwargs)
@@ -128,6 +138,8 @@ class Assuming(FakeTensorMode):
         assumed = frozenset[str]().union(*(value.assumed for value in values if value is not None))
         if func is aten._local_scalar_dense.default:
             return self.scalar(args[0])
+        if func.namespace == _COLLECTIVES.name and func is not _COLLECTIVES.wait_tensor.default:
+            return self._received(func, types, args, kwargs)
         if not known or torch.Tag.nondeterministic_seeded in func.tags:
             return self._on_fakes(func, types, args, kwargs)
         try:
@@ -139,6 +151,15 @@ class Assuming(FakeTensorMode):
             self._remember(result, self._run(func, args, kwargs), assumed)
         elif func._schema.is_mutable:
             self._forget(func, args, kwargs)
+        return result
+
+    def _received(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective, which nobody answers."""
+        result, given = self._on_fakes(func, types, args, kwargs), args[0]
+        value = self._value(given) if func is _COLLECTIVES.all_to_all_single.default else None
+        if value is not None and result.shape == given.shape:
+            text = f"all_to_all_single: other ranks are taken to send what this one gives ({self._place()})"
+            setattr(result, _VALUE, _Value(value.tensor, value.assumed | {text}))
         return result
 
     def _on_fakes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -181,8 +202,12 @@ class Assuming(FakeTensorMode):
         kwargs = {
             key: "cpu" if key == "device" and value is not None else value for key, value in kwargs.items()
         }
+        args = tree_map(real, args)
         with torch.no_grad():
-            result = func(*tree_map(real, args), **tree_map(real, kwargs))
+            if func is aten.histc.default:  # of integers on a GPU alone
+                result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            else:
+                result = func(*args, **tree_map(real, kwargs))
         if func._overloadpacket in _EMPTY:
             result.zero_()
         return result

@@ -20,11 +20,16 @@ from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError, MXCompileError
 from mxcompile.models.assumed import Assuming
+from mxcompile.models.gpu_operators import gpu_operators
 from mxcompile.models.places import where_failed
 from mxcompile.models.reading import values_read
 from mxcompile.storage import MXTensor
 
 log = logging.getLogger(__name__)
+
+
+_SPLITS_GPUS = "does not have a sharding strategy registered"
+"""What DTensor says of an operator that it cannot split."""
 
 
 class Faker:
@@ -80,7 +85,15 @@ def call(
 
     compiled = torch.compile(model, backend=traced)
     gradients = nullcontext() if training else torch.no_grad()
-    with apart_from_others(), _without_function_modes(), values_read(), _unlogged(), mode, gradients:
+    with (
+        apart_from_others(),
+        _without_function_modes(),
+        values_read(),
+        gpu_operators(),
+        _unlogged(),
+        mode,
+        gradients,
+    ):
         try:
             return compiled(*arguments[0], **arguments[1])
         except MXCompileError:
@@ -98,6 +111,11 @@ def _message(error: Exception, inner: BaseException, model: nn.Module, mode: Fak
     cause = _cause(inner)
     what = str(cause).strip().partition("\n")[0]
     message = f"cannot trace the model{where_failed(error, model)}: {type(cause).__name__}: {what}"
+    if _SPLITS_GPUS in what and "_for_cpu" in what:
+        return (
+            f"{message}\n  PyTorch's context_parallel splits attentions of GPUs alone, and this is traced on"
+            " a CPU: gather keys and values in code of your own"
+        )
     assumed = isinstance(mode, Assuming) and mode.notes
     if not (assumed or _is_of_tracing(cause)):
         return message
@@ -146,6 +164,7 @@ def quiet(*, compiling: bool = True) -> Iterator[None]:
         unset_fake_temporarily(),
         _without_function_modes(),
         values_read(),
+        gpu_operators(),
     ):
         torch.compiler._is_compiling_flag = compiling  # a model asks `torch.compiler.is_compiling()`
         try:

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,6 +35,9 @@ from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.trace import Unused, trace
 from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, packet
 from mxcompile.graph.tags import GemmTag, hint, tags_of
+from mxcompile.mesh.copied import rank_copy
+from mxcompile.mesh.fsdp import FSDPGroup
+from mxcompile.models.assumed import Assuming
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
 from mxcompile.report import Part
@@ -80,8 +84,21 @@ class Driver(Rehearsal[FakeTensorMode]):
     parts: of the report. generated: the code, a graph's forward before its backward.
     """
 
-    def __init__(self, model: nn.Module, options: Options, training: bool, attention: str) -> None:
-        super().__init__(model, options, FakeTensorMode(allow_non_fake_inputs=True), training=training)
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        training: bool,
+        attention: str,
+        sharded: tuple[FSDPGroup, ...] | None = None,
+    ) -> None:
+        """sharded: what FSDP2 shards of a model on a rank of a mesh; None without a mesh."""
+        if sharded is None:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            super().__init__(model, options, mode, training=training)
+        else:
+            of_rank: Any = partial(rank_copy, sharded)
+            super().__init__(model, options, Assuming(), training=training, copied=of_rank)
         self._attention = attention
         self.parts: list[Part] = []
         self.generated: list[Generated] = []

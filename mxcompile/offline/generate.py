@@ -22,17 +22,19 @@ from torch import nn
 
 from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
-from mxcompile.errors import TargetError
+from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import TARGETS, check
-from mxcompile.models.arguments import ModelInput, keywords
+from mxcompile.mesh.built import Factory, named_inputs, rank_model
+from mxcompile.mesh.shape import PIPELINE, MeshShape
+from mxcompile.models.arguments import ModelInput
 from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary, cross_compile
 from mxcompile.offline.device import attention_backend
 from mxcompile.offline.driver import Driver, Generated
 from mxcompile.offline.estimate import Work, library_work
-from mxcompile.offline.launch import Kernel, Launch
+from mxcompile.offline.launch import COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
@@ -53,7 +55,7 @@ _DOTS = (
 
 
 def codegen(
-    model: nn.Module,
+    model: nn.Module | Factory,
     *args: Any,
     target: str = "sm_100",
     out_dir: str | Path | None = None,
@@ -62,6 +64,8 @@ def codegen(
     rates: str | Path | None = None,
     attention: str = "auto",
     watch: Watch | None = None,
+    mesh: str | None = None,
+    parallel: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> CodegenResult:
@@ -72,13 +76,17 @@ def codegen(
     `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
     forward and backward, else forward only. policy: as the backend's option. rates: a file of measured rates,
     which replace those of the table (see `rates`). attention: the backend of attentions without a mask,
-    "cudnn" or "flash"; "auto" is PyTorch's choice. watch: gives the code of the steps that it samples.
+    "cudnn" or "flash"; "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh,
+    parallel: the code of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
     """
     given = {"target": target, "out_dir": out_dir, "training": training, "policy": policy, "watch": watch}
-    named = keywords("codegen", model, inputs, kwargs, given)
+    given |= {"mesh": mesh, "parallel": parallel}
+    named = named_inputs("codegen", model, mesh, args, inputs, kwargs, given)
+    if parallel is not None and mesh is None:
+        raise OptionError("parallel is of the ranks of a mesh: give mesh, such as dp=128,tp=8")
     target = check(target)
     chip = TARGETS.get(target)
     if chip is None or chip.arch is None:
@@ -86,8 +94,8 @@ def codegen(
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.of(chip, rates)
-    driver = Driver(model, options, training, attention_backend(chip, attention))
-    driver.call(args, named)
+    backend = attention_backend(chip, attention)
+    driver = _driven(model, args, named, mesh, parallel, options, training, backend)
     report = Report.of(driver.parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     kernels: dict[tuple[str, str], Kernel] = {}
@@ -118,6 +126,31 @@ def codegen(
     return result
 
 
+def _driven(
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: str | None,
+    parallel: str | None,
+    options: Options,
+    training: bool,
+    backend: str,
+) -> Driver:
+    """The driver that has generated the code of `model`, on rank 0 of `mesh` if there is one."""
+    if mesh is None:
+        driver = Driver(model, options, training, backend)
+        driver.call(args, kwargs)
+        return driver
+    shape = MeshShape.parse(mesh)
+    if PIPELINE in shape.names:
+        raise OptionError(f"code is generated for whole models: leave the axis {PIPELINE} out of the mesh")
+    with rank_model(model, args, kwargs, shape, parallel) as here:
+        driver = Driver(here.model, options, training, backend, here.groups)
+        driver.call(here.args, here.kwargs)
+        here.check(sends=any("_c10d_functional" in graph.source for graph in driver.generated))
+    return driver
+
+
 def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:
     """`report` with a warning for each kernel of mxcompile that spills registers."""
     spills = tuple(kernel.spill for kernel in kernels if kernel.own and kernel.binary.spill_bytes)
@@ -144,7 +177,7 @@ class _Worker:
 
     def launched(self, kernel: Kernel | None) -> Launch:
         """The launch with its work and its estimate."""
-        if self.rates.target.peak is None:
+        if self.rates.target.peak is None or self.launch.kind == COLLECTIVE:
             return self.launch
         facts = None if kernel is None else self._facts(kernel.binary)
         work = self._library_work() if facts is None else facts.work

@@ -42,9 +42,6 @@ from mxcompile.ops.view import arguments_of
 Works = Counter[tuple[str, Work]]
 """How often each kind of launch (see `Launch.kind`) with its work runs."""
 
-_VENDOR_MX = ("sm_100", "sm_103")
-"""Where the vendor's library multiplies MXFP8."""
-
 _TILES = {"tensor": "fp8_tensor", "channel": "fp8_channel"}
 
 
@@ -53,17 +50,26 @@ def works(graph: fx.Graph, target: Target, count: Callable[[str], int]) -> Works
 
     count: how many layers the module at a path stands for.
     """
-    reader = _Reader(graph, target)
+    reader = _Reader(target)
     total: Works = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and tags_of(node):
             tags = tags_of(node)
             total[reader.product(node, tags)] += count(tags[0].name)
-    for members in reader.launches():
+    for members in _launches(graph):
         entry = reader.streamed(members)
         if entry is not None:
             total[entry] += max(count(module_of(node)[0]) for node in members)
     return total
+
+
+def unwritten(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of `graph` whose results stay inside of a launch."""
+    inside: set[fx.Node] = set()
+    for members in _launches(graph):
+        group = set(members)
+        inside |= {node for node in members if not _leaves(node, group)}
+    return inside
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -73,14 +79,13 @@ def is_collective(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """A graph, and the chip that it is for."""
+    """Reads the work of launches off a graph. target: the chip that it is for."""
 
-    graph: fx.Graph
     target: Target
 
     def product(self, node: fx.Node, tags: tuple[GemmTag, ...]) -> tuple[str, Work]:
         """The launch of a node that multiplies matrices."""
-        moved = sum(self._bytes(_base(each)) for each in dict.fromkeys(node.all_input_nodes))
+        moved = sum(self._bytes(base(each)) for each in dict.fromkeys(node.all_input_nodes))
         moved += self._bytes(node)
         if packet(node) in ATTENTION_FORWARD | ATTENTION_BACKWARD:
             kind = self._attention(node)
@@ -99,7 +104,7 @@ class _Reader:
         """The kind of rate of a product."""
         if tag.formats is not None:
             if self.target.multiplies_mx(*tag.formats):
-                return "mxfp8" if self.target.name in _VENDOR_MX else "own_mxfp8"
+                return "mxfp8" if self.target.has_library_mx else "own_mxfp8"
             tiles = [str(form.tile) for form in tag.formats]
             scaled = all(form.scale is ScaleType.FP32 for form in tag.formats)
             if scaled and self.target.multiplies_fp8(tiles[0], tiles[1]):
@@ -108,26 +113,11 @@ class _Reader:
         value = node.meta.get("val")
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
 
-    def launches(self) -> Iterable[list[fx.Node]]:
-        """The nodes of each launch that multiplies nothing."""
-        levels = _levels(self.graph)
-        joined = _Sets()
-        casts: dict[tuple[fx.Node, int], fx.Node] = {}
-        for node, level in levels.items():
-            joined.add(node)
-            for given in map(_base, node.all_input_nodes):
-                given = _producer(given)
-                if levels.get(given) == level:
-                    joined.join(node, given)
-                elif packet(node) in ops.CASTS:
-                    joined.join(node, casts.setdefault((given, level), node))
-        return joined.groups()
-
     def streamed(self, members: list[fx.Node]) -> tuple[str, Work] | None:
         """A launch of `members`; None if it moves nothing."""
         inside = set(members)
         read = self._read(members, inside)
-        written = sum(self._bytes(node) for node in _results(members) if self._leaves(node, inside))
+        written = sum(self._bytes(node) for node in _results(members) if _leaves(node, inside))
         is_cast = any(packet(node) in ops.CASTS for node in members)
         times = 2 if _reads_again(members, is_cast=is_cast) else 1
         moved = times * read + written
@@ -138,17 +128,11 @@ class _Reader:
         views: defaultdict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)
         for node in members:
             for given in node.all_input_nodes:
-                base = _base(given)
-                if _producer(base) not in inside:
+                source = base(given)
+                if _producer(source) not in inside:
                     shown = self._bytes(node if packet(node) in LOOKUPS else given)
-                    views[base][given] = shown
-        return sum(min(self._bytes(base), sum(shown.values())) for base, shown in views.items())
-
-    def _leaves(self, result: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether anything outside reads `result`, itself or through views."""
-        return any(
-            self._leaves(user, inside) if _is_view(user) else user not in inside for user in result.users
-        )
+                    views[source][given] = shown
+        return sum(min(self._bytes(source), sum(shown.values())) for source, shown in views.items())
 
     def _bytes(self, node: fx.Node) -> int:
         """Bytes of the value of `node`."""
@@ -156,11 +140,32 @@ class _Reader:
         return sum(numel(value.shape) * value.element_size() for value in tensors)
 
 
+def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
+    """The nodes of each launch that multiplies nothing."""
+    levels = _levels(graph)
+    joined = _Sets()
+    casts: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node, level in levels.items():
+        joined.add(node)
+        for given in map(base, node.all_input_nodes):
+            given = _producer(given)
+            if levels.get(given) == level:
+                joined.join(node, given)
+            elif packet(node) in ops.CASTS:
+                joined.join(node, casts.setdefault((given, level), node))
+    return joined.groups()
+
+
+def _leaves(result: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether anything outside reads `result`, itself or through views."""
+    return any(_leaves(user, inside) if _is_view(user) else user not in inside for user in result.users)
+
+
 def _is_view(node: fx.Node) -> bool:
     return packet(node) in VIEWS
 
 
-def _base(node: fx.Node) -> fx.Node:
+def base(node: fx.Node) -> fx.Node:
     """The tensor that `node` is a view of."""
     while _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]

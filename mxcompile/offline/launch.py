@@ -15,6 +15,10 @@ _KERNELS = "from mxcompile.lowering.kernels import"
 """What the source of a template imports."""
 
 
+COLLECTIVE = "collective"
+"""The kind of what sends to other ranks, or waits for it; it has no estimate."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """One kernel launch of a step.
@@ -45,7 +49,9 @@ class Launch:
 
     @property
     def kind(self) -> str:
-        """Returns "product", "cast" (alone or in its producer), "attention", or "rest" for others."""
+        """Returns "product", "cast" (alone or in its producer), "attention", "collective", or "rest"."""
+        if "_c10d_functional" in self.kernel:
+            return COLLECTIVE
         if "attention" in self.kernel:
             return "attention"
         if self.gemms:

@@ -18,6 +18,8 @@ from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm
 from mxcompile.ops.general import encoded_mm as encoded_mm
 from mxcompile.ops.general import round_with as round_with
 from mxcompile.ops.general import scale_of as scale_of
+from mxcompile.ops.general import unpack as unpack
+from mxcompile.ops.hadamard import hadamard as hadamard
 from mxcompile.ops.layouts import encode_blocks as encode_blocks
 from mxcompile.ops.layouts import encode_layouts as encode_layouts
 from mxcompile.ops.layouts import encode_transposed as encode_transposed
@@ -59,6 +61,7 @@ CASTS = frozenset(
         quantize_dequantize,
         encode,
         decode,
+        unpack,
         scale_of,
         encode_with,
         round_with,

@@ -3,18 +3,21 @@
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
     encode              x → qdata, scale
     decode              qdata, scale → x, or the elements alone
+    unpack              bytes of a stored weight → qdata, as `encode` gives it
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
     block_bytes         scales that are powers of two → E8M0 bytes, one a block of 32 (see `Format.mx_elem`)
     as_fnuz             E4M3 or E5M2 → elements of half the value, in the types of AMD's MI300
-    encoded_mm          a[…, M, K] · b[…, K, N] (+ bias[N]), FP32 accumulation
+    encoded_mm          a[…, M, K] · b[…, K, N] (· alpha) (+ bias[N]), FP32 accumulation
     encoded_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
-Scales are E8M0 bytes or FP32, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that a tile
-spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a byte.
-Casts to stochastic elements read a seed; `stream` tells apart those that share it. A cast whose scale is
-known before its tensor is given it (see `state`).
+Scales are E8M0 bytes, FP32 or E4M3, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that
+a tile spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a
+byte. Casts to formats of two levels read the amax of the tensor, FP32 [1] (`largest`). Products of them are
+multiplied by `alpha`, the product of the scales of both tensors, FP32 [1] (`known_scale` of the amax). Casts
+to stochastic elements read a seed; `stream` tells apart those that share it. A cast whose scale is known
+before its tensor is given it (see `state`).
 """
 
 from __future__ import annotations
@@ -36,10 +39,20 @@ from mxcompile.formats.encoding import (
 from mxcompile.formats.encoding import (
     encode_with as encode_elements,
 )
+from mxcompile.formats.encoding import (
+    unpack as unpack_codes,
+)
 from mxcompile.formats.scale_tiles import tile_scale
 from mxcompile.formats.stochastic import SEEDS
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import grouped_product, product, spec_quantize, spec_scaled_grouped_mm, spec_scaled_mm
+from mxcompile.ops.mx import (
+    grouped_product,
+    product,
+    spec_quantize,
+    spec_scaled_grouped_mm,
+    spec_scaled_mm,
+    unpacked_shape,
+)
 
 _Seed = Tensor | None
 
@@ -53,9 +66,15 @@ def _spec_draw_seed(like: Tensor) -> list[Spec]:
 
 
 def _encode(
-    x: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0, scale: Tensor | None = None
+    x: Tensor,
+    block_dim: int,
+    fmt: str,
+    seed: _Seed = None,
+    stream: int = 0,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale)
+    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale, amax)
 
 
 def _spec_encode(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
@@ -63,30 +82,51 @@ def _spec_encode(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
     return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
 
-def _decode(qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype) -> Tensor:
+def _decode(
+    qdata: Tensor,
+    scale: Tensor | None,
+    block_dim: int,
+    fmt: str,
+    dtype: torch.dtype,
+    amax: Tensor | None = None,
+) -> Tensor:
     if scale is None:
         return element_values(qdata, Format.of(fmt).elem).to(dtype).contiguous()
-    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype)
+    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype, amax)
 
 
 def _spec_decode(
-    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype
+    qdata: Tensor, scale: Tensor | None, block_dim: int, fmt: str, dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     return [(qdata.shape, dtype)]
 
 
-def _scale_of(x: Tensor, block_dim: int, fmt: str) -> Tensor:
-    return scales_of(x, block_dim, Format.of(fmt))
+def _unpack(packed: Tensor, dim: int, fmt: str) -> Tensor:
+    return unpack_codes(packed, dim, Format.of(fmt).elem)
 
 
-def _spec_scale_of(x: Tensor, block_dim: int, fmt: str) -> list[Spec]:
+def _spec_unpack(packed: Tensor, dim: int, fmt: str) -> list[Spec]:
+    return [(unpacked_shape(packed, dim, fmt), torch.uint8)]
+
+
+def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -> Tensor:
+    return scales_of(x, block_dim, Format.of(fmt), amax)
+
+
+def _spec_scale_of(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
     return _spec_encode(x, block_dim, fmt)[1:]
 
 
 def _encode_with(
-    x: Tensor, scale: Tensor, block_dim: int, fmt: str, seed: _Seed = None, stream: int = 0
+    x: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    fmt: str,
+    seed: _Seed = None,
+    stream: int = 0,
+    amax: Tensor | None = None,
 ) -> Tensor:
-    return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream)
+    return encode_elements(x, scale, block_dim, Format.of(fmt), seed, stream, amax)
 
 
 def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
@@ -102,8 +142,9 @@ def _round_with(
     dtype: torch.dtype,
     seed: _Seed = None,
     stream: int = 0,
+    amax: Tensor | None = None,
 ) -> Tensor:
-    qdata = _encode_with(x, scale, block_dim, fmt, seed, stream)
+    qdata = _encode_with(x, scale, block_dim, fmt, seed, stream, amax)
     return _decode(qdata, scale if scaled else None, block_dim, fmt, dtype)
 
 
@@ -153,10 +194,11 @@ def _encoded_mm(
     out_dtype: torch.dtype,
     format_a: str,
     format_b: str,
+    alpha: Tensor | None = None,
 ) -> Tensor:
     a = _decode(a, scale_a, -1, format_a, torch.float32)
     b = _decode(b, scale_b, -2, format_b, torch.float32)
-    return product(a, b, bias, out_dtype)
+    return product(a, b, bias, out_dtype, alpha)
 
 
 def _encoded_grouped_mm(
@@ -168,35 +210,42 @@ def _encoded_grouped_mm(
     out_dtype: torch.dtype,
     format_a: str,
     format_b: str,
+    alpha: Tensor | None = None,
 ) -> Tensor:
     a = _decode(a, scale_a, -1, format_a, torch.float32)
     b = _decode(b, scale_b, -2, format_b, torch.float32)
-    return grouped_product(a, b, offs).to(out_dtype)
+    out = grouped_product(a, b, offs)
+    return (out if alpha is None else out * alpha).to(out_dtype)
 
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
 )
 encode = define(
-    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? scale=None)"
-    " -> (Tensor qdata, Tensor scale)",
+    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? scale=None,"
+    " Tensor? amax=None) -> (Tensor qdata, Tensor scale)",
     _encode,
     _spec_encode,
 )
 decode = define(
-    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype) -> Tensor",
+    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None)"
+    " -> Tensor",
     _decode,
     _spec_decode,
 )
-scale_of = define("scale_of(Tensor x, int block_dim, str fmt) -> Tensor", _scale_of, _spec_scale_of)
+unpack = define("unpack(Tensor packed, int dim, str fmt) -> Tensor", _unpack, _spec_unpack)
+scale_of = define(
+    "scale_of(Tensor x, int block_dim, str fmt, Tensor? amax=None) -> Tensor", _scale_of, _spec_scale_of
+)
 encode_with = define(
-    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt, Tensor? seed=None, int stream=0) -> Tensor",
+    "encode_with(Tensor x, Tensor scale, int block_dim, str fmt, Tensor? seed=None, int stream=0,"
+    " Tensor? amax=None) -> Tensor",
     _encode_with,
     _spec_encode_with,
 )
 round_with = define(
     "round_with(Tensor x, Tensor scale, int block_dim, str fmt, bool scaled, ScalarType dtype,"
-    " Tensor? seed=None, int stream=0) -> Tensor",
+    " Tensor? seed=None, int stream=0, Tensor? amax=None) -> Tensor",
     _round_with,
     _spec_round_with,
 )
@@ -208,13 +257,13 @@ block_bytes = define(
 as_fnuz = define("as_fnuz(Tensor qdata) -> Tensor", _as_fnuz, _spec_as_fnuz)
 encoded_mm = define(
     "encoded_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-    " str format_a, str format_b) -> Tensor",
+    " str format_a, str format_b, Tensor? alpha=None) -> Tensor",
     _encoded_mm,
     spec_scaled_mm,
 )
 encoded_grouped_mm = define(
     "encoded_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
-    " ScalarType out_dtype, str format_a, str format_b) -> Tensor",
+    " ScalarType out_dtype, str format_a, str format_b, Tensor? alpha=None) -> Tensor",
     _encoded_grouped_mm,
     spec_scaled_grouped_mm,
 )

@@ -10,11 +10,11 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     quantize_two         the same of x, then of y, which are computed from the same tensors
     quantize_operands    for x, then y if there is one, along −1, then −2: qdata and scale, or the value, or
                          that of squares, or nothing (one read); what is not asked for is empty
-    dequantize           qdata, scale → x
+    dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
-    weight_only_mm       x[M, K] · w[N, K]ᵀ (+ bias[N]), only w quantized, FP32 accumulation
+    weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
     quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
     grouped_mm           the same of operands that are not MX data, in any floating-point dtype
@@ -31,7 +31,8 @@ from torch import Tensor
 
 from mxcompile import formats
 from mxcompile.errors import FormatError
-from mxcompile.formats import ScaleLayout, num_blocks
+from mxcompile.formats import Format, ScaleLayout, num_blocks
+from mxcompile.formats.encoding import decode_tensors, unpack
 from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
@@ -156,7 +157,10 @@ def _spec_quantize_operands(
     return specs
 
 
-def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
+def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = "") -> Tensor:
+    if fmt:
+        form = Format.of(fmt)
+        return decode_tensors(unpack(qdata, block_dim, form.elem), scale, block_dim, form, dtype)
     if qdata.ndim == 2 and scale.ndim == 1:
         rows, blocks = qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim])
         scale = untile_scale(scale, rows, blocks)
@@ -164,8 +168,17 @@ def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype
     return dequantize_tensors(qdata, scale, block_dim, dtype)
 
 
-def _spec_dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> list[Spec]:
-    return [(qdata.shape, dtype)]
+def unpacked_shape(packed: Tensor, dim: int, fmt: str) -> list[Any]:
+    """Shape of the elements of `packed`, in the format `fmt`, bytes of several along `dim`."""
+    shape = list(packed.shape)
+    shape[dim] = shape[dim] * Format.of(fmt).elem.per_byte
+    return shape
+
+
+def _spec_dequantize(
+    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = ""
+) -> list[Spec]:
+    return [(unpacked_shape(qdata, block_dim, fmt) if fmt else qdata.shape, dtype)]
 
 
 def _dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: torch.dtype) -> Tensor:
@@ -198,9 +211,11 @@ def _scaled_mm(
     return product(a, b, bias, out_dtype)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The product of FP32 operands (+ bias), rounded once."""
-    out = a @ b
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
+) -> Tensor:
+    """The product of FP32 operands (· alpha) (+ bias), rounded once."""
+    out = a @ b if alpha is None else a @ b * alpha
     return (out if bias is None else out + bias).to(out_dtype)
 
 
@@ -218,15 +233,14 @@ def spec_scaled_mm(
 
 
 def _weight_only_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fmt: str = ""
 ) -> Tensor:
-    return product(
-        x.to(torch.float32), dequantize_tensors(qdata, scale, -1, torch.float32).t(), bias, out_dtype
-    )
+    weight = _dequantize(qdata, scale, -1, torch.float32, fmt)
+    return product(x.to(torch.float32), weight.t(), bias, out_dtype)
 
 
 def _spec_weight_only_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fmt: str = ""
 ) -> list[Spec]:
     return [((x.shape[0], qdata.shape[0]), out_dtype)]
 
@@ -346,7 +360,7 @@ quantize_operands = define(
     _spec_quantize_operands,
 )
 dequantize = define(
-    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype, str fmt='') -> Tensor",
     _dequantize,
     _spec_dequantize,
 )
@@ -368,7 +382,8 @@ scaled_mm = define(
     spec_scaled_mm,
 )
 weight_only_mm = define(
-    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='')"
+    " -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,
 )

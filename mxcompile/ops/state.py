@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import AmaxKind, Format
-from mxcompile.formats.encoding import fp32_scale
+from mxcompile.formats.encoding import fp32_scale, tensor_amax
 from mxcompile.ops.define import LIBRARY, Spec, define
 
 OPERANDS = ("x", "w", "dy")
@@ -39,10 +39,6 @@ def _slot(state: Tensor) -> Tensor:
 
 def _spec_slot(state: Tensor) -> list[Spec]:
     return [(state.shape, state.dtype)]
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
 def _spec_largest(x: Tensor) -> list[Spec]:
@@ -78,7 +74,7 @@ def _gradients(ctx: Any, dw: Tensor, _: Any) -> tuple[Tensor, Tensor]:
 
 
 slot = define("slot(Tensor state) -> Tensor", _slot, _spec_slot)
-largest = define("largest(Tensor x) -> Tensor", _largest, _spec_largest)
+largest = define("largest(Tensor x) -> Tensor", tensor_amax, _spec_largest)
 mean = define("mean(Tensor state, int row, Tensor amax, str fmt) -> Tensor", _mean, _spec_mean)
 known_scale = define(
     "known_scale(Tensor state, int row, str fmt, int ndim) -> Tensor", _known_scale, _spec_known_scale

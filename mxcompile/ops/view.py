@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mxcompile.formats import Format, ScaleLayout
-from mxcompile.ops.general import encode, encoded_grouped_mm, encoded_mm
+from mxcompile.ops.general import encode, encoded_grouped_mm, encoded_mm, unpack
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
     dequantize,
@@ -87,6 +87,11 @@ class View:
         return tuple(values[name] for name in names)
 
 
+def _from_last(dim: int, x: fx.Node) -> int:
+    """The dimension `dim` of `x` counted from the last."""
+    return dim if dim < 0 else dim - int(x.meta["val"].ndim)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cast(View):
     """A cast to MXFP8: of codes and scale bytes, or, where `dtype` says which, of values."""
@@ -103,12 +108,15 @@ class Cast(View):
     @property
     def side(self) -> int:
         """The dimension of blocks, counted from the last, which is −1."""
-        return self.block_dim if self.block_dim < 0 else self.block_dim - self.x.meta["val"].ndim
+        return _from_last(self.block_dim, self.x)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encode(View):
-    """A cast to the format `fmt`. scale: one that is known before; None for one that `x` says."""
+    """A cast to the format `fmt`. scale: one that is known before; None for one that `x` says.
+
+    amax: of the tensor, for formats of two levels.
+    """
 
     x: fx.Node
     block_dim: int
@@ -116,12 +124,18 @@ class Encode(View):
     seed: fx.Node | None = None
     stream: int = 0
     scale: fx.Node | None = None
+    amax: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({encode})
 
     @property
     def form(self) -> Format:
         """The format as a value."""
         return Format.of(self.fmt)
+
+    @property
+    def side(self) -> int:
+        """The dimension of blocks, counted from the last, which is −1."""
+        return _from_last(self.block_dim, self.x)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,13 +152,24 @@ class EncodeTransposed(View):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantize(View):
-    """Values of MXFP8 data."""
+    """Values of MXFP8 data, or of a weight stored in the format `fmt`."""
 
     qdata: fx.Node
     scale: fx.Node
     block_dim: int
     dtype: torch.dtype
+    fmt: str = ""
     operators: ClassVar[frozenset[Any]] = frozenset({dequantize})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unpack(View):
+    """Codes, one a byte, of a weight stored in the format `fmt`."""
+
+    packed: fx.Node
+    dim: int
+    fmt: str
+    operators: ClassVar[frozenset[Any]] = frozenset({unpack})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +185,10 @@ class DequantizeTiles(View):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product(View):
-    """A GEMM of quantized operands a · b, or one for each group. format_a, format_b: "" for MXFP8."""
+    """A GEMM of quantized operands a · b, or one for each group.
+
+    format_a, format_b: "" for MXFP8. alpha: what the product is multiplied by before the bias is added.
+    """
 
     a: fx.Node
     scale_a: fx.Node
@@ -171,6 +199,7 @@ class Product(View):
     offs: fx.Node | None = None
     format_a: str = ""
     format_b: str = ""
+    alpha: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset(
         {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm}
     )

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile.formats import SCALE_NAN, Format, ScaleType
-from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_tensors,
+    scale_factors,
+    tensor_amax,
+)
 from mxcompile.ops.define import LIBRARY, Spec, define
 
 FIELDS = (
@@ -41,7 +47,10 @@ ones that are not 0, of those whose cast is 0, of those cut to the largest eleme
 ones whose cast is not finite; sums of x² and of (cast − x)² where both are finite."""
 
 NUM_BYTES = 256
-"""The histogram of scales behind the fields: E8M0 bytes, or the exponent fields of FP32 scales."""
+"""The histogram of scales behind the fields: E8M0 bytes, or the exponent fields of FP32 scales.
+
+Of two levels these are the scales of tiles times the one of the tensor.
+"""
 
 LENGTH = len(FIELDS) + NUM_BYTES
 
@@ -81,9 +90,11 @@ def _cast(
         value = x.to(torch.float32).flatten()
         return value, value, torch.zeros(NUM_BYTES, dtype=torch.float64, device=x.device)
     form = Format.of(fmt)
-    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale)
-    value = decode_tensors(qdata, scale, block_dim, form, torch.float32).flatten()
-    return value, element_values(qdata, form.elem).flatten(), _histogram(scale)
+    amax = tensor_amax(x) if form.two_level else None
+    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, scale, amax)
+    value = decode_tensors(qdata, scale, block_dim, form, torch.float32, amax).flatten()
+    stored = element_values(qdata, form.elem).flatten()
+    return value, stored, _histogram(scale_factors(scale, form, amax) if form.two_level else scale)
 
 
 def _sums(x: Tensor, value: Tensor, stored: Tensor, limit: float) -> Tensor:
@@ -171,7 +182,7 @@ excerpt = define(
 
 
 def _nonfinite(x: Tensor) -> Tensor:
-    bad = x == SCALE_NAN if x.dtype is torch.uint8 else ~x.isfinite()
+    bad = x == SCALE_NAN if x.dtype is torch.uint8 else ~x.to(torch.float32).isfinite()
     return bad.sum(dtype=torch.float64).reshape(1)
 
 

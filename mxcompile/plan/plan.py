@@ -32,6 +32,7 @@ from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
+from mxcompile.passes.balance import Balance
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
@@ -161,6 +162,7 @@ def _planned(
             what = str(error).strip().partition("\n")[0]
             raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
         _check_apart(graph, model)
+        Balance().apply(graph)
         Find(blocks=repeats.blocks).apply(graph)
         Classify().apply(graph)
         keep_products(graph)

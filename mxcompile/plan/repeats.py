@@ -55,7 +55,7 @@ class Repeats:
     standing_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: Blocks = field(default_factory=Blocks)
 
-    def _keeper(self, path: str) -> str | None:
+    def keeper(self, path: str) -> str | None:
         """The kept layer that `path` lies in, if it stands for others."""
         steps = path.split(".")
         heads = (".".join(steps[:end]) for end in range(1, len(steps) + 1))
@@ -63,7 +63,7 @@ class Repeats:
 
     def count(self, path: str) -> int:
         """How many layers the module at `path` stands for, itself included."""
-        keeper = self._keeper(path)
+        keeper = self.keeper(path)
         return 1 if keeper is None else 1 + len(self.standing_for[keeper])
 
     def expand(self, part: Part) -> Part:
@@ -73,7 +73,7 @@ class Repeats:
 
     def expanded(self, entries: Iterable[Named]) -> Iterator[Named]:
         """`entries`, records or tags of the kept layers in order, with one for every layer."""
-        for keeper, group in itertools.groupby(entries, key=lambda one: self._keeper(one.name)):
+        for keeper, group in itertools.groupby(entries, key=lambda one: self.keeper(one.name)):
             run = list(group)
             yield from run
             for path in self.standing_for[keeper] if keeper is not None else ():
@@ -93,7 +93,7 @@ class Repeats:
 
     def others(self, path: str) -> Iterator[str]:
         """The paths that what is at `path` stands for, without its own."""
-        keeper = self._keeper(path)
+        keeper = self.keeper(path)
         if keeper is not None:
             for other in self.standing_for[keeper]:
                 yield other + path.removeprefix(keeper)

@@ -14,6 +14,7 @@ from mxcompile.policy.model import (
     Role,
     Rule,
     Saved,
+    Sent,
     Use,
 )
 from mxcompile.policy.policy import Policy
@@ -35,6 +36,7 @@ __all__ = [
     "Role",
     "Rule",
     "Saved",
+    "Sent",
     "Use",
     "keeping",
 ]

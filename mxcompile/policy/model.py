@@ -68,6 +68,13 @@ class Saved(StrEnum):
     MXFP8 = "mxfp8"
 
 
+class Sent(StrEnum):
+    """The form in which ranks exchange a layer's input and output gradient where no copy needs the source."""
+
+    SOURCE = "source"
+    MXFP8 = "mxfp8"
+
+
 class Block(NamedTuple):
     """Where a layer lies in the depth of a model: in block `number`, from 0, of `total` repeated ones."""
 
@@ -207,7 +214,9 @@ class Use:
     margin: int | None = None
     scale: Scales | None = None
     amax: Amax | None = None
+    hadamard: int | None = None
     saved: Saved | None = None
+    sent: Sent | None = None
 
     @property
     def formats(self) -> Choices:
@@ -218,6 +227,7 @@ class Use:
             rounding=self.rounding,
             grad_rounding=self.grad_rounding,
             amax=self.amax,
+            hadamard=self.hadamard,
             history=self.history,
             margin=self.margin,
             pow2=None if self.scale is None else self.scale is Scales.POW2,
@@ -287,6 +297,7 @@ class Decision:
     dgrad: Choice
     wgrad: Choice
     saved: Saved
+    sent: Sent = Sent.SOURCE
 
     def choice(self, gemm: Gemm) -> Choice:
         """The choice for `gemm`."""

@@ -198,6 +198,12 @@ def _check_choices(raw: Any, use: Use, preset: Preset, path: Path, source: Origi
         raise source.error((*path, "amax"), "'amax' does not go with scaling: delayed, which has its own")
     if use.amax is not None and use.amax.stateful and not _has_tensor_scales(rows, tiles):
         raise source.error((*path, "amax"), "'ema' goes with one scale a tensor alone (fp8, scaling: tensor)")
+    blocks = [block for row in rows.values() for block in row.weight_blocks]
+    if use.weight_block is not None and use.weight_block not in blocks:
+        raise source.error(
+            (*path, "weight_block"),
+            f"{use.weight_block} does not belong to {_words(rows)}: it has {_words(blocks)}",
+        )
     if use.weight_block is not None and use.block not in (None, "32"):
         raise source.error((*path, "weight_block"), "'weight_block' goes with blocks of 32 alone")
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mxcompile.errors import PolicyError, not_allowed
-from mxcompile.formats import KEPT, Choices, ElemType, Precision, Tile
+from mxcompile.formats import KEPT, NO_HADAMARD, Choices, ElemType, Precision, Tile
 from mxcompile.policy import schema
 from mxcompile.policy.model import (
     Choice,
@@ -22,6 +22,7 @@ from mxcompile.policy.model import (
     Preset,
     Rule,
     Saved,
+    Sent,
     Use,
 )
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
@@ -90,7 +91,8 @@ class Policy:
         use = _NOTHING if index is None else self.rules[index].use
         formats = use.formats.over(self.base.formats)
         choices = {gemm.value: self._choose(gemm, use.wants(gemm), layer, index, formats) for gemm in Gemm}
-        return Decision(**choices, saved=use.saved or Saved.COLUMNWISE)
+        saved, sent = use.saved or Saved.COLUMNWISE, use.sent or Sent.SOURCE
+        return Decision(**choices, saved=saved, sent=sent)
 
     @property
     def quantizes(self) -> bool:
@@ -193,6 +195,8 @@ def _use(use: Use) -> dict[str, Any] | str:
         values["block"] = int(use.block)
     if use.amax is not None:
         values["amax"] = {str(use.amax.kind): use.amax.value}
+    if use.hadamard == NO_HADAMARD:
+        values["hadamard"] = False
     plain = {key: _plain(value) for key, value in values.items() if value is not None}
     if use.fprop is None or not use.fprop == use.dgrad == use.wgrad:
         return plain

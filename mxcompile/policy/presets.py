@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxcompile.formats import E5M2, PRECISIONS, Choices, Rounding
+from mxcompile.formats import E5M2, PRECISIONS, Choices, ElemRounding, Rounding, Tile, hadamard
 from mxcompile.policy.model import Gemm, Preset
 
 _MXFP8, _FP8 = PRECISIONS["mxfp8"], PRECISIONS["fp8"]
@@ -30,6 +30,14 @@ PRESETS = {
         Preset(name="fp8_block", precision=_FP8, formats=Choices(tiles=("block",))),
         # scales from a history of amax, E5M2 gradients: Transformer Engine's DelayedScaling
         Preset(name="fp8_delayed", precision=_FP8, formats=Choices(tiles=("delayed",), grad_elem=E5M2)),
+        # 16×16 tiles of weights, wgrad's operands transformed, gradients rounded at random: arXiv 2509.25149
+        Preset(
+            name="nvfp4",
+            precision=PRECISIONS["nvfp4"],
+            formats=Choices(
+                weight_block=Tile(16, 16), grad_rounding=ElemRounding.STOCHASTIC, hadamard=hadamard.SIGNS
+            ),
+        ),
         Preset(name="inference", precision=_MXFP8, gemms=frozenset({Gemm.FPROP})),
         Preset(name="bf16", precision=_MXFP8, gemms=frozenset(), roles=frozenset()),
     )

@@ -29,6 +29,8 @@ class Code(StrEnum):
     FACTORS = "factors"
     CUT = "part of a model"
     NO_HISTORY = "no history"
+    NO_TRANSFORM = "no transform"
+    NOT_SENT = "not sent"
     WATCH = "watch"
 
 
@@ -53,6 +55,8 @@ _WORDS = {
     Code.FACTORS: "unsupported alpha or beta",
     Code.CUT: "of the model in sight: {}",
     Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
+    Code.NO_TRANSFORM: "no Hadamard transform: groups of tokens end inside of its blocks",
+    Code.NOT_SENT: "ranks send its {} as it is: {}",
     Code.WATCH: "watch: {}",
 }
 

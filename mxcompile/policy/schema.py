@@ -14,8 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxcompile.errors import not_allowed, shown
-from mxcompile.formats import ELEM_TYPES, PRECISIONS, Amax, AmaxKind, ElemRounding, Rounding, Scales
-from mxcompile.policy.model import Ends, Role, Saved
+from mxcompile.formats import (
+    ELEM_TYPES,
+    NO_HADAMARD,
+    PRECISIONS,
+    Amax,
+    AmaxKind,
+    ElemRounding,
+    Rounding,
+    Scales,
+)
+from mxcompile.policy.model import Ends, Role, Saved, Sent
 from mxcompile.policy.presets import PRESETS
 
 VERSION = 1
@@ -167,6 +176,14 @@ def _amax(value: Any) -> Amax:
     return Amax(kind=AmaxKind(kind), value=float(number))
 
 
+def _hadamard(value: Any) -> int:
+    if value is False:
+        return NO_HADAMARD
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 0xFFFF:
+        raise Invalid(f"expected 16 signs as a number from 0 to 65535, or false, found {shown(value)}")
+    return value
+
+
 POSITIVE = Value(_positive, {"type": "integer", "minimum": 1})
 NAME_PATTERN = Value(_name_pattern, {"type": "string", "minLength": 1})
 CLASS_NAME = Value(_class_name, {"type": "string", "pattern": r"^[^\W\d]\w*$"})
@@ -227,7 +244,7 @@ USE: dict[str, Value] = {
         "Of the output gradient's elements; stochastic is unbiased, and reproducible under a seed."
     ),
     "weight_block": word("weight block", _table(_WEIGHT_BLOCKS)).says(
-        "32x32: one copy of the weight serves fprop and dgrad."
+        "32x32 of mxfp8, 16x16 of nvfp4: one copy of the weight serves fprop and dgrad."
     ),
     "block": Value(_block, {"enum": [int(word) for word in _BLOCKS]}).says(
         "Elements along the contraction that share a scale."
@@ -253,8 +270,15 @@ USE: dict[str, Value] = {
             "additionalProperties": False,
         },
     ).says("What a scale follows from in the place of the largest magnitude; larger elements saturate."),
+    "hadamard": Value(
+        _hadamard,
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 0xFFFF}, {"const": False}]},
+    ).says("Of nvfp4: signs of the random Hadamard transform of wgrad's operands, 16 bits; false: none."),
     "saved": word("saved form", _table(Saved)).says(
         "What is kept of the input for backward; mxfp8: of what it is made from too."
+    ),
+    "sent": word("sent form", _table(Sent)).says(
+        "What ranks exchange of input and output gradient; mxfp8: wgrad's copies are made from what arrives."
     ),
 }
 

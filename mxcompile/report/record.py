@@ -24,7 +24,8 @@ class OperandFormat:
 
     operand: "x" (input), "w" (weight) or "dy" (output gradient). elem: "e4m3" or "e5m2". block: "1x32",
     along the contraction dimension, or "32x32". rounding: of the scale, or `STORED`. elements: how they
-    round. amax: what the scale follows from if not the largest magnitude, "percentile:99.9" say.
+    round. amax: what the scale follows from if not the largest magnitude, "percentile:99.9" say. transform:
+    of the tensor before it is cast, "" without one.
     """
 
     operand: str
@@ -33,6 +34,7 @@ class OperandFormat:
     rounding: str
     elements: str = str(ElemRounding.NEAREST)
     amax: str = "max"
+    transform: str = ""
 
     def __str__(self) -> str:
         return f"{self.operand}:{self.format}"
@@ -40,14 +42,14 @@ class OperandFormat:
     @property
     def words(self) -> tuple[str, ...]:
         """The format, as `Format.of` reads it."""
-        return self.elem, self.block, self.rounding, self.elements, self.amax
+        given = self.elem, self.block, self.rounding, self.elements, self.amax, self.transform
+        return tuple(filter(None, given))
 
     @property
     def format(self) -> str:
         """The same in one string, without what is as usual."""
-        *always, elements, amax = self.words
-        unusual = [elements] * (elements != ElemRounding.NEAREST) + [amax] * (amax != str(MAX))
-        return " ".join([*always, *unusual])
+        usual = (str(ElemRounding.NEAREST), str(MAX))
+        return " ".join([*self.words[:3], *(word for word in self.words[3:] if word not in usual)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

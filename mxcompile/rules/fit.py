@@ -87,4 +87,4 @@ def _part(limit: Limit) -> float:
 def _outcome(decision: Decision) -> tuple[object, ...]:
     """Returns the part of `decision` that changes the result of a layer: everything but the reasons."""
     choices = [decision.choice(gemm) for gemm in Gemm]
-    return *((choice.precision, choice.formats) for choice in choices), decision.saved
+    return *((choice.precision, choice.formats) for choice in choices), decision.saved, decision.sent

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved
+from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved, Sent
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.forms.tables import drawn
@@ -54,7 +54,7 @@ def _decided(policy: Policy, row: Row) -> list[str]:
 
 
 def _formats(policy: Policy, row: Row) -> str:
-    """The format of the input, and what differs from it by operand; with what is saved if that is unusual."""
+    """The format of the input, what differs from it by operand, and what is saved or sent unusually."""
     operands = {f.operand: f for gemm in row.gemms for f in gemm.formats}
     if not operands:
         return ""
@@ -64,8 +64,11 @@ def _formats(policy: Policy, row: Row) -> str:
         differs = [word for word, usual in zip(form.words, common.words, strict=True) if word != usual]
         if differs:
             parts.append(" ".join((operand, *differs)))
-    saved = {policy.decide(layer).saved for layer in layers_of(row.gemms)} - {Saved.COLUMNWISE}
-    return ", ".join([*parts, *(f"saved {form}" for form in sorted(saved))])
+    decisions = [policy.decide(layer) for layer in layers_of(row.gemms)]
+    saved = {decision.saved for decision in decisions} - {Saved.COLUMNWISE}
+    sent = {decision.sent for decision in decisions} - {Sent.SOURCE}
+    parts += [f"saved {form}" for form in sorted(saved)]
+    return ", ".join([*parts, *(f"sent {form}" for form in sorted(sent))])
 
 
 def _reasons(gemms: Sequence[GemmRecord]) -> str:

@@ -1,4 +1,4 @@
-"""Which weights of a model a policy stores in MXFP8, and along which dimension: asked of the passes.
+"""Which weights of a model a policy stores in MXFP8 or MXFP4, and along which dimension: asked of the passes.
 
     model ─▶ trace without gradients (compiler/uses) ─▶ what its products cast (passes/weights)
 
@@ -29,9 +29,10 @@ TABLE = "it is the table of an embedding"
 class StorageChoice:
     """The decision for one parameter.
 
-    role: of its layers, the first of several. reason: why it is stored in MXFP8, or why not. block_dim: the
-    dimension its blocks run along, negative. elem_dtype: None where it is not stored in MXFP8. rounding: of
-    its scales. apart: whether its layers get a copy in MXFP8, because an embedding reads it too, as it is.
+    role: of its layers, the first of several. reason: why it is stored quantized, or why not. block_dim: the
+    dimension its blocks run along, negative. elem_dtype: of its elements; None where it is not stored so.
+    rounding: of its scales. apart: whether its layers get a stored copy, because an embedding reads it too,
+    as it is.
     """
 
     role: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxcompile.formats import labels
 from mxcompile.report.fold import spelled
 from mxcompile.report.forms.tables import Table, drawn, fitted
 from mxcompile.report.forms.words import byte_count
@@ -13,9 +14,10 @@ from mxcompile.report.forms.words import byte_count
 class StoredWeight:
     """One weight of a linear layer or an embedding.
 
-    name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is in MXFP8
-    now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of the stored
-    values over those they were made from, if that was measured.
+    name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is in MXFP8 or
+    MXFP4 now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of the
+    stored values over those they were made from, if that was measured. precision: the word of the precision
+    it is stored in, "" where it is not.
     """
 
     name: str
@@ -26,6 +28,7 @@ class StoredWeight:
     num_bytes: int
     bytes_bf16: int
     sqnr_db: float | None = None
+    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +50,9 @@ class StoredWeights:
     def __str__(self) -> str:
         stored = [weight for weight in self.weights if weight.stored]
         share = f", {self.num_bytes / self.bytes_bf16:.1%} of what they take in BF16" if stored else ""
-        head = f"{len(stored)} of {len(self.weights)} weights in MXFP8: {byte_count(self.num_bytes)}{share}"
+        counted = f"{len(stored)} of {len(self.weights)} weights"
+        precisions = labels(weight.precision for weight in stored)
+        head = f"{counted} in {precisions}: {byte_count(self.num_bytes)}{share}"
         if stored and len(stored) < len(self.weights):
             every = sum(weight.num_bytes for weight in self.weights)
             bf16 = sum(weight.bytes_bf16 for weight in self.weights)
@@ -57,7 +62,7 @@ class StoredWeights:
     def _table(self) -> Table:
         alike: dict[tuple[object, ...], list[StoredWeight]] = {}
         for weight in self.weights:
-            key = weight.role, weight.shape, weight.stored, weight.reason
+            key = weight.role, weight.shape, weight.precision, weight.reason
             alike.setdefault(key, []).append(weight)
         measured = any(weight.sqnr_db is not None for weight in self.weights)
         rows = [_row(group, measured) for group in alike.values()]
@@ -70,7 +75,7 @@ def _row(group: list[StoredWeight], measured: bool) -> dict[str, str]:
         "weight": spelled(weight.name for weight in group),
         "role": first.role,
         "shape": "×".join(map(str, first.shape)),
-        "stored": "mxfp8" if first.stored else "as it was",
+        "stored": first.precision or "as it was",
         "bytes": byte_count(sum(weight.num_bytes for weight in group)),
         "reason": first.reason,
     }

@@ -1,11 +1,11 @@
-"""`quantize_weights_`: a model's weights become MXFP8 storage, in place.
+"""`quantize_weights_`: a model's weights become MXFP8 or MXFP4 storage, in place.
 
-    parameter w of a layer that the policy sends to MXFP8 in forward  →  MXTensor, quantize(w along K)
+    parameter w of a layer that the policy sends there in forward  →  MXTensor, quantize(w along K)
 
 All other parameters stay as they are: embeddings, heads, norms, routers, biases, and weights that other
 operators read too. A parameter that several modules share stays shared. Where a rule stores a head that
 shares its weight with an embedding, the embedding keeps the weight as it was. One weight is cast at a time,
-some rows at a time, so that nothing but its MXFP8 copy is needed beside the model.
+some rows at a time, so that nothing but its stored copy is needed beside the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.errors import ModelError
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats import num_blocks, stored_elem, stored_precision
+from mxcompile.formats.encoding import encode_stored
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
@@ -42,7 +43,7 @@ def quantize_weights_(
     kwargs: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Store the weights of `model` that `policy` sends to MXFP8 in forward as `MXTensor`s, in place.
+    """Store the weights of `model` that `policy` sends to MXFP8 or MXFP4 in forward, in place.
 
     model: on any device; on the meta device too, where nothing but types changes. policy: a preset, file,
     dict or `Policy`; default the preset ``inference``. args, kwargs: what the model is called with: the roles
@@ -50,12 +51,12 @@ def quantize_weights_(
     a bar on a terminal.
 
     The model then computes with the values of its stored weights, in its own dtype, eagerly and under any
-    backend. Stored weights are not trained: they require no gradient. Weights of three dimensions, stacks of
-    experts, are stored like others. Weights that are MXFP8 already stay as they are.
+    backend. Stored weights are `MXTensor`s. They are not trained: they require no gradient. Weights of three
+    dimensions, stacks of experts, are stored like others. Weights that are stored already stay as they are.
 
     Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
     cannot be traced, or that needs `args` or `kwargs`, and `PolicyError` for a policy that quantizes weights,
-    but none to MXFP8 with blocks of 32; nothing is changed then.
+    but none to MXFP8 or MXFP4 with blocks of 32; nothing is changed then.
     """
     check_module("quantize_weights_", model)
     model = users_own(model)
@@ -94,7 +95,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
             raise ModelError(
                 f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
-                " or load a checkpoint that holds them in MXFP8"
+                " or load a checkpoint that holds them in MXFP8 or MXFP4"
             )
 
 
@@ -107,9 +108,9 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
     tables = [place for place in places if isinstance(place[0], nn.Embedding)] if chosen.apart else []
     places = [place for place in places if place not in tables]
     if isinstance(parameter, MXTensor):
-        reason, stored = "stored in mxfp8 already", parameter
+        reason, stored = f"stored in {stored_precision(parameter.elem)} already", parameter
     elif chosen.elem_dtype is not None:
-        obstacle = TABLE if chosen.apart and not (tables and places) else _obstacle(parameter)
+        obstacle = TABLE if chosen.apart and not (tables and places) else _obstacle(parameter, chosen)
         reason = obstacle or reason
         if not obstacle:
             stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
@@ -124,30 +125,41 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
         reason=reason,
         num_bytes=before if stored is None else stored.stored_bytes + (before if tables else 0),
         bytes_bf16=2 * parameter.numel(),
+        precision="" if stored is None else str(stored_precision(stored.elem)),
     )
 
 
-def _obstacle(parameter: Tensor) -> str:
+def _obstacle(parameter: Tensor, chosen: StorageChoice) -> str:
     """Returns why a parameter cannot be stored, "" if it can."""
     if type(parameter) not in (nn.Parameter, Tensor):
         return f"its type is {type(parameter).__name__}"
     if parameter.dtype not in _SOURCES:
         return f"its dtype is {str(parameter.dtype).removeprefix('torch.')}"
-    return ""
+    assert chosen.elem_dtype is not None
+    return stored_elem(chosen.elem_dtype).unstorable(parameter.shape[chosen.block_dim])
 
 
 def cast(x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str) -> MXTensor:
     """`mxcompile.quantize` with temporaries of a few rows; `x` and the result are all that is large."""
-    dim = block_dim % x.ndim
-    qdata = torch.empty(x.shape, dtype=elem_dtype, device=x.device)
-    blocks = list(x.shape)
-    blocks[dim] = -(-blocks[dim] // 32)
-    scale = torch.empty(blocks, dtype=torch.uint8, device=x.device)
+    dim, elem = block_dim % x.ndim, stored_elem(elem_dtype)
+    result = empty(x.shape, dim, elem_dtype, x.dtype, x.device)
     for rows in pieces(x, dim):
-        elements, scales = quantize_tensors(x[rows], dim, elem_dtype, rounding)
-        qdata[rows] = elements
-        scale[rows] = scales
-    return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), dim - x.ndim, x.dtype)
+        elements, scales = encode_stored(x[rows], dim, elem, rounding)
+        result.qdata[rows] = elements
+        result.scale_bytes[rows] = scales
+    return result
+
+
+def empty(
+    shape: Sequence[int], dim: int, elem_dtype: torch.dtype, dtype: torch.dtype, device: torch.device | str
+) -> MXTensor:
+    """A stored weight of `shape` whose values are not set, blocks along `dim`, standing for `dtype`."""
+    elements, blocks = list(shape), list(shape)
+    elements[dim] //= stored_elem(elem_dtype).per_byte
+    blocks[dim] = num_blocks(blocks[dim])
+    qdata = torch.empty(elements, dtype=elem_dtype, device=device)
+    scale = torch.empty(blocks, dtype=torch.float8_e8m0fnu, device=device)
+    return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype)
 
 
 def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:

@@ -4,8 +4,9 @@
                                        dimension alone
     f(MX(q, s)) = f(dequantize(q, s))  every other operator
 
-A slice along the blocked dimension is one of the first kind where it starts and ends with a block. Nothing
-may change an `MXTensor` in place but `copy_`, which quantizes what is not MXFP8 yet.
+A slice along the blocked dimension is one of the first kind where it starts and ends with a block: elements
+that share a byte are neighbours along that dimension. Nothing may change an `MXTensor` in place but `copy_`,
+which quantizes what is not in its format yet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, num_blocks
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import encode_stored
 from mxcompile.storage.handlers import handles
 from mxcompile.storage.tensor import MXTensor, dense
 
@@ -103,13 +104,15 @@ def _split(func: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> 
     if any(size % BLOCK for size in every):
         return NotImplemented
     blocks = sizes // BLOCK if isinstance(sizes, int) else [num_blocks(size) for size in sizes]
-    return _paired(x, func(x.qdata, sizes, at), func(x.scale_bytes, blocks, at), block)
+    per_byte = x.elem.per_byte
+    held = sizes // per_byte if isinstance(sizes, int) else [size // per_byte for size in sizes]
+    return _paired(x, func(x.qdata, held, at), func(x.scale_bytes, blocks, at), block)
 
 
 def _paired(
     x: MXTensor, elements: Sequence[Tensor], scales: Sequence[Tensor], block_dim: int
 ) -> list[MXTensor]:
-    return [MXTensor._of(q, s, block_dim, x.dtype) for q, s in zip(elements, scales, strict=True)]
+    return [x.of_parts(q, s, block_dim) for q, s in zip(elements, scales, strict=True)]
 
 
 @handles(aten.slice.Tensor)
@@ -124,7 +127,8 @@ def _slice(
     if step != 1 or first % BLOCK or (last % BLOCK and last != length) or last < first:
         return NotImplemented
     scales = func(x.scale_bytes, at, first // BLOCK, num_blocks(last))
-    return MXTensor._of(func(x.qdata, at, first, last), scales, block, x.dtype)
+    elements = func(x.qdata, at, first // x.elem.per_byte, last // x.elem.per_byte)
+    return x.of_parts(elements, scales, block)
 
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -134,11 +138,12 @@ def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> An
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or not shape or shape[-1] not in (x.shape[-1], -1):
         return NotImplemented
-    elements = func(x.qdata, shape, **kwargs)
-    if elements.shape[-1] != x.shape[-1]:
+    held = shape if shape[-1] == -1 else [*shape[:-1], x.qdata.shape[-1]]
+    elements = func(x.qdata, held, **kwargs)
+    if elements.shape[-1] != x.qdata.shape[-1]:
         return NotImplemented
     blocks = [*elements.shape[:-1], x.scale_bytes.shape[-1]]
-    return MXTensor._of(elements, func(x.scale_bytes, blocks, **kwargs), elements.ndim - 1, x.dtype)
+    return x.of_parts(elements, func(x.scale_bytes, blocks, **kwargs), elements.ndim - 1)
 
 
 @handles(aten.index_select.default)
@@ -172,13 +177,13 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
     if not all(isinstance(x, MXTensor) for x in tensors):
         return NotImplemented
-    formats = {(x.qdata.dtype, x.block_dim % x.ndim, x.ndim, x.dtype) for x in tensors}
+    formats = {(x.elem, x.block_dim % x.ndim, x.ndim, x.dtype) for x in tensors}
     block, stacks = first.block_dim % first.ndim, func is aten.stack.default
     at = dim % (first.ndim + stacks)
     if len(formats) > 1 or (not stacks and at == block):
         return NotImplemented
     elements, scales = (func([part(x) for x in tensors], at) for part in (_elements, _scales))
-    return MXTensor._of(elements, scales, block + (stacks and at <= block), first.dtype)
+    return first.of_parts(elements, scales, block + (stacks and at <= block))
 
 
 def _elements(x: MXTensor) -> Tensor:
@@ -191,17 +196,17 @@ def _scales(x: MXTensor) -> Tensor:
 
 @handles(aten.copy_.default)
 def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
-    """`source` into `x`: in MXFP8 as it is, where blocks run alike, else quantized."""
+    """`source` into `x`: as it is, where elements and blocks are alike, else quantized."""
     if not isinstance(x, MXTensor):
         return func(x, dense(source) if isinstance(source, MXTensor) else source, non_blocking)
     if source.shape != x.shape:
         source = source.expand(x.shape)
-    alike = isinstance(source, MXTensor) and source.qdata.dtype is x.qdata.dtype
+    alike = isinstance(source, MXTensor) and source.elem == x.elem
     if alike and source.block_dim % x.ndim == x.block_dim % x.ndim:  # type: ignore[attr-defined]
         parts = source.qdata, source.scale_bytes  # type: ignore[attr-defined]
     else:
         high = dense(source) if isinstance(source, MXTensor) else source
-        parts = quantize_tensors(high, x.block_dim, x.qdata.dtype, "rceil")
+        parts = encode_stored(high, x.block_dim, x.elem, "rceil")
     func(x.qdata, parts[0], non_blocking)
     func(x.scale_bytes, parts[1], non_blocking)
     return x

@@ -1,6 +1,8 @@
-"""`MXTensor` and `quantize`: MXFP8 data as a tensor.
+"""`MXTensor` and `quantize`: MXFP8 or MXFP4 data as a tensor.
 
     value = element · 2^(byte − 127),  one byte for 32 elements along `block_dim`
+
+MXFP4 has two elements in a byte, the first in the low half.
 
 An `MXTensor` stands for the dense tensor of its values: it has that tensor's shape and dtype, and an operator
 that does not know it gets the values (see `operators` for those that do). Autograd, FakeTensor, torch.compile
@@ -22,17 +24,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
-from mxcompile.formats import BLOCK, elem_type, num_blocks
-from mxcompile.formats.numerics import check_source, quantize_tensors
+from mxcompile.formats import BLOCK, ElemType, Format, num_blocks, stored_elem, stored_precision
+from mxcompile.formats.encoding import encode_stored
+from mxcompile.formats.numerics import check_source
 from mxcompile.storage.handlers import HANDLERS
 
 log = logging.getLogger(__name__)
 
 
 class MXTensor(Tensor):
-    """A tensor in MXFP8: elements and the scales of their blocks.
+    """A tensor in MXFP8 or MXFP4: elements and the scales of their blocks.
 
-    qdata: `torch.float8_e4m3fn` or `torch.float8_e5m2`, the shape of the source.
+    qdata: `torch.float8_e4m3fn` or `torch.float8_e5m2`, the shape of the source; or
+    `torch.float4_e2m1fn_x2`, half as long along `block_dim`. As an attribute the latter is of bytes,
+    `torch.uint8`, on which more operators work; `elem_dtype` tells which it is.
     scale: `torch.float8_e8m0fnu`, multiplies on dequantize, length ⌈n/32⌉ along `block_dim`.
     block_dim: the dimension blocks run along, kept as given (negative counts from the end).
     dtype: that of the values it stands for; computations with it are in this dtype.
@@ -42,26 +47,33 @@ class MXTensor(Tensor):
     qdata: Tensor
     scale_bytes: Tensor
     block_dim: int
+    elem: ElemType
 
     @staticmethod
     def __new__(  # noqa: D102
         cls, qdata: Tensor, scale: Tensor, block_dim: int = -1, dtype: torch.dtype = torch.bfloat16
     ) -> MXTensor:
         _check(qdata, scale, block_dim, dtype)
-        return cls._of(qdata, scale.view(torch.uint8), block_dim, dtype)
+        elem = stored_elem(qdata.dtype)
+        elements = qdata.view(torch.uint8) if elem.packed else qdata
+        return cls._of(elements, scale.view(torch.uint8), block_dim, dtype, elem)
 
     @classmethod
-    def _of(cls, qdata: Tensor, scale_bytes: Tensor, block_dim: int, dtype: torch.dtype) -> MXTensor:
+    def _of(
+        cls, qdata: Tensor, scale_bytes: Tensor, block_dim: int, dtype: torch.dtype, elem: ElemType
+    ) -> MXTensor:
         """The tensor of parts that belong together; scale_bytes: the scales as uint8."""
+        shape, strides = _unpacked(qdata, block_dim, elem.per_byte)
         wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
+            shape,
+            strides=strides,
+            storage_offset=qdata.storage_offset() * elem.per_byte,
             dtype=dtype,
             device=qdata.device,
         )
         wrapper.qdata, wrapper.scale_bytes, wrapper.block_dim = qdata, scale_bytes, block_dim
+        wrapper.elem = elem
         return wrapper
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -88,6 +100,13 @@ class MXTensor(Tensor):
         """The scales, as `torch.float8_e8m0fnu`."""
         return self.scale_bytes.view(torch.float8_e8m0fnu)
 
+    @property
+    def elem_dtype(self) -> torch.dtype:
+        """Torch's dtype of the elements: FP8, or `torch.float4_e2m1fn_x2`."""
+        dtype = self.elem.stored_dtype
+        assert dtype is not None
+        return dtype
+
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Element · scale, computed exactly and rounded once to `dtype`, with the strides of `qdata`.
 
@@ -96,22 +115,27 @@ class MXTensor(Tensor):
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
         order = _storage_order(self.qdata)
+        form = (str(Format(elem=self.elem)),) if self.elem.packed else ()
         if order == [*range(self.ndim)]:
-            values: Tensor = ops.dequantize(self.qdata, self.scale_bytes, self.block_dim, dtype)
+            values: Tensor = ops.dequantize(self.qdata, self.scale_bytes, self.block_dim, dtype, *form)
             return values
         dim = order.index(self.block_dim % self.ndim)
-        stored = ops.dequantize(self.qdata.permute(order), self.scale_bytes.permute(order), dim, dtype)
+        stored = ops.dequantize(self.qdata.permute(order), self.scale_bytes.permute(order), dim, dtype, *form)
         result: Tensor = stored.permute([order.index(dim) for dim in range(self.ndim)])
         return result
 
     def with_parts(self, change: Callable[[Tensor], Tensor], block_dim: int | None = None) -> MXTensor:
         """The tensor of `change` of the elements and of the scales, blocks along `block_dim` of it."""
         dim = self.block_dim if block_dim is None else block_dim
-        return self._of(change(self.qdata), change(self.scale_bytes), dim, self.dtype)
+        return self.of_parts(change(self.qdata), change(self.scale_bytes), dim)
+
+    def of_parts(self, qdata: Tensor, scale_bytes: Tensor, block_dim: int) -> MXTensor:
+        """Another tensor of such elements, standing for values in the same dtype."""
+        return self._of(qdata, scale_bytes, block_dim, self.dtype, self.elem)
 
     def with_dtype(self, dtype: torch.dtype) -> MXTensor:
         """The same elements and scales, standing for values in `dtype`."""
-        return self._of(self.qdata, self.scale_bytes, self.block_dim, dtype)
+        return self._of(self.qdata, self.scale_bytes, self.block_dim, dtype, self.elem)
 
     @property
     def stored_bytes(self) -> int:
@@ -135,31 +159,35 @@ class MXTensor(Tensor):
         """Whether they are in such memory."""
         return bool(self.qdata.is_shared() and self.scale_bytes.is_shared())
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype]]:
-        return ["qdata", "scale_bytes"], (self.block_dim, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, torch.dtype]]:
+        return ["qdata", "scale_bytes"], (self.block_dim, self.dtype, self.elem_dtype)
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor], context: tuple[int, torch.dtype], outer_size: Any, outer_stride: Any
+        parts: dict[str, Tensor],
+        context: tuple[int, torch.dtype, torch.dtype],
+        outer_size: Any,
+        outer_stride: Any,
     ) -> MXTensor:
-        return MXTensor._of(parts["qdata"], parts["scale_bytes"], *context)
+        block_dim, dtype, elem_dtype = context
+        elem = stored_elem(elem_dtype)
+        return MXTensor._of(parts["qdata"], parts["scale_bytes"], block_dim, dtype, elem)
 
     def _stable_hash_for_caching(self) -> str:
         """Returns the text that compiled code depends on, for AOTAutograd's cache."""
         parts = ((part.shape, part.stride(), part.dtype) for part in (self.qdata, self.scale_bytes))
-        return repr(
-            (type(self).__name__, *parts, self.device, self.dtype, self.block_dim, self.requires_grad)
-        )
+        about = self.device, self.dtype, self.elem_dtype, self.block_dim, self.requires_grad
+        return repr((type(self).__name__, *parts, *about))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Elements as bytes, since not every way of pickling knows FP8."""
         kind = bool(self.requires_grad), bool(getattr(self, "_is_param", False))
         parts = self.qdata.view(torch.uint8), self.scale_bytes
-        return _rebuild, (*parts, self.qdata.dtype, self.block_dim, self.dtype, *kind)
+        return _rebuild, (*parts, self.elem_dtype, self.block_dim, self.dtype, *kind)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        elem = elem_type(self.qdata.dtype).name
-        what = f"{tuple(self.shape)}, mxfp8 {elem}, block_dim={self.block_dim}, dtype={self.dtype}"
+        elem = f"{stored_precision(self.elem)} {self.elem}"
+        what = f"{tuple(self.shape)}, {elem}, block_dim={self.block_dim}, dtype={self.dtype}"
         where = "" if self.device.type == "cpu" else f", device={str(self.device)!r}"
         return f"MXTensor({what}{where})"
 
@@ -183,14 +211,24 @@ def _rebuild(
 torch.serialization.add_safe_globals([MXTensor, _rebuild])
 
 
+def _unpacked(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Shape and strides of the elements of `qdata`, `per_byte` along `block_dim` in each of its own."""
+    if per_byte == 1:
+        return qdata.shape, qdata.stride()
+    dim, shape, strides = block_dim % qdata.ndim, list(qdata.shape), list(qdata.stride())
+    shape[dim] *= per_byte
+    inner = strides[dim]
+    return shape, [stride * per_byte if stride > inner else stride for stride in strides]
+
+
 def _check(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> None:
-    elem_type(qdata.dtype)
+    elem = stored_elem(qdata.dtype)
     if scale.dtype is not torch.float8_e8m0fnu:
         raise FormatError(f"scale must be torch.float8_e8m0fnu, not {scale.dtype}")
     if not -qdata.ndim <= block_dim < qdata.ndim:
         raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
     expected = list(qdata.shape)
-    expected[block_dim] = num_blocks(expected[block_dim])
+    expected[block_dim] = num_blocks(expected[block_dim] * elem.per_byte)
     if list(scale.shape) != expected:
         raise FormatError(
             f"scale has shape {tuple(scale.shape)}; qdata {tuple(qdata.shape)} in blocks"
@@ -243,7 +281,7 @@ def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         written = args[index] if index < len(args) else kwargs.get(argument.name)
         if any(isinstance(leaf, MXTensor) for leaf in tree_leaves(written)):
             raise FormatError(
-                f"{func} would change an MXTensor in place, which holds MXFP8 for inference; change"
+                f"{func} would change an MXTensor in place, which is storage for inference; change"
                 " tensor.dequantize() and quantize the result"
             )
 
@@ -261,14 +299,14 @@ def quantize(
     elem_dtype: torch.dtype = torch.float8_e4m3fn,
     rounding: str = "rceil",
 ) -> MXTensor:
-    """Cast `x` to MXFP8 in blocks of 32 along `block_dim`.
+    """Cast `x` to MXFP8 or MXFP4 in blocks of 32 along `block_dim`.
 
-    x: any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1, any length; a short last block is
-    a block. elem_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`. rounding, of the scale: ``rceil``
-    (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``, ``even``. Elements round to nearest even and
-    saturate; a block holding NaN or Inf becomes NaN. The result has the dtype of `x` and no gradient. Raises
-    `FormatError`.
+    x: any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1, any length, for MXFP4 an even one; a
+    short last block is a block. elem_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`, or
+    `torch.float4_e2m1fn_x2` for MXFP4. rounding, of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP
+    MX v1.0), ``ceil``, ``even``. Elements round to nearest even and saturate; a block holding NaN or Inf
+    becomes NaN. The result has the dtype of `x` and no gradient. Raises `FormatError`.
     """
     check_source(x, block_dim)
-    qdata, scale = quantize_tensors(x.detach(), block_dim, elem_dtype, rounding)
-    return MXTensor(qdata, scale.view(torch.float8_e8m0fnu), block_dim, x.dtype)
+    qdata, scale = encode_stored(x.detach(), block_dim, stored_elem(elem_dtype), rounding)
+    return MXTensor(qdata.view(elem_dtype), scale.view(torch.float8_e8m0fnu), block_dim, x.dtype)

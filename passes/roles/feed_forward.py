@@ -89,6 +89,7 @@ def _partners(site: Site) -> list[fx.Node]:
     return [*before, *(f.layer for f in site.followers if site.role_of(f) in _LAST)]
 
 
+LONE_EXPERT_OUT = Statement(role=Role.EXPERT_OUT, clauses=(_reads_activated, _returns_to_width, _is_routed))
 LONE_FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, _returns_to_width))
 FFN_OUT = Statement(role=Role.FFN_OUT, clauses=(_reads_activated, joins_stream))
 FFN_IN = Statement(role=Role.FFN_IN, clauses=(_feeds_last,))

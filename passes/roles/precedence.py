@@ -12,6 +12,7 @@ from mxcompile.passes.roles.feed_forward import (
     EXPERT_OUT,
     FFN_IN,
     FFN_OUT,
+    LONE_EXPERT_OUT,
     LONE_FFN_OUT,
     SOFT_EXPERT_OUT,
 )
@@ -28,6 +29,7 @@ STATEMENTS: tuple[Statement, ...] = (
     CONDITIONING,  # a gate joins the stream as a branch does
     SOFT_EXPERT_OUT,  # what combines them is an attention with a query that is a parameter
     QKV_LAYER,  # keys and values may be outputs too, for a cache
+    LONE_EXPERT_OUT,  # experts alone
     LONE_FFN_OUT,  # a block's feed-forward network, compiled or tried alone
     MIXER_OUT,
     MIXER_IN,  # what a filter keeps for the next token may be an output too

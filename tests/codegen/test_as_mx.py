@@ -146,6 +146,23 @@ def test_others_stay(words: tuple[str, str]):
     assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
 
 
+def test_products_of_two_levels_stay_with_the_reason():
+    word = "e2m1 1x16 two-level"
+
+    def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
+        a, sa = ops.encode(x, -1, word, None, 0, None, amax)
+        b, sb = ops.encode(w, -2, word, None, 0, None, amax)
+        return ops.encoded_mm(a, sa, b, sb, None, torch.float32, word, word, amax)
+
+    inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    (product,) = module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
+    set_tag(product, TAG)
+    reasons = AsMX(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
+    assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm) == [product]
+
+
 @pytest.mark.parametrize("layout", ["row-major", "128x4"])
 @pytest.mark.parametrize("word", [BLOCKS[1], "e4m3 1x64 rceil", "e2m1 1x32 rceil"])
 @pytest.mark.parametrize("shape", [(40, 70), (300, 130), (1, 1)])

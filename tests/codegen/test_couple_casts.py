@@ -79,6 +79,19 @@ def test_others_stay(function):
     assert casts == ["quantize_both.default"] * 2
 
 
+def test_rows_that_depend_on_data_are_not_compared():
+    """As those of shared experts beside those of experts that tokens travel to."""
+
+    def beside(gate, up, chosen):
+        some = chosen.nonzero().flatten()
+        a, b = gate[some], up[some]
+        return *ops.quantize_both(gate * up, E4M3, "rceil"), *ops.quantize_both(a * b, E4M3, "rceil")
+
+    module = make_fx(beside, tracing_mode="symbolic")(*_inputs(2), torch.ones(SHAPE[0], dtype=torch.bool))
+    Couple(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    assert [str(node.target) for node in module.graph.nodes].count("mx.quantize_both.default") == 2
+
+
 class Gated(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

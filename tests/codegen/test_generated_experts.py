@@ -155,6 +155,28 @@ class Up(nn.Module):
         return F.grouped_mm(x, self.weight, offs=offs)
 
 
+class Permuted(Up):
+    """Tokens that are brought into the order of their experts."""
+
+    def forward(self, x: Tensor, order: Tensor, offs: Tensor) -> Tensor:
+        return super().forward(x[order], offs)
+
+
+@pytest.mark.slow
+def test_tokens_come_into_the_order_of_experts_by_their_cast(tmp_path):
+    """One kernel reads tokens by their numbers and writes codes; no permuted copy of the tokens is stored."""
+    model, x = Permuted(3, 128, 144), _spread(40, 128)
+    order, offs = torch.randperm(80) // 2, torch.tensor((30, 30, 80), dtype=torch.int32)
+    result = codegen(model, x, order, offs, target="sm_100", policy=ALL, training=False, out_dir=tmp_path)
+    (permuted,) = (launch for launch in result.launches if "aten.index.Tensor" in launch.operators)
+    assert "mx.quantize.default" in permuted.operators
+    codes, scales = 80 * 128, 80 * 4
+    assert permuted.num_bytes == x.nbytes + order.nbytes + codes + scales
+    (out,) = interpret(tmp_path, [x, order, model.weight, offs])
+    expected = grouped_product(x[order], model.weight, offs, NVIDIA)
+    assert sqnr_db(expected, out) > 50
+
+
 @pytest.mark.slow
 def test_what_is_not_finite_reaches_experts_that_share_its_block_alone(tmp_path):
     """Of wgrad: an element in a block of 32 tokens that two experts share, and in one that is one's."""

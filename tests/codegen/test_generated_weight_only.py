@@ -14,6 +14,7 @@ from helpers.stored_weights import LEAST_DB, FeedForward, StoredLinear, binades,
 from interpreted import interpret
 from torch import Tensor, nn
 
+import mxcompile
 from mxcompile.offline import CodegenResult, codegen
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -70,6 +71,22 @@ def test_a_layer(name, tmp_path):
     wanted = product(round_trip(x.float(), 1, elem), values(model.qdata, model.scale), model.bias)
     assert out.dtype is case.dtype
     assert_within(out, *wanted, case.k)
+
+
+@pytest.mark.parametrize("target", mostly_slow(["sm_90", "sm_100"], "sm_90"))
+def test_packed_weights_are_dequantized(target, tmp_path):
+    """A weight stored in MXFP4 is read as it is; no chip has a kernel for it yet."""
+    layer = nn.Linear(70, 40, dtype=BF16).requires_grad_(False)
+    stored = mxcompile.quantize(binades(40, 70).to(BF16), elem_dtype=torch.float4_e2m1fn_x2)
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    x = binades(3, 70).to(BF16)
+    result = codegen(layer, x, target=target, training=False, policy="bf16", out_dir=tmp_path)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel.startswith("aten.")
+    assert [str(form) for form in gemm.formats] == ["w:e2m1 1x32 stored"]
+    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
+    (out,) = interpret(tmp_path, [stored.qdata, stored.scale_bytes, layer.bias, x])
+    assert_within(out, *product(x.float(), stored.dequantize(F32), layer.bias), 70)
 
 
 @pytest.mark.parametrize("rows", mostly_slow([1, 7], 1))

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 import mxcompile
 from mxcompile.formats import PRECISIONS, Choices, Operands
-from mxcompile.formats.encoding import decode_tensors, encode_tensors
+from mxcompile.formats.encoding import rounded_tensors
+from mxcompile.formats.hadamard import SIGNS, transformed
 
 K, N = 45, 37
 """Multiples of no block."""
@@ -29,8 +30,19 @@ USES: dict[str, dict[str, Any]] = {
     "fp8 block pow2": {"precision": "fp8", "scaling": "block", "scale": "pow2"},
     "fp8 percentile": {"precision": "fp8", "scaling": "channel", "amax": {"percentile": 95}},
     "mxfp4 percentile": {"precision": "mxfp4", "amax": {"percentile": 90}},
+    "nvfp4 squares": {"precision": "nvfp4", "weight_block": "16x16"},
+    "nvfp4 transcode": {"precision": "nvfp4", "saved": "transcode"},
+    "nvfp4 hadamard": {"precision": "nvfp4", "hadamard": SIGNS},
+    "nvfp4 hadamard transcode": {"precision": "nvfp4", "hadamard": 0, "saved": "transcode"},
 }
-COMPILED = ["fp8 block pow2", "mxfp6_e2m3 32", "fp8 percentile", "mxfp4 percentile"]
+COMPILED = [
+    "fp8 block pow2",
+    "mxfp6_e2m3 32",
+    "fp8 percentile",
+    "mxfp4 percentile",
+    "nvfp4 squares",
+    "nvfp4 hadamard",
+]
 
 
 def policy(use: dict[str, Any]) -> dict[str, Any]:
@@ -43,16 +55,18 @@ def operands(use: dict[str, Any]) -> Operands:
     return rule.fprop.formats(rule.formats.over(Choices()))
 
 
-def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any]) -> Tensor:
-    fmt = operands(use).of(operand)
-    return decode_tensors(*encode_tensors(x, dim, fmt), dim, fmt, torch.float32).double()
+def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any], *, wgrad: bool = False) -> Tensor:
+    fmt = operands(use).of(operand, wgrad=wgrad)
+    source = x if fmt.hadamard is None else transformed(x, dim, fmt.hadamard)
+    return rounded_tensors(source, dim, fmt).double()
 
 
 def expected(x: Tensor, w: Tensor, dy: Tensor, use: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and both gradients of a linear layer, each operand cast along its own contraction."""
     y = cast(x, -1, "x", use) @ cast(w, -1, "w", use).t()
     dx = cast(dy, -1, "dy", use) @ cast(w, -2, "w", use)
-    dw = cast(dy, -2, "dy", use).t() @ cast(x, -2, "x", use)
+    kept = cast(x, -1, "x", use).float() if use.get("saved") == "transcode" else x
+    dw = cast(dy, -2, "dy", use, wgrad=True).t() @ cast(kept, -2, "x", use, wgrad=True)
     return y, dx, dw
 
 
@@ -112,3 +126,43 @@ def test_compiled_code_gives_the_same(name: str):
     (report,) = mxcompile.reports()
     assert {gemm.precision for gemm in report.gemms} == {use["precision"]}
     assert report.summary.graph_breaks == 0
+
+
+def test_the_scale_of_experts_tokens_is_of_those_in_groups():
+    """Rows past the last group may hold anything, and the scale of the tensor does not follow them."""
+    use, offs = {"precision": "nvfp4", "hadamard": SIGNS}, torch.tensor([5, 12], dtype=torch.int32)
+    torch.manual_seed(0)
+    mxcompile.clear_reports()
+    weight = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
+    x, dy = torch.randn(20, 48, dtype=torch.bfloat16), torch.randn(20, 32, dtype=torch.bfloat16)
+    backend = EagerBackend(policy=policy(use))
+    call = torch.compile(lambda x: torch._grouped_mm(x, weight, offs), backend=backend, fullgraph=True)
+    x[12:] = dy[12:] = 0.0
+    wanted = [
+        cast(x, -1, "x", use)[rows] @ cast(weight.detach(), -2, "w", use)[expert]
+        for expert, rows in enumerate((slice(0, 5), slice(5, 12)))
+    ]
+    clean = run(call, weight, x, dy)
+    assert sqnr_db(torch.cat(wanted), clean[0][:12].double()) > 40
+    reasons = {gemm.gemm: gemm.reason for gemm in mxcompile.reports()[-1].gemms}
+    assert "no Hadamard transform: groups of tokens end" in reasons["wgrad"]
+    assert "no Hadamard transform" not in reasons["fprop"]
+    x[12:] = dy[12:] = 1e30
+    for one, other in zip(run(call, weight, x, dy), clean, strict=True):
+        assert torch.equal(one[:12], other[:12])
+
+
+def test_batched_products_have_one_scale_for_all_matrices():
+    use = {"precision": "nvfp4"}
+    torch.manual_seed(0)
+    weight, x, dy = nn.Parameter(torch.randn(3, K, N)), torch.randn(3, 17, K), torch.randn(3, 17, N)
+    backend = EagerBackend(policy=policy(use))
+    call = torch.compile(lambda x: torch.bmm(x, weight), backend=backend, fullgraph=True)
+    w = weight.detach()
+    expected = (
+        cast(x, -1, "x", use) @ cast(w, -2, "w", use),
+        cast(dy, -1, "dy", use) @ cast(w, -1, "w", use).mT,
+        cast(x, -2, "x", use).mT @ cast(dy, -2, "dy", use),
+    )
+    for one, other in zip(run(call, weight, x, dy), expected, strict=True):
+        assert sqnr_db(other, one) > 100

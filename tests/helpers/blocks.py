@@ -196,3 +196,15 @@ class Explicit(nn.Module):
         bias = self.e(torch.arange(x.shape[1]))
         scores = self.a(x) @ self.b(x).transpose(1, 2) / 8 + bias
         return x + self.d(torch.softmax(torch.tanh(scores), -1) @ self.c(x))
+
+
+class StackedExperts(nn.Module):
+    """Experts, one for each sample, and nothing around them."""
+
+    def __init__(self, number: int = 2, width: int = WIDTH) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(number, width, 96))
+        self.b = nn.Parameter(torch.randn(number, 96, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(F.gelu(torch.bmm(x, self.a)), self.b)

@@ -52,6 +52,24 @@ def deepseek_v3(layers: int = 61) -> nn.Module:
     )
 
 
+def qwen3_moe(layers: int) -> nn.Module:
+    """Of Qwen3-30B-A3B's width, with 16 of its 128 experts."""
+    config = hf.Qwen3MoeConfig(
+        vocab_size=32768,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=16,
+        num_experts_per_tok=4,
+        use_cache=False,
+    )
+    return hf.Qwen3MoeForCausalLM(config)
+
+
 def t5_large(layers: int = 24) -> nn.Module:
     return hf.T5ForConditionalGeneration(
         hf.T5Config(

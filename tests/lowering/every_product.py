@@ -2,7 +2,8 @@
 
     x · value(code) · 2^(byte − 127)        exact in FP64 (8 + 4 bits), rounded once to FP32
 
-The values of codes are torch's. Where a weight alone is beyond FP32, any result that is not finite will do.
+Of E2M1 a byte has a code twice: the second meets an activation of 0. The values of codes are torch's, or
+those of `formats.encoding`. Where a weight alone is beyond FP32, any result that is not finite will do.
 
     python tests/lowering/every_product.py [--forms avx2 …] [--scales 0 100 …]        17 minutes of one core
 
@@ -22,17 +23,20 @@ import torch
 from cpp_forms import EMULATED, FORMS, library, pointer
 from tqdm import tqdm
 
-ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+from mxcompile.formats.encoding import element_values
+from mxcompile.formats.types import E2M1, E4M3, E5M2
+
+ELEMS = {elem.name.upper(): elem for elem in (E4M3, E5M2, E2M1)}
 _ROWS = 1024
 
 _FUNCTION = """
 extern "C" int64_t differing_{elem}(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales,
                                     const double* weights, float* out) {{
   const float* no_bias = nullptr;
-  weight_only_mm<{elem}>(x, codes, scales, no_bias, Shape{{{rows}, 256, 1}}, 1, out);
+  weight_only_mm<{elem}>(x, codes, scales, no_bias, Shape{{{rows}, 256, {k}}}, 1, out);
   int64_t count = 0;
   for (int64_t m = 0; m < {rows}; m++) {{
-    double activation = widen(x[m]);
+    double activation = widen(x[m * {k}]);
     for (int64_t n = 0; n < 256; n++) {{
       float found = out[m * 256 + n], right = static_cast<float>(activation * weights[n]);
       bool beyond = std::isfinite(weights[n]) && !std::isfinite(static_cast<float>(weights[n]));
@@ -43,8 +47,22 @@ extern "C" int64_t differing_{elem}(const Bfloat16* x, const uint8_t* codes, con
   return count;
 }}
 """
-SOURCE = "#include <cmath>\n" + "\n".join(_FUNCTION.format(elem=elem, rows=_ROWS) for elem in ELEMS)
+SOURCE = "\n".join(
+    ["#include <cmath>"]
+    + [_FUNCTION.format(elem=name, rows=_ROWS, k=elem.per_byte) for name, elem in ELEMS.items()]
+)
 """C++ that follows `weight_only_mm.h`; `differing` calls it."""
+
+
+def every_byte(elem: str) -> torch.Tensor:
+    """256 bytes with every code, all codes of a byte the same: beyond FP32 together or not at all."""
+    every = torch.arange(256, dtype=torch.uint8)
+    return every if ELEMS[elem].per_byte == 1 else every % 16 * 17
+
+
+def first_codes(stored: torch.Tensor, elem: str) -> torch.Tensor:
+    """The first element of every byte of `stored`, as `element_values` takes it."""
+    return stored.view(ELEMS[elem].dtype) if ELEMS[elem].per_byte == 1 else stored & 15
 
 
 def differing(functions: Any, elem: str, scale: int, step: int = 1) -> int:
@@ -54,10 +72,12 @@ def differing(functions: Any, elem: str, scale: int, step: int = 1) -> int:
     exponents and others apart.
     """
     activations = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = every_byte(elem)
     scales = torch.full((256,), scale, dtype=torch.uint8)
     power = float("nan") if scale == 255 else 2.0 ** (scale - 127)
-    weights = codes.view(ELEMS[elem]).double() * power
+    weights = element_values(first_codes(codes, elem), ELEMS[elem]).double() * power
+    if ELEMS[elem].per_byte > 1:
+        activations = torch.stack([activations, torch.zeros_like(activations)], 1)
     out = torch.empty(_ROWS, 256)
     function = getattr(functions, f"differing_{elem}")
     function.restype = ctypes.c_int64

@@ -42,6 +42,8 @@ def _source() -> str:
                 lines.append(f'extern "C" void square_{name}({arguments}) {{ {body} }}')
                 body = f"{cast}::rows(x, number * m, n, 2, b);"
                 lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
+    for elem in (*ELEMS, "E2M1"):
+        for source in SOURCES:
             back = f"const uint8_t* q, const uint8_t* s, int64_t number, int64_t m, int64_t n, {source}* v"
             for form, sizes in (("rows", "number * m, n"), ("columns", "number, m, n")):
                 body = f"dequantize_{form}<{elem}>(q, s, {sizes}, 2, v);"
@@ -70,11 +72,19 @@ class _Forms:
         function(pointer(x), *map(integer, x.shape), *structs)
         return made
 
-    def back(self, form: str, codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
+    def back(
+        self,
+        form: str,
+        codes: Tensor,
+        scales: Tensor,
+        elem: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] = (),
+    ) -> Tensor:
         source = next(word for word, each in SOURCES.items() if each is dtype)
-        values = torch.zeros(codes.shape, dtype=dtype)
+        values = torch.zeros(shape or codes.shape, dtype=dtype)
         function = getattr(self._library, f"{form}_back_{elem}_{source}")
-        function(pointer(codes), pointer(scales), *map(integer, codes.shape), pointer(values))
+        function(pointer(codes), pointer(scales), *map(integer, values.shape), pointer(values))
         return values
 
 
@@ -135,6 +145,21 @@ def test_every_code_under_every_scale(forms: _Forms, dtype: torch.dtype, elem: s
             codes, scales = codes.mT.contiguous(), scales.mT.contiguous()
         expected = dequantize_tensors(codes.view(ELEMS[elem]), scales, dim, dtype)
         assert same_bits(forms.back(form, codes, scales, elem, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
+def test_every_pair_of_packed_codes_under_every_scale(forms: _Forms, dtype: torch.dtype):
+    """Along rows and columns, in whole blocks and short ones."""
+    every = torch.arange(256, dtype=torch.uint8)
+    for width in (512, 428):
+        codes = every[: width // 2].expand(1, 256, width // 2).contiguous()
+        scales = every[None, :, None].expand(1, 256, -(-width // 32)).contiguous()
+        for form, dim in (("rows", -1), ("columns", -2)):
+            if dim == -2:
+                codes, scales = codes.mT.contiguous(), scales.mT.contiguous()
+            expected = ops.dequantize(codes, scales, dim, dtype, "e2m1 1x32 rceil")
+            shape = tuple(expected.shape)
+            assert same_bits(forms.back(form, codes, scales, "E2M1", dtype, shape), expected)
 
 
 @pytest.mark.parametrize("width", [64, 200])

@@ -86,17 +86,18 @@ def test_compiled(fmt: str, dim: int, keep: int):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "dtype"),
+    ("fmt", "dtype", "dim"),
     [
-        ("", torch.float32),
-        ("e4m3 tensor nearest", torch.float32),
-        ("e2m1 1x32 rceil", torch.float32),
-        ("e4m3 1x32 rceil", torch.float64),
+        ("", torch.float32, -1),
+        ("e4m3 tensor nearest", torch.float32, -1),
+        ("e2m1 1x32 rceil", torch.float32, -1),
+        ("e4m3 1x32 rceil", torch.float64, -1),
+        ("e4m3 32x32 rceil", torch.float32, 0),  # tiles that are not of the last two dimensions
     ],
 )
-def test_others_are_measured_as_they_are_defined(fmt: str, dtype: torch.dtype):
-    x = torch.randn(40, 72, dtype=dtype)
+def test_others_are_measured_as_they_are_defined(fmt: str, dtype: torch.dtype, dim: int):
+    x = torch.randn(40, 3, 72, dtype=dtype)
     torch._dynamo.reset()
-    (found, kept), (code,) = run_and_get_code(torch.compile(lambda x: ops.cast_statistics(x, -1, fmt, 9)), x)
+    (found, kept), (code,) = run_and_get_code(torch.compile(lambda x: ops.cast_statistics(x, dim, fmt, 9)), x)
     assert "mxcompile::Statistics" not in code
-    check(found, kept, x, -1, fmt)
+    check(found, kept, x, dim, fmt)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer
 from emulated import Library
-from every_product import SOURCE, differing
+from every_product import ELEMS, SOURCE, differing, every_byte, first_codes
 from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -18,9 +18,10 @@ from torch.testing import FileCheck
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import element_values, encode_stored
 from mxcompile.lowering import cpu
 
-ELEMS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -61,13 +62,19 @@ def product(functions: ctypes.CDLL) -> Product:
     return call
 
 
+def values(codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
+    """What a stored weight stands for."""
+    form = ELEMS[elem]
+    word = str(Format(elem=form)) if form.packed else ""
+    return ops.dequantize(codes if word else codes.view(form.dtype), scales, -1, dtype, word)
+
+
 def check_single_products(product: Product, x: Tensor, codes: Tensor, scales: Tensor, elem: str):
-    """Rows of one activation times columns of one code: nothing is summed, so nothing may be lost."""
-    found = product(
-        x[:, None].contiguous(), codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32
-    )
+    """Rows of one activation times columns of one byte: nothing is summed, so nothing may be lost."""
+    rows = torch.stack([x, *[torch.zeros_like(x)] * (ELEMS[elem].per_byte - 1)], 1)
+    found = product(rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32)
     power = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 127))
-    weight = codes.view(ELEMS[elem]).double() * power
+    weight = element_values(first_codes(codes, elem), ELEMS[elem]).double() * power
     exact = (x.double()[:, None] * weight).float()
     # the reference's weight is infinite where FP32 has no such number, and so may the kernel's be
     beyond = ~weight.float().isfinite() & weight.isfinite()
@@ -88,7 +95,7 @@ def test_every_activation_times_every_code(functions: ctypes.CDLL, elem: str):
 
 @pytest.mark.parametrize("elem", ELEMS)
 def test_every_code_under_every_scale(product: Product, elem: str):
-    codes, scales = EVERY.repeat(256), EVERY.repeat_interleave(256)
+    codes, scales = every_byte(elem).repeat(256), EVERY.repeat_interleave(256)
     for activations in (
         [1.0, -1.5, 2.0**50, 2.0**-59],
         [2.0**-133, 2.0**-100, 3e38, float("nan")],
@@ -103,6 +110,8 @@ def test_every_code_under_every_scale(product: Product, elem: str):
     ("m", "n", "k"),
     [
         (1, 7, 4096),
+        (2, 101, 96),  # rows decoded together lie apart, and some are left over
+        (1, 2057, 40),
         (3, 5, 100),
         (4, 1, 31),
         (5, 9, 65),
@@ -116,8 +125,9 @@ def test_every_code_under_every_scale(product: Product, elem: str):
 def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem: str):
     """Within what FP32 accumulation may lose, whatever the exponents; a bias before the one rounding."""
     torch.manual_seed(0)
-    qdata, scales = ops.quantize(binades(n, k), -1, ELEMS[elem], "rceil")
-    weight = ops.dequantize(qdata, scales, -1, torch.float64)
+    k += k % ELEMS[elem].per_byte
+    qdata, scales = encode_stored(binades(n, k), -1, ELEMS[elem], "rceil")
+    weight = values(qdata, scales, elem, torch.float64)
     bias = torch.randn(n)
     for magnitude in (1.0, 2.0**-90, 2.0**80):
         x = (binades(m, k) * magnitude).to(dtype)
@@ -134,22 +144,32 @@ def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem
 
 def test_a_nan_block_and_a_short_last_block(product: Product):
     """NaN stays in its row; what lies behind the end of a row counts for nothing."""
-    qdata, scales = ops.quantize(torch.ones(3, 70), -1, ELEMS["E4M3"], "rceil")
+    qdata, scales = ops.quantize(torch.ones(3, 70), -1, torch.float8_e4m3fn, "rceil")
     scales[1, 2] = 255
     found = product(torch.ones(1, 70, dtype=BF16), qdata, scales, None, "E4M3", F32)
     assert found[0, [0, 2]].tolist() == [70.0, 70.0]
     assert found[0, 1].isnan()
 
 
+def test_packed_codes_of_rows_that_end_anywhere(product: Product):
+    """A row of 2·i codes beside others, for every i that a step of the kernel may leave over."""
+    torch.manual_seed(0)
+    for k in range(2, 132, 2):
+        qdata, scales = encode_stored(torch.randn(9, k), -1, ELEMS["E2M1"], "rceil")
+        x = torch.randint(-8, 9, (2, k)).float()
+        exact = x @ values(qdata, scales, "E2M1", F32).t()
+        assert torch.equal(product(x, qdata, scales, None, "E2M1", F32), exact)
+
+
 @pytest.mark.parametrize("elem", ELEMS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_every_code_at_every_place(functions: ctypes.CDLL, product: Product, rows: int, elem: str):
     """Also codes that are no numbers: infinities and NaN reach their row of the weight and no other."""
-    codes = EVERY.repeat(2).unfold(0, 100, 1)[:256].contiguous()
+    codes = EVERY.repeat(2).unfold(0, 100 // ELEMS[elem].per_byte, 1)[:256].contiguous()
     scales = torch.arange(100, 140, dtype=torch.uint8).repeat(26)[: 256 * 4].view(256, 4)
-    weight = ops.dequantize(codes.view(ELEMS[elem]), scales, -1, F32)
+    weight = values(codes, scales, elem, F32)
     finite = weight.isfinite().all(1)
-    assert 0 < finite.sum() < 256
+    assert 0 < finite.sum() < 256 or elem == "E2M1"
     for column in range(0, 100, 11 if isinstance(functions, Library) else 1):
         x = torch.zeros(rows, 100, dtype=BF16)
         x[:, column] = 3.0

@@ -9,12 +9,18 @@ from mxcompile import ops
 from mxcompile.lowering.inductor import general as general  # registers the lowerings
 
 
-@pytest.mark.parametrize("fmt", ["e4m3 channel nearest", "e5m2 1x128 nearest"])
+@pytest.mark.parametrize("fmt", ["e4m3 channel nearest", "e5m2 1x128 nearest", "e2m1 1x16 two-level"])
 @pytest.mark.parametrize("operator", [True, False])
 def test_elements_and_scales_are_those_of_the_reference(monkeypatch, operator, fmt):
     if not operator:
         monkeypatch.delattr(OpsHandler, "div_rn", raising=False)
     x = wild(64, 256, dtype=torch.float32)
     x = torch.where(x.isfinite(), x, 1.0)
-    encode = torch.compile(lambda x: ops.encode(x, -1, fmt), backend="inductor", fullgraph=True)
-    assert_same_bits(encode(x), ops.encode(x, -1, fmt))
+    amax = ops.largest(x) if "two-level" in fmt else None
+
+    def encode(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qdata, scale = ops.encode(x, -1, fmt, None, 0, None, amax)
+        return qdata, scale, ops.decode(qdata, scale, -1, fmt, torch.float32, amax)
+
+    compiled = torch.compile(encode, backend="inductor", fullgraph=True)
+    assert_same_bits(compiled(x), encode(x))

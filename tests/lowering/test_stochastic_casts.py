@@ -16,13 +16,15 @@ from mxcompile import ops
         ("e5m2 tensor nearest stochastic", (33, 70), -1, torch.bfloat16),
         ("e4m3 1x32 rceil stochastic", (64, 128), -2, torch.float32),
         pytest.param("e4m3 1x32 rceil stochastic", (33, 70), -1, torch.float32, marks=pytest.mark.slow),
+        pytest.param("e2m1 1x16 two-level stochastic", (33, 70), -1, torch.float32, marks=pytest.mark.slow),
         pytest.param("e2m1 1x32 floor stochastic", (33, 70), -2, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_casts(word: str, shape: tuple[int, int], dim: int, dtype: torch.dtype):
     def function(x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        qdata, scale = ops.encode(x, dim, word, seed, 3)
-        return qdata, scale, ops.round_with(x, scale, dim, word, True, torch.float32, seed, 4)
+        amax = ops.largest(x) if "two-level" in word else None
+        qdata, scale = ops.encode(x, dim, word, seed, 3, None, amax)
+        return qdata, scale, ops.round_with(x, scale, dim, word, True, torch.float32, seed, 4, amax)
 
     seed = torch.tensor([4294967295])
     x = wild(*shape, dtype=dtype)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mxcompile
 from mxcompile.mesh import RankReport
-from mxcompile.mesh.copied import rewrap
+from mxcompile.models.checkpointed import rewrapped
 from mxcompile.plan.repeats import fold
 from mxcompile.policy import Policy
 
@@ -66,7 +66,7 @@ def test_wrapped_blocks_are_traced_once():
     plain, model = meshed.Llama(DEPTH), meshed.Llama(DEPTH)
     for index, block in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(block)
-    rewrap(plain, model)
+    assert rewrapped(plain, model) is plain
     assert fold(plain, Policy.preset("nvidia")).standing_for == {"layers.1": ("layers.2", "layers.3")}
 
 
@@ -76,3 +76,27 @@ def test_ways_by_name_keep_the_wrappers():
     for index, block in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(block)
     assert mxcompile.explain(model, *args, parallel="fsdp", **SETTINGS).memory.saved < 0.6 * before
+
+
+def checkpointed(mesh: DeviceMesh) -> meshed.Made:
+    """A model that is checkpointed as a whole."""
+    model, args, kwargs = meshed.plain()
+    wrapped = checkpoint_wrapper(model)
+    meshed.fully_shard_(model, mesh["dp"], mp_policy=meshed.MIXED)
+    return wrapped, args, kwargs
+
+
+def test_a_model_in_a_wrapper_keeps_it():
+    again, once = explained(checkpointed), explained(meshed.fsdp)
+    assert again.memory.saved < 0.2 * once.memory.saved
+    assert set(decisions(again)) == set(decisions(once))
+
+
+def test_explain_without_a_mesh_keeps_the_wrappers():
+    model, args, _ = meshed.plain()
+    before = mxcompile.explain(model, *args, target="b200", policy="bf16")
+    for index, block in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(block)
+    after = mxcompile.explain(model, *args, target="b200", policy="bf16")
+    assert after.summary.saved_bytes < 0.6 * before.summary.saved_bytes
+    assert {gemm.name for gemm in after.gemms} == {gemm.name for gemm in before.gemms}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import mxcompile
 from mxcompile.cli import main
 from mxcompile.errors import ModelError, OptionError
-from mxcompile.mesh import Memory, RankReport
+from mxcompile.mesh import RankReport
 
 NAMED = {"policy": "nvidia", "target": "cpu"}
 
@@ -117,14 +117,20 @@ def test_memory_is_that_of_shards_and_of_gathered_groups():
     block = 4 * WIDTH * WIDTH + 3 * FFN * WIDTH + 2 * WIDTH
     ends = 2 * WORDS * WIDTH + WIDTH
     shards = (2 * block + ends) // 8 * 4
-    assert rank.memory == Memory(
-        parameters=shards,
-        gradients=shards,
-        optimizer=2 * shards,
-        gathered=2 * ends + 2 * 2 * block + (2 + 4) * block,
-        saved=rank.report.summary.saved_bytes or 0,
-        logits=2 * TOKENS * WORDS,
-    )
+    memory = rank.memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (shards, shards, 2 * shards)
+    assert memory.forward.gathered == 2 * ends + 2 * 2 * block
+    waiting = 2 * WORDS * WIDTH  # the head's gradient, until the embedding has its own
+    assert memory.backward.gathered == 2 * ends + 2 * 2 * block + (2 + 4) * block + waiting
+    assert memory.loss.working == 2 * 2 * TOKENS * WORDS
+    assert memory.total == memory.parameters + memory.optimizer + memory.backward.total
+    assert memory.saved == rank.report.summary.saved_bytes
+
+
+def test_what_folded_layers_keep_is_what_the_report_says(deep: RankReport):
+    """Six layers, of which three are traced: all are there at the begin of backward, or their gradients."""
+    assert deep.memory.saved == deep.memory.loss.saved == deep.report.summary.saved_bytes
+    assert 0.9 * deep.memory.saved < max(deep.memory.forward.saved, deep.memory.backward.saved)
 
 
 def test_weights_that_travel_in_mxfp8_are_counted_beside_bf16():
@@ -174,6 +180,9 @@ def own_group(mesh: Any):
         (own_group, {}, ModelError, "initialize the default process group twice"),
         (nn.Linear(4, 4), {"parallel": "tp=llama"}, OptionError, "needs a mesh with the axis tp"),
         (nn.Linear(4, 4), {"parallel": "zero"}, OptionError, "unknown way"),
+        (nn.Linear(4, 4), {"parallel": "ep"}, OptionError, "needs a mesh with the axis ep"),
+        (nn.Linear(4, 4), {"parallel": "ep", "mesh": "ep=2"}, OptionError, "finds no experts"),
+        (nn.Linear(4, 4), {"parallel": "ep,tp=llama", "mesh": "ep=2"}, OptionError, "not for one model"),
         (nn.Linear(4, 4), {"parallel": "tp=llama", "mesh": "tp=2"}, OptionError, "finds no layer of a Llama"),
     ],
 )

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from helpers.giants import GIANTS
+from helpers.giants import GIANTS, qwen3_moe
 from torch import nn
 
 import mxcompile
@@ -20,25 +19,8 @@ from mxcompile.mesh import RankReport
 
 NAMED = {"policy": "nvidia", "target": "sm_100", "strict": False}
 LINKS = "nvlink=900,net=50"
-FSDP, BOTH = "fsdp", "fsdp,tp=llama"
+FSDP, BOTH, EXPERTS = "fsdp", "fsdp,tp=llama", "fsdp,ep"
 ALL = 126
-
-
-def qwen3_moe(layers: int) -> nn.Module:
-    config = hf.Qwen3MoeConfig(
-        vocab_size=32768,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=16,
-        num_experts_per_tok=4,
-        use_cache=False,
-    )
-    return hf.Qwen3MoeForCausalLM(config)
 
 
 def built(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -66,13 +48,25 @@ def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:
     assert not rank.warnings
     assert decisions(rank.report) == whole(name, layers)
     axes = {name: int(size) for name, size in (word.split("=") for word in mesh.split(","))}
-    tp, shards = axes.get("tp", 1), axes.get("dp") or axes["dp_shard"]
-    share = sum(-(-p.shape[0] // shards) * p[0].numel() for p in model.parameters()) / tp
+    tp, ep, shards = axes.get("tp", 1), axes.get("ep", 1), axes.get("dp") or axes["dp_shard"]
+    local, whole_bytes = 0.0, 0.0
+    for path, p in model.named_parameters():
+        spread = ep > 1 and ".experts." in path and p.ndim == 3
+        own, ranks = (p.shape[0] // ep, shards) if spread else (p.shape[0], shards * ep)
+        whole_experts = spread and own < ranks  # then each expert is split, and nothing padded
+        rows = own / ranks if whole_experts else -(-own // ranks)
+        local += rows * p[0].numel() / tp
+        whole_bytes += 2 * rows * ranks * p[0].numel() / tp
     held = rank.memory.parameters - sum(buffer.nbytes for buffer in model.buffers())
-    assert held == pytest.approx(4 * share, rel=0.05)
+    assert held == pytest.approx(4 * local, rel=0.05)
+    exchanges = [one for one in rank.collectives if one.kind == "all-to-all" and one.dtype != "int64"]
+    assert len({one.name for one in exchanges}) * 4 == len(exchanges)
+    spread_layers = {shard.name.rpartition(".")[0] for shard in rank.shards if shard.experts is not None}
+    assert {one.name for one in exchanges} == spread_layers
+    assert bool(exchanges) == (ep > 1)
     gathered = [one for one in rank.collectives if one.kind == "all-gather" and one.what == "weights"]
     forward = sum(one.num_bytes * one.ranks for one in gathered if one.phase == "forward")
-    assert forward == pytest.approx(2 * share * shards, rel=0.05)
+    assert forward == pytest.approx(whole_bytes, rel=0.05)
     assert rank.time is not None
     assert 0 < rank.time.us.low < rank.time.us.centre < rank.time.us.high
     return rank
@@ -92,6 +86,9 @@ def checked(name: str, layers: int, mesh: str, parallel: str) -> RankReport:
         ("deepseek", 4, "dp=4096", FSDP),
         ("qwen3_moe", 4, "dp=16", FSDP),
         ("qwen3_moe", 4, "dp_replicate=32,dp_shard=32", FSDP),
+        ("mixtral", 4, "dp=8,ep=8", EXPERTS),
+        ("deepseek", 4, "dp=64,ep=64", EXPERTS),
+        ("qwen3_moe", 4, "dp=2,ep=8", EXPERTS),
         ("t5", 4, "dp=8", FSDP),
         ("t5", 4, "dp=2048", FSDP),
     ],

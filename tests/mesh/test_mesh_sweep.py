@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import meshed
 import pytest
 
-from mxcompile.analysis.explain.meshes import sweep_meshes
+import mxcompile
 from mxcompile.cli import main
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.mesh import Memory, RankReport
 from mxcompile.mesh.links import Links
-from mxcompile.mesh.sweep import MEMORY_GB, MeshCandidate, MeshPoint, MeshSweep, candidates
+from mxcompile.mesh.sweep import MeshCandidate, MeshPoint, MeshSweep, candidates
 from mxcompile.mesh.time import RankWork, StepTime
 from mxcompile.offline.estimate import Work
 from mxcompile.report import Report
@@ -39,12 +40,18 @@ def test_large_ones_copy_weights_too():
     assert meshes(128, "fsdp") == [("dp=128", "fsdp"), ("dp_replicate=4,dp_shard=32", "fsdp")]
 
 
+def test_experts_are_spread_over_some_of_the_ranks():
+    assert meshes(8, "fsdp,ep") == [
+        ("dp=8", "fsdp"),
+        ("dp=4,ep=2", "fsdp,ep"),
+        ("dp=2,ep=4", "fsdp,ep"),
+        ("dp=1,ep=8", "fsdp,ep"),
+    ]
+    assert {candidate.tp for candidate in candidates(256, "fsdp,ep")} == {1}
+
+
 def test_factories_take_dp_and_tp():
     assert meshes(12, None, 4) == [("dp=12,tp=1", None), ("dp=6,tp=2", None), ("dp=3,tp=4", None)]
-
-
-def test_every_chip_with_peaks_has_its_memory():
-    assert set(MEMORY_GB) == {name for name, row in TARGETS.items() if row.peak is not None}
 
 
 def point(mesh: str, *, ms: float, gigabytes: float, tp: int = 1) -> MeshPoint:
@@ -98,6 +105,17 @@ def test_nothing_fits():
     assert "no mesh fits" in str(swept)
 
 
+def test_a_picture_has_a_bar_for_each_mesh_that_fits(tmp_path: Path):
+    points = tuple(point(f"dp={size}", ms=50, gigabytes=size) for size in (8, 400))
+    MeshSweep(points=points, ranks=8, tokens=1, memory_gb=180).plot(tmp_path / "meshes.svg")
+    drawn = (tmp_path / "meshes.svg").read_text()
+    assert "dp=8" in drawn
+    assert "dp=400" not in drawn
+    assert "exposed communication" in drawn
+    with pytest.raises(OptionError, match="no mesh fits"):
+        MeshSweep(points=points[1:], ranks=8, tokens=1, memory_gb=180).plot(tmp_path / "none.svg")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -109,7 +127,9 @@ def test_nothing_fits():
 def test_mistakes(given: dict[str, Any], words: str):
     model, args, _ = meshed.plain()
     with pytest.raises(OptionError, match=words):
-        sweep_meshes(model, *args, **{"links": "nvlink=900", "target": "b200", "parallel": "fsdp", **given})
+        mxcompile.sweep_meshes(
+            model, *args, **{"links": "nvlink=900", "target": "b200", "parallel": "fsdp", **given}
+        )
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -116,16 +116,25 @@ def rank() -> RankReport:
     return mxcompile.explain(meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50")
 
 
-def test_a_rank_has_a_step_beside_bf16(rank: RankReport):
+def test_a_rank_has_a_step_beside_fp8_and_bf16(rank: RankReport):
     time = rank.time
     assert time is not None
-    assert [work.policy for work in time.works] == ["preset nvidia", "preset bf16"]
+    assert [work.policy for work in time.works] == ["preset nvidia", "preset fp8_tensor", "preset bf16"]
     for work in time.works:
         values = work.parts(time.links, time.rates)
         assert time.range(work).centre == pytest.approx(sum(values.values()))
         assert all(values[part] > 0 for part in ("product", "rest", "exposed, activations", "optimizer"))
-    ours, plain = (work.parts(time.links, time.rates) for work in time.works)
+    ours, fp8, plain = (work.parts(time.links, time.rates) for work in time.works)
     assert ours["cast"] > plain["cast"] == 0
+    assert fp8["cast"] > 0
+
+
+def test_bf16_stands_alone():
+    rank = mxcompile.explain(
+        meshed.fsdp_sp, mesh="dp=64,tp=2", target="b200", links="nvlink=900,net=50", policy="bf16"
+    )
+    assert rank.time is not None
+    assert [work.policy for work in rank.time.works] == ["preset bf16"]
 
 
 def test_the_report_has_the_time(rank: RankReport):
@@ -133,7 +142,7 @@ def test_the_report_has_the_time(rank: RankReport):
     assert "time of a step on B200, links nvlink=900,net=50, nodes of 8: an estimate, not measured" in text
     data = json.loads(rank.to_json())["time"]
     assert data["links"] == {"nvlink": 900.0, "net": 50.0, "node": 8}
-    assert data["steps"][1]["ratio"]["centre"] == 1.0
+    assert data["steps"][-1]["ratio"]["centre"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,17 @@ import pytest
 import torch
 from helpers.reference import scale_byte_of
 
+from mxcompile.errors import FormatError
 from mxcompile.formats import PRECISIONS, Choices, Format, Rounding, ScaleType, Tile
-from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors, to_elements
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_tensors,
+    pack,
+    rounded_tensors,
+    tensor_amax,
+    to_elements,
+)
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -26,7 +35,8 @@ FORMATS = sorted(
         for row in ROWS
         for word in row.tiles
         for elem in row.elems
-        for operands in [row.formats(Choices(elem=elem, grad_elem=elem, tiles=(word,)))]
+        for block in row.weight_blocks or (None,)
+        for operands in [row.formats(Choices(elem=elem, grad_elem=elem, tiles=(word,), weight_block=block))]
         for fmt in (operands.x, operands.w)
     }
 )
@@ -87,6 +97,71 @@ def test_fp32_scales_of_every_bf16_amax(name: str):
         np.testing.assert_array_equal(value[row].numpy(), values)
 
 
+def two_level_reference(tile: np.ndarray, amax: np.ndarray, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and values of tiles [tiles, elements], in Transformer Engine's order of operations.
+
+    amax: of the tensor. As in its `NVFP4QuantizerRef`; the values are those of torchao's `dequantize`.
+    """
+    f32, most = np.float32, np.finfo(np.float32).max
+    if not np.isfinite(amax):
+        return np.full(len(tile), np.nan, f32), np.full(tile.shape, np.nan, f32)
+    with np.errstate(all="ignore"):
+        gain = f32(1) if amax == 0 else np.minimum(f32(448 * 6) / f32(amax), most)
+        multiplier = f32(gain * (f32(1) / f32(6)))
+        largest = np.abs(tile).max(1, initial=0)
+        scale = np.minimum(largest * multiplier, f32(448)).astype(DTYPES["e4m3"]).astype(f32)
+        inverse = np.minimum(f32(1) / (scale * (f32(1) / gain)), most)
+        over = np.clip(tile * inverse[:, None], f32(-6), f32(6)).astype(dtype).astype(f32)
+        outer = f32(1) if amax == 0 else f32(amax) / f32(448 * 6)
+        return scale, over * (scale * outer)[:, None]
+
+
+EXTREMES = [448.0 * 6, 1.0, 3.0e-39, 1e-30, 3.3e38, 7.0, 35.0, 1.75 * 5, 0.001, 1e20]
+
+
+@pytest.mark.parametrize("largest", EXTREMES)
+def test_two_levels_of_every_bf16_amax(largest: float):
+    """Blocks whose largest magnitudes are all BF16 values up to that of the tensor."""
+    fmt = Format.of("e2m1 1x16 two-level")
+    amax = torch.tensor([largest], dtype=torch.float32)
+    values = BF16.to(torch.float32)
+    values = values[values.abs() <= amax]
+    blocks = torch.zeros(len(values), 16)
+    blocks[:, :5] = values[:, None] * torch.tensor([0.31, 1.0, -0.7, 0.013, -0.0])
+    blocks[:, 5:9] = values[:, None] * torch.tensor([0.25, 0.75, 1.25, 2.5]) / 6
+    qdata, scale = encode_tensors(blocks, -1, fmt, amax=amax)
+    found = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
+    scales, expected = two_level_reference(blocks.numpy(), amax.numpy()[0], DTYPES["e2m1"])
+    np.testing.assert_array_equal(scale.squeeze(1).to(torch.float32).numpy(), scales)
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_two_levels_are_those_of_torchao():
+    """Its values for its codes always; its codes where the tensor's scale is a power of two.
+
+    Otherwise it rounds three quotients where Transformer Engine rounds products. Its scales of blocks are
+    at least 2^−6.
+    """
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    fmt, gen = Format.of("e2m1 1x16 two-level"), torch.Generator().manual_seed(5)
+    for exponent in (-20, 0, 7):
+        x = torch.randn(64, 96, generator=gen).to(torch.bfloat16) * 2.0**exponent
+        x[3, 5] = 448 * 6 * 2.0 ** (exponent - 8)
+        amax = tensor_amax(x)
+        outer = nvfp4.per_tensor_amax_to_scale(amax[0])
+        theirs = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=outer)
+        qdata, scale = encode_tensors(x, -1, fmt, amax=amax)
+        assert torch.equal(scale.to(torch.float32), theirs.scale.to(torch.float32))
+        assert torch.equal(pack(qdata, -1, fmt.elem), theirs.qdata)
+        found = decode_tensors(qdata, scale, -1, fmt, torch.float32, amax)
+        assert torch.equal(found, theirs.dequantize(torch.float32))
+
+
+def test_a_cast_to_two_levels_without_the_amax_is_an_error():
+    with pytest.raises(FormatError, match="e2m1 1x16 two-level needs the amax of the tensor"):
+        encode_tensors(torch.ones(2, 16), -1, Format.of("e2m1 1x16 two-level"))
+
+
 def pow2_reference(amax: float, largest: float) -> float:
     """The least power of two ≥ amax / largest, in rational numbers; at least 2^−127."""
     if amax == 0 or not np.isfinite(amax):
@@ -134,9 +209,8 @@ def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
     gen = torch.Generator().manual_seed(len(word))
     spread = torch.exp2(torch.randint(-30, 30, (*shape[:-1], 1), generator=gen).float())
     x = torch.randn(shape, generator=gen) * spread
-    qdata, scale = encode_tensors(x, dim, fmt)
-    value = decode_tensors(qdata, scale, dim, fmt, torch.float32)
-    assert qdata.shape == x.shape == value.shape
+    value = rounded_tensors(x, dim, fmt)
+    assert value.shape == x.shape
     along, across = (fmt.tile.along or 10**9), (fmt.tile.across or 10**9)
     rows, columns = (across, along) if dim == -1 else (along, across)
     whole = fmt.tile == Tile.TENSOR
@@ -148,7 +222,13 @@ def test_tiles_by_hand(word: str, dim: int, shape: tuple[int, ...]):
             for left in range(0, flat.shape[1], columns):
                 tile = flat[top : top + rows, left : left + columns].numpy()
                 part = got[top : top + rows, left : left + columns].numpy()
-                if fmt.rounding is None:
+                if fmt.two_level:
+                    flat_tile = tile.reshape(1, -1)
+                    _, flat_values = two_level_reference(
+                        flat_tile, tensor_amax(x).numpy()[0], DTYPES[fmt.elem.name]
+                    )
+                    expected = flat_values.reshape(tile.shape)
+                elif fmt.rounding is None:
                     _, expected = fp32_reference(tile, fmt.elem.max, DTYPES[fmt.elem.name])
                 else:
                     parts = (fmt.elem.max, fmt.elem.emax, fmt.elem.mantissa_bits)
@@ -167,9 +247,10 @@ def test_nan_and_inf_surface(word: str, bad: float):
     fmt = Format.of(word)
     x = torch.ones(256, 256)
     x[3, 200] = bad
-    value = decode_tensors(*encode_tensors(x, -1, fmt), -1, fmt, torch.float32)
-    clean = decode_tensors(*encode_tensors(torch.ones(256, 256), -1, fmt), -1, fmt, torch.float32)
-    across, along = fmt.tile.across or 256, fmt.tile.along or 256
+    value = rounded_tensors(x, -1, fmt)
+    clean = rounded_tensors(torch.ones(256, 256), -1, fmt)
+    tile = Tile.TENSOR if fmt.two_level else fmt.tile  # the tensor's scale is of all elements
+    across, along = tile.across or 256, tile.along or 256
     rows = slice(3 // across * across, (3 // across + 1) * across)
     columns = slice(200 // along * along, (200 // along + 1) * along)
     assert value[rows, columns].isnan().all()

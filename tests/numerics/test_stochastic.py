@@ -9,12 +9,14 @@ from torch.library import opcheck
 from mxcompile import ops
 from mxcompile.errors import FormatError
 from mxcompile.formats import ElemType, Format
-from mxcompile.formats.encoding import decode_tensors, element_values, encode_tensors
+from mxcompile.formats.encoding import element_values, rounded_tensors
 from mxcompile.formats.stochastic import philox, rounded, words
 from mxcompile.formats.types import E2M1, E2M3, E3M2, E4M3, E5M2
 
 ELEMS = [E4M3, E5M2, E3M2, E2M3, E2M1]
 FORMATS = ["e5m2 tensor nearest stochastic", "e4m3 1x32 rceil stochastic", "e2m1 1x32 rceil stochastic"]
+TWO_LEVEL = "e2m1 1x16 two-level stochastic"
+"""Whose largest elements saturate where an E4M3 scale is rounded down, so that they have another mean."""
 SEED = torch.tensor([20260101])
 
 
@@ -100,12 +102,9 @@ def test_a_tensor_in_expectation(word: str, dim: int):
     x = torch.randn(64, 96, generator=gen) * torch.exp2(torch.randint(-9, 9, (64, 1), generator=gen).float())
     x /= x.abs().amax() / 6.0
     fmt = Format.of(word)
-    draws = [
-        decode_tensors(*encode_tensors(x, dim, fmt, SEED, stream), dim, fmt, torch.float32).double()
-        for stream in range(256)
-    ]
+    draws = [rounded_tensors(x, dim, fmt, SEED, stream).double() for stream in range(256)]
     plain = Format.of(word.removesuffix(" stochastic"))
-    nearest = decode_tensors(*encode_tensors(x, dim, plain), dim, plain, torch.float32).double()
+    nearest = rounded_tensors(x, dim, plain).double()
 
     def error(value: torch.Tensor) -> float:
         return float((value - x.double()).norm())
@@ -114,31 +113,33 @@ def test_a_tensor_in_expectation(word: str, dim: int):
     assert error(nearest) > 4 * error(draws[0]) / 16
 
 
-@pytest.mark.parametrize("word", FORMATS)
+@pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
 def test_nan_and_inf_surface(word: str):
     fmt = Format.of(word)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = torch.ones(4, 64)
         x[1, 40] = bad
-        value = decode_tensors(*encode_tensors(x, -1, fmt, SEED), -1, fmt, torch.float32)
+        value = rounded_tensors(x, -1, fmt, SEED)
         whole = fmt.rounding is None
         assert value[1, 32:].isnan().all()
         assert bool(value[0].isnan().all()) == whole
         assert bool(value[1, :32].isnan().all()) == whole
 
 
-@pytest.mark.parametrize("word", FORMATS)
+@pytest.mark.parametrize("word", [*FORMATS, TWO_LEVEL])
 def test_operators_pass_opcheck(word: str):
     fmt = Format.of(word)
-    checked = {} if fmt.elem.is_coded else {
+    checked = {} if fmt.elem.is_coded and not fmt.two_level else {
         "test_utils": ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     }  # fmt: skip
     for shape in ((40, 70), (0, 5), (2, 33, 65)):
         x = torch.randn(shape)
-        scale = ops.scale_of(x, -1, word)
-        opcheck(ops.encode, (x, -1, word, SEED, 3), **checked)
-        opcheck(ops.encode_with, (x, scale, -1, word, SEED, 3), **checked)
-        opcheck(ops.round_with, (x, scale, -1, word, True, torch.bfloat16, SEED, 3))
+        amax = ops.largest(x) if fmt.two_level else None
+        scale = ops.scale_of(x, -1, word, amax)
+        opcheck(ops.encode, (x, -1, word, SEED, 3, None, amax), **checked)
+        opcheck(ops.encode_with, (x, scale, -1, word, SEED, 3, amax), **checked)
+        valued = checked if fmt.two_level else {}
+        opcheck(ops.round_with, (x, scale, -1, word, True, torch.bfloat16, SEED, 3, amax), **valued)
     seed = ops.draw_seed(torch.ones(2))
     assert seed.shape == (1,)
     assert seed.dtype is torch.int64

@@ -75,6 +75,21 @@ def test_a_word_is_taken_once(toy: Precision):
         ({"precision": "fp8", "scale": "e8m0"}, "unknown scale 'e8m0'"),
         ({"precision": "mxfp4", "elem_dtype": "e5m2"}, "'elem_dtype' does not belong to mxfp4"),
         ({"precision": "mxfp8", "block": 48}, "unknown block 48"),
+        (
+            {"precision": "mxfp8", "weight_block": "16x16"},
+            "16x16 does not belong to mxfp8: it has 1x32, 32x32",
+        ),
+        (
+            {"precision": "nvfp4", "weight_block": "32x32"},
+            "32x32 does not belong to nvfp4: it has 1x16, 16x16",
+        ),
+        ({"precision": "mxfp8", "hadamard": 5}, "'hadamard' does not belong to mxfp8"),
+        (
+            {"precision": "nvfp4", "hadamard": 65536},
+            "expected 16 signs as a number from 0 to 65535, or false",
+        ),
+        ({"precision": "nvfp4", "hadamard": True}, "expected 16 signs as a number from 0 to 65535, or false"),
+        ({"precision": "nvfp4", "rounding": "floor"}, "'rounding' does not belong to nvfp4"),
         ({"precision": "mxfp8", "block": 64, "weight_block": "32x32"}, "blocks of 32 alone"),
         ({"precision": "fp8", "scaling": "late"}, "unknown scaling 'late'"),
         ({"precision": "fp8", "history": 16}, "'history' goes with scaling: delayed alone"),

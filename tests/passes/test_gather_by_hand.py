@@ -65,6 +65,84 @@ def narrowed(hand: Hand, whole: fx.Node) -> fx.Node:
     return rows(hand, hand.call(prims.convert_element_type.default, whole, torch.bfloat16))
 
 
+def numbers(hand: Hand, length: int, factor: int, end: int) -> fx.Node:
+    """0, `factor`, 2 · `factor` …, each modulo `end`."""
+    places = hand.call(aten.arange.default, length)
+    return hand.call(aten.remainder.Scalar, hand.call(aten.mul.Tensor, places, factor), end)
+
+
+def order(hand: Hand) -> fx.Node:
+    """An order of the 12 tokens, as a sort by expert gives it."""
+    return hand.call(operator.getitem, hand.call(aten.sort.default, numbers(hand, 12, 5, 12)), 1)
+
+
+def filled(hand: Hand, whole: fx.Node, value: float, *shape: int) -> fx.Node:
+    return hand.call(aten.full.default, shape, value, dtype=whole.meta["val"].dtype)
+
+
+def mask(hand: Hand, *shape: int) -> fx.Node:
+    length = max(shape)
+    bits = hand.call(aten.gt.Scalar, numbers(hand, length, 1, 3), 0)
+    return hand.call(aten.view.default, bits, shape)
+
+
+def picked(hand: Hand, whole: fx.Node) -> fx.Node:
+    """Tokens in an order that an index gives, as those of experts are, and some of them again."""
+    some = hand.call(aten.index_select.default, whole, 0, order(hand))
+    return hand.call(aten.index.Tensor, some, [None, numbers(hand, 20, 7, 10)])
+
+
+def padded(hand: Hand, whole: fx.Node) -> fx.Node:
+    """Rows behind others of zeros, and zeros where a mask says so."""
+    longer = hand.call(aten.cat.default, [filled(hand, whole, 0, 2, 10, 64), whole])
+    return hand.call(aten.where.self, mask(hand, 14, 1, 1), longer, filled(hand, whole, 0.0))
+
+
+def scattered(hand: Hand, whole: fx.Node) -> fx.Node:
+    """The gradient of a permutation of tokens."""
+    zeros = filled(hand, whole, 0, 12, 10, 64)
+    return hand.call(aten.index_put.default, zeros, [order(hand)], whole, True)
+
+
+def in_the_midst(hand: Hand, whole: fx.Node) -> fx.Node:
+    """Rows between one of zeros, which is a view, and the zeros of padding."""
+    zero = hand.call(aten.expand.default, filled(hand, whole, 0.0, 64), [1, 10, 64])
+    longer = hand.call(aten.cat.default, [zero, whole])
+    base = filled(hand, whole, 0, 15, 10, 64)
+    return hand.call(
+        aten.constant_pad_nd.default,
+        hand.call(aten.slice_scatter.default, base, longer, 0, 1, 14),
+        [0, 0, 2, 0],
+    )
+
+
+def widened(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.constant_pad_nd.default, whole, [0, 64])
+
+
+def halves(hand: Hand, whole: fx.Node) -> fx.Node:
+    split = hand.call(aten.split_with_sizes.default, whole, [5, 7])
+    return hand.call(operator.getitem, split, 1)
+
+
+def added_up(hand: Hand, whole: fx.Node) -> fx.Node:
+    """Rows put into places that several share."""
+    zeros = filled(hand, whole, 0, 12, 10, 64)
+    return hand.call(aten.index_put.default, zeros, [numbers(hand, 12, 1, 6)], whole, True)
+
+
+def masked_by_one(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.where.self, mask(hand, 12, 1, 1), whole, filled(hand, whole, 1.0))
+
+
+def masked_elements(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.where.self, mask(hand, 64), whole, filled(hand, whole, 0.0))
+
+
+def features(hand: Hand, whole: fx.Node) -> fx.Node:
+    return hand.call(aten.index_select.default, whole, 2, numbers(hand, 64, 5, 64))
+
+
 def transposed(hand: Hand, whole: fx.Node) -> fx.Node:
     return hand.call(aten.permute.default, whole, [0, 2, 1])
 
@@ -82,7 +160,17 @@ def result(graph: fx.Graph, dtype: torch.dtype) -> tuple[list[Tensor], int]:
 
 @pytest.mark.parametrize(
     ("steps", "dtype"),
-    [(rows, torch.float32), (rows, torch.bfloat16), (tokens, torch.bfloat16), (narrowed, torch.float32)],
+    [
+        (rows, torch.float32),
+        (rows, torch.bfloat16),
+        (tokens, torch.bfloat16),
+        (narrowed, torch.float32),
+        (picked, torch.bfloat16),
+        (padded, torch.bfloat16),
+        (scattered, torch.float32),
+        (in_the_midst, torch.bfloat16),
+        (halves, torch.bfloat16),
+    ],
 )
 def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype: torch.dtype):
     expected, sent = result(gathered(steps, -1, dtype=dtype), dtype)
@@ -94,7 +182,18 @@ def test_codes_and_scales_travel_and_are_those_of_the_whole(steps: Steps, dtype:
 
 
 @pytest.mark.parametrize(
-    ("steps", "dims"), [(rows, (0,)), (rows, (-1, 0)), (transposed, (-1,)), (shifted, (-1,))]
+    ("steps", "dims"),
+    [
+        (rows, (0,)),
+        (rows, (-1, 0)),
+        (transposed, (-1,)),
+        (shifted, (-1,)),
+        (added_up, (-1,)),
+        (masked_by_one, (-1,)),
+        (masked_elements, (-1,)),
+        (features, (-1,)),
+        (widened, (-1,)),
+    ],
 )
 def test_the_source_travels_where_something_else_reads_it(steps: Steps, dims: tuple[int, ...]):
     graph = gathered(steps, *dims)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.blocks import StackedExperts
 from probes import (
     ATTENTION,
     LENGTH,
@@ -371,6 +372,7 @@ def _neighbours() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     )
     yield from ((model, x) for model in (SoftMixture(), Squeezed(True), Squeezed(False), Routed(False)))
     yield nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)), x
+    yield StackedExperts(len(x), WIDTH), x
     yield _Tied(), ids
     yield nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, WIDTH), Body()), ids
 

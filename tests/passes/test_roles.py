@@ -23,6 +23,7 @@ from helpers.blocks import (
     Parallel,
     Patches,
     Residual,
+    StackedExperts,
     block,
     features,
 )
@@ -64,6 +65,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
         {"0": "ffn_in", "2": "ffn_out"},
     ),
+    "experts alone": (StackedExperts, {"a": "expert_in", "b": "expert_out"}),
     "residual feed-forward": (
         lambda: Residual(nn.Sequential(nn.Linear(WIDTH, 96), nn.ELU(), nn.Linear(96, WIDTH))),
         {"b.0": "ffn_in", "b.2": "ffn_out"},

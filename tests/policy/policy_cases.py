@@ -141,16 +141,16 @@ TYPES = {
     "empty match": Broken(match("{}"), 3, "at least one of name, role, module"),
     "long list for match": Broken(match(f"[{'qkv, ' * 3000}]"), 3, "at least one of name, role"),
     "number for use": Broken(
-        use("8"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+        use("8"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
     ),
     "nothing for use": Broken(
-        use(""), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+        use(""), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
     ),
     "list for use": Broken(
-        use("[bf16]"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+        use("[bf16]"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
     ),
     "empty use": Broken(
-        use("{}"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, bf16 or a mapping"
+        use("{}"), 3, "expected mxfp8, fp8, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4, bf16 or a mapping"
     ),
     "number for name": Broken(match("{name: 5}"), 3, "expected a glob or 're:…'"),
     "empty name": Broken(match("{name: ''}"), 3, "expected a glob or 're:…'"),
@@ -185,7 +185,7 @@ TYPES = {
     "bool for a GEMM": Broken(use("{fprop: true}"), 3, "unknown precision True"),
     "list for an element type": Broken(use("{elem_dtype: [e4m3]}"), 3, "element type", "e4m3"),
     "number for rounding": Broken(use("{rounding: 1}"), 3, "unknown rounding 1"),
-    "number for a weight block": Broken(use("{weight_block: 16}"), 3, "unknown weight block 16"),
+    "number for a weight block": Broken(use("{weight_block: 16}"), 3, "unknown weight block 16", "1x16"),
     "bool for saved": Broken(use("{saved: false}"), 3, "unknown saved form False"),
 }
 

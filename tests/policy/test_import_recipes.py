@@ -48,6 +48,15 @@ def formats(policy, gemm: Gemm = Gemm.DGRAD) -> dict[str, str]:
         ),
         ("recipe: MXFP8BlockScaling\n", *["e4m3 1x32 rceil"] * 3),
         ("recipe: MXFP8BlockScaling\nfp8_format: HYBRID\n", *["e4m3 1x32 rceil"] * 2, "e5m2 1x32 rceil"),
+        (
+            "recipe: NVFP4BlockScaling\n",
+            "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x16 two-level stochastic",
+        ),
+        (
+            "recipe: NVFP4BlockScaling\nfp4_format: E2M1\ndisable_stochastic_rounding: true\n"
+            "disable_2d_quantization: true\n",
+            *["e2m1 1x16 two-level"] * 3,
+        ),
         ("recipe: tensorwise\n", *["e4m3 tensor nearest"] * 2, "e5m2 tensor nearest"),
         ("recipe: rowwise\n", *["e4m3 channel pow2"] * 3),
         ("recipe: rowwise_with_gw_hp\n", *["e4m3 channel pow2"] * 3),
@@ -64,6 +73,25 @@ def test_formats(tmp_path: Path, text: str, x: str, w: str, dy: str):
     assert formats(made.policy) == {"x": x, "w": w, "dy": dy}
     kept = formats(made.policy, Gemm.WGRAD) == {}
     assert kept == ("gw_hp" in text)
+
+
+@pytest.mark.parametrize(("flag", "signs"), [("", 0xD7E8), ("disable_rht: true\n", None)])
+def test_the_transform_of_nvfp4(tmp_path: Path, flag: str, signs: int | None):
+    made = imported(f"recipe: NVFP4BlockScaling\n{flag}", tmp_path)
+    chosen = made.policy.decide(layer("model.layers.0.self_attn.q_proj")).wgrad.formats
+    assert chosen is not None
+    assert {chosen.of(name, wgrad=True).hadamard for name in ("x", "dy")} == {signs}
+    assert chosen.of("x").hadamard is None
+
+
+def test_fields_of_nvfp4_without_a_counterpart(tmp_path: Path):
+    text = "recipe: NVFP4BlockScaling\nrow_scaled_activation: true\nnvfp4_4over6: weights\n"
+    made = imported(text, tmp_path)
+    said = " ".join(made.notes)
+    assert "row_scaled_activation: is not to be had" in said
+    assert "nvfp4_4over6: is not to be had" in said
+    with pytest.raises(PolicyError, match="unknown format 'E3M0'"):
+        imported("recipe: NVFP4BlockScaling\nfp4_format: E3M0\n", tmp_path)
 
 
 def test_gemms_in_high_precision_stay(tmp_path: Path):

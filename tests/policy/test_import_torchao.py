@@ -140,6 +140,28 @@ def test_fp8_keeps_its_granularity(granularity: str | None, x: str, w: str, tmp_
     assert made.notes == ()
 
 
+def test_nvfp4_is_nvfp4(tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.prototype.mx_formats import (
+            NVFP4DynamicActivationNVFP4WeightConfig,
+            NVFP4WeightOnlyConfig,
+        )
+
+        configs = {
+            "a": NVFP4DynamicActivationNVFP4WeightConfig(),
+            "b": NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=False),
+        }
+    made = imported(written(configs), tmp_path, name="config.json")
+    for name in configs:
+        assert sent(made.policy, layer(name)) == {"fprop": "e2m1 1x16 two-level"}
+    place = "_data.fqn_to_config.b"
+    assert list(made.notes) == [
+        f"{place}: NVFP4WeightOnlyConfig: the activations are quantized too",
+        f"{place}._data.use_dynamic_per_tensor_scale: a tensor always has an FP32 scale here",
+    ]
+
+
 def test_what_is_no_mxfp8_is_said(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

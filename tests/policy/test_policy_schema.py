@@ -112,9 +112,11 @@ def test_schema_and_reader_agree_on_every_match_key(key: str):
 
 @pytest.mark.parametrize("key", schema.USE)
 def test_schema_and_reader_agree_on_every_use_key(key: str):
+    preset = "nvfp4" if key == "hadamard" else "nvidia"  # which has no transform
     for value in TRIED:
         for role in ("qkv", "attn_values"):
-            policy = {"version": 1, "rules": [{"match": {"role": role}, "use": {key: value}}]}
+            rules = [{"match": {"role": role}, "use": {key: value}}]
+            policy = {"version": 1, "preset": preset, "rules": rules}
             assert VALIDATOR.is_valid(policy) == accepted(policy), value
 
 

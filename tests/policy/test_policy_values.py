@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxcompile.errors import PolicyError
-from mxcompile.formats import E4M3, E5M2, PRECISIONS, Rounding, Tile
+from mxcompile.formats import E4M3, E5M2, NO_HADAMARD, PRECISIONS, Rounding, Tile
 from mxcompile.policy import ATTENTION_PRODUCTS, Ends, Match, Policy, Role, Rule, Saved, Use
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.shadow import Shadows
@@ -118,10 +118,11 @@ def means_something(use: Use) -> bool:
         keys = set.intersection(*(set(preset.precision.keys) for preset in PRESETS.values()))
     given = {
         key
-        for key in ("elem_dtype", "grad_dtype", "rounding", "weight_block")
+        for key in ("elem_dtype", "grad_dtype", "rounding", "weight_block", "hadamard")
         if getattr(use, key) is not None
     }
-    return given <= keys
+    blocks = {None, *(block for row in rows for block in row.weight_blocks)}
+    return given <= keys and use.weight_block in blocks
 
 
 USES = st.builds(
@@ -132,7 +133,8 @@ USES = st.builds(
     elem_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
     grad_dtype=st.none() | st.sampled_from([E4M3, E5M2]),
     rounding=st.none() | st.sampled_from(Rounding),
-    weight_block=st.none() | st.sampled_from([Tile.ROW, Tile.SQUARE]),
+    weight_block=st.none() | st.sampled_from([Tile.ROW, Tile.SQUARE, Tile(16, 16)]),
+    hadamard=st.none() | st.sampled_from([NO_HADAMARD, 0, 0xFFFF]),
     saved=st.none() | st.sampled_from(Saved),
 ).filter(lambda use: use != Use() and means_something(use))
 

@@ -44,7 +44,7 @@ def test_json_carries_its_schema():
     assert set(data) == {"schema", "kind", "gemms", "summary", "graph"}
     assert data["gemms"][0]["formats"][0] == {
         "operand": "x", "elem": "e4m3", "block": "1x32", "rounding": "rceil",
-        "elements": "nearest", "amax": "max",
+        "elements": "nearest", "amax": "max", "transform": "",
     }  # fmt: skip
 
 
@@ -56,7 +56,13 @@ def test_the_published_schema_is_that_of_the_classes():
 def test_the_words_are_those_of_policies():
     assert set(CHOICES["GemmRecord", "gemm"]) == set(Gemm)
     assert set(CHOICES["GemmRecord", "precision"]) == set(PRECISIONS)
-    assert set(CHOICES["OperandFormat", "rounding"]) == {*map(str, Rounding), "nearest", "pow2", STORED}
+    assert set(CHOICES["OperandFormat", "rounding"]) == {
+        *map(str, Rounding),
+        "nearest",
+        "pow2",
+        "two-level",
+        STORED,
+    }
     rows = [row for row in PRECISIONS.values() if row.quantizes]
     blocks = {None, *(tile for row in rows for tile in row.weight_blocks)}
     made = [

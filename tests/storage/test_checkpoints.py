@@ -14,8 +14,12 @@ import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.errors import CheckpointError
+from mxcompile.formats.encoding import pack, unpack
+from mxcompile.formats.types import E2M1
 
 BF16 = torch.bfloat16
+FP8, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+ELEMS = pytest.mark.parametrize("elem", [FP8, FP4], ids=["mxfp8", "mxfp4"])
 LAYOUTS = ["compressed-tensors", "torchao"]
 
 
@@ -31,10 +35,10 @@ def small(device: str = "cpu") -> nn.Module:
     return model
 
 
-def stored() -> nn.Module:
+def stored(elem: torch.dtype = FP8) -> nn.Module:
     model = small()
     for layer in (model[0], model[2]):
-        weight = mxcompile.quantize(spread(*layer.weight.shape))
+        weight = mxcompile.quantize(spread(*layer.weight.shape), elem_dtype=elem)
         layer.weight = nn.Parameter(weight, requires_grad=False)
     model.tied.weight = model[2].weight
     return model
@@ -58,8 +62,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shard", [10**9, 4000])
-def test_round_trip_into_a_model_on_the_meta_device(tmp_path, layout, shard):
-    model = stored()
+@ELEMS
+def test_round_trip_into_a_model_on_the_meta_device(tmp_path, layout, shard, elem):
+    model = stored(elem)
     mxcompile.save_quantized(model, tmp_path / "out", layout=layout, max_shard_bytes=shard)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (shard == 4000)
@@ -79,7 +84,8 @@ def test_what_safetensors_alone_reads(tmp_path):
     assert "tied.weight" not in found
 
 
-def test_torchao_reads_and_writes_its_layout(tmp_path):
+@ELEMS
+def test_torchao_reads_and_writes_its_layout(tmp_path, elem):
     from safetensors import safe_open
     from torchao.prototype.mx_formats.mx_tensor import MXTensor as TheirTensor
     from torchao.prototype.safetensors.safetensors_support import (
@@ -87,7 +93,7 @@ def test_torchao_reads_and_writes_its_layout(tmp_path):
         unflatten_tensor_state_dict,
     )
 
-    model = stored()
+    model = stored(elem)
     mxcompile.save_quantized(model, tmp_path / "ours", layout="torchao")
     file = tmp_path / "ours/model.safetensors"
     with safe_open(str(file), framework="pt") as handle:
@@ -97,7 +103,7 @@ def test_torchao_reads_and_writes_its_layout(tmp_path):
     assert torch.equal(theirs["1.bias"], model[1].bias)
 
     dense = {"m.weight": spread(64, 96), "m.bias": spread(64)}
-    made = TheirTensor.to_mx(dense["m.weight"], torch.float8_e4m3fn, 32)
+    made = TheirTensor.to_mx(dense["m.weight"], elem, 32)
     tensors, metadata = flatten_tensor_state_dict({"m.weight": made, "m.bias": dense["m.bias"]})
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
     target = nn.ModuleDict({"m": nn.Linear(96, 64, dtype=BF16)})
@@ -106,44 +112,71 @@ def test_torchao_reads_and_writes_its_layout(tmp_path):
     assert torch.equal(target["m"].weight.dequantize(), made.dequantize())
 
 
-def their_scheme():
+def their_scheme(elem: torch.dtype = FP8):
     from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP8A16
+    from compressed_tensors.quantization.quant_scheme import MXFP4A16, MXFP8A16
 
-    return QuantizationScheme(targets=["Linear"], **MXFP8A16)
+    return QuantizationScheme(targets=["Linear"], **(MXFP8A16 if elem is FP8 else MXFP4A16))
 
 
-def test_compressed_tensors_reads_and_writes_its_layout(tmp_path):
-    from compressed_tensors.compressors import MXFP8QuantizationCompressor as Theirs
+@ELEMS
+def test_compressed_tensors_reads_and_writes_its_layout(tmp_path, elem):
+    from compressed_tensors.compressors import MXFP4PackedCompressor, MXFP8QuantizationCompressor
 
-    model = stored()
+    theirs = MXFP8QuantizationCompressor if elem is FP8 else MXFP4PackedCompressor
+    model = stored(elem)
     mxcompile.save_quantized(model, tmp_path / "ours")
     found = load_file(tmp_path / "ours/model.safetensors")
-    parts = {"weight": found["0.weight"], "weight_scale": found["0.weight_scale"]}
-    dense = Theirs.decompress(parts, their_scheme())["weight"]
+    parts = {name: found[f"0.{name}"] for name in theirs.compression_param_names(their_scheme(elem))}
+    dense = theirs.decompress(parts, their_scheme(elem))["weight"]
     assert torch.equal(dense.to(BF16), model[0].weight.dequantize())
 
     weight = model[2].weight
     scale = torch.exp2(weight.scale_bytes.float() - 127)
-    made = Theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme())
+    made = theirs.compress({"weight": weight.dequantize(), "weight_scale": scale}, their_scheme(elem))
+    assert {name: value.dtype for name, value in made.items()} == {n: v.dtype for n, v in parts.items()}
+    if elem is FP4:
+        codes = unpack(found["2.weight_packed"], -1, E2M1)
+        unsigned = pack(torch.where(codes == 8, 0, codes), -1, E2M1)  # their cast has no negative zeros
+        assert torch.equal(made["weight_packed"], unsigned)
+        assert torch.equal(made["weight_scale"], found["2.weight_scale"])
     tensors = {f"m.{name}": value for name, value in made.items()}
     save_file(tensors, tmp_path / "theirs.safetensors")
     target = nn.ModuleDict({"m": nn.Linear(96, 64, bias=False, dtype=BF16)})
     mxcompile.load_quantized(tmp_path / "theirs.safetensors", target)
+    assert target["m"].weight.elem_dtype is elem
     assert torch.equal(target["m"].weight.dequantize(), weight.dequantize())
 
 
-def test_the_config_entry_is_one_that_compressed_tensors_knows():
+def config_of(raw: dict):
     from compressed_tensors.quantization import QuantizationConfig
 
-    from mxcompile.checkpoint.layouts import config_entry
+    return QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
 
-    raw = config_entry(["lm_head"])
-    config = QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
+
+@ELEMS
+def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
+    from mxcompile.checkpoint.compressed_tensors import config_entry
+
+    config = config_of(config_entry(["lm_head"], {"a": elem, "b": elem}))
     group = config.config_groups["group_0"]
-    assert group.weights.model_dump() == their_scheme().weights.model_dump()
+    assert group.targets == ["Linear"]
+    assert group.weights.model_dump() == their_scheme(elem).weights.model_dump()
     assert group.input_activations is None
     assert config.ignore == ["lm_head"]
+    assert config.format == group.format == ("mxfp8-quantized" if elem is FP8 else "mxfp4-pack-quantized")
+
+
+def test_of_two_formats_each_has_its_group():
+    from mxcompile.checkpoint.compressed_tensors import config_entry
+
+    config = config_of(config_entry([], {"a": FP4, "b": FP8, "c": FP4}))
+    groups = config.config_groups
+    assert config.format == "mixed-precision"
+    assert {name: group.targets for name, group in groups.items()} == {
+        "group_0": ["b"], "group_1": ["a", "c"],
+    }  # fmt: skip
+    assert [group.weights.num_bits for group in groups.values()] == [8, 4]
 
 
 def llama(tied: bool = False):
@@ -200,12 +233,14 @@ def llava():
     return LlavaForConditionalGeneration._from_config(config, dtype=BF16).eval()
 
 
-def store_blocks(model: nn.Module) -> nn.Module:
-    """All matrices inside the blocks in MXFP8, but for routers."""
+def store_blocks(model: nn.Module, attention: torch.dtype = FP8, others: torch.dtype = FP8) -> nn.Module:
+    """All matrices inside the blocks stored, but for routers. attention, others: in what elements."""
     for name, parameter in list(model.named_parameters()):
         if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
             owner = model.get_submodule(name.rpartition(".")[0])
-            made = nn.Parameter(mxcompile.quantize(parameter.detach()), requires_grad=False)
+            elem = attention if "_attn." in name else others
+            weight = mxcompile.quantize(parameter.detach(), elem_dtype=elem)
+            made = nn.Parameter(weight, requires_grad=False)
             setattr(owner, name.rpartition(".")[2], made)
     return model
 
@@ -215,8 +250,9 @@ TOKENS = torch.arange(10)[None]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), mixtral], ids=["llama", "tied", "mixtral"])
-def test_hugging_face_models_round_trip(tmp_path, make, layout):
-    model = store_blocks(make())
+@pytest.mark.parametrize("elems", [(FP8, FP8), (FP8, FP4)], ids=["mxfp8", "both"])
+def test_hugging_face_models_round_trip(tmp_path, make, layout, elems):
+    model = store_blocks(make(), *elems)
     mxcompile.save_quantized(model, tmp_path / "out", layout=layout)
     loaded = mxcompile.load_quantized(tmp_path / "out")
     assert same(model, loaded)
@@ -225,11 +261,72 @@ def test_hugging_face_models_round_trip(tmp_path, make, layout):
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
 
+def gpt_oss(folder) -> nn.Module:
+    """A small GPT-OSS, written to `folder` as its publishers do: experts in blocks and scales of MXFP4."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, dtype="bfloat16", bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    model = GptOssForCausalLM._from_config(config, dtype=BF16).eval().requires_grad_(False)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3:
+            experts, k, n = parameter.shape
+            blocks = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 124, (experts, n, k // 32), dtype=torch.uint8)
+            state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=BF16))
+        else:
+            state[name] = parameter
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads(config.to_json_string()) | {"architectures": ["GptOssForCausalLM"]}
+    raw["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # Transformers comments on itself
+def test_experts_of_gpt_oss_stay_in_their_mxfp4(tmp_path):
+    """Their values are those that Transformers decodes, and the model computes with them."""
+    from mxcompile.checkpoint.contents import contents
+
+    model = gpt_oss(tmp_path / "out")
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    experts = model.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(loaded.model.layers[0].mlp.experts, name)
+        assert weight.elem_dtype is FP4
+        assert weight.stored_bytes * 32 == 17 * weight.numel()
+        assert torch.equal(weight.dequantize(), getattr(experts, name))
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    found = contents(tmp_path / "out")
+    assert found.layout == "gpt-oss"
+    shapes = {group.shape for group in found.groups if group.kind == "mxfp4 e2m1"}
+    assert shapes == {(4, 64, 192), (4, 96, 64)}
+    with pytest.raises(CheckpointError, match="down_proj: compressed-tensors has blocks along the last"):
+        mxcompile.save_quantized(loaded, tmp_path / "again")
+
+
+def test_experts_of_gpt_oss_without_their_scales_are_refused(tmp_path):
+    blocks = torch.zeros(2, 8, 1, 16, dtype=torch.uint8)
+    for scales in ({}, {"m.w_scales": torch.zeros(2, 4, 1, dtype=torch.uint8)}):
+        save_file({"m.w_blocks": blocks, **scales}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="has no scales of its blocks"):
+            mxcompile.load_quantized(tmp_path / "model.safetensors", nn.Linear(2, 2))
+
+
 @pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), llava], ids=["llama", "tied", "llava"])
-def test_transformers_loads_what_we_write(tmp_path, make):
+@pytest.mark.parametrize("elems", [(FP8, FP8), (FP4, FP4), (FP8, FP4)], ids=["mxfp8", "mxfp4", "both"])
+def test_transformers_loads_what_we_write(tmp_path, make, elems):
     """Every layer that is not stored is named in `ignore`, or Transformers makes up scales for it."""
-    model = store_blocks(make())
+    model = store_blocks(make(), *elems)
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
     assert not any(info.values()), info
@@ -362,7 +459,9 @@ def test_an_existing_directory_stays(tmp_path):
 def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
     """Both ways, for a model of Hugging Face and any other: neither is silently something else."""
     model = llama() if whole else small()
-    with pytest.raises(CheckpointError, match="no weight of the model is stored in MXFP8: quantize_weights_"):
+    with pytest.raises(
+        CheckpointError, match="no weight of the model is stored in MXFP8 or MXFP4: quantize_weights_"
+    ):
         mxcompile.save_quantized(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     if whole:
@@ -370,7 +469,9 @@ def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
     else:
         (tmp_path / "plain").mkdir()
         save_file({"0.weight": model[0].weight.detach()}, tmp_path / "plain/model.safetensors")
-    with pytest.raises(CheckpointError, match="plain: no weight is stored in MXFP8: `mxcompile convert`"):
+    with pytest.raises(
+        CheckpointError, match="plain: no weight is stored in MXFP8 or MXFP4: `mxcompile convert`"
+    ):
         mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
 
 

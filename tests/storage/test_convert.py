@@ -121,7 +121,7 @@ def _tensor_bytes(folder: Path) -> int:
 def test_a_policy_without_mxfp8_is_refused(source, tmp_path, policy, capsys):
     assert main(["convert", str(source), str(tmp_path / "out"), "--policy", policy]) == 2
     error = capsys.readouterr().err
-    assert f"preset {policy} stores no weight: stored weights are MXFP8" in error
+    assert f"preset {policy} stores no weight: stored weights are MXFP8 or MXFP4" in error
     assert error.count("\n") == 1
 
 
@@ -144,6 +144,41 @@ def test_the_bar_counts_tensors(source, tmp_path, monkeypatch):
     entries = sum(len(load_file(file)) for file in source.glob("*.safetensors"))
     assert bar.disable  # not a terminal
     assert len(bar.seen) == bar.total == 2 * entries
+
+
+def test_weights_in_two_precisions(source, tmp_path, capsys):
+    """A dry run foresees the bytes; what is read back is what `quantize` makes; the config names both."""
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("version: 1\npreset: inference\nrules:\n  - {match: {name: '*.mlp.*'}, use: mxfp4}\n")
+    out = tmp_path / "out"
+    assert main(["convert", str(source), str(out), "--policy", str(policy), "--dry-run"]) == 0
+    foreseen = capsys.readouterr().out.splitlines()[0]
+    assert foreseen.startswith("14 of 16 weights in MXFP8 and MXFP4: ")
+    table = convert(source, out, policy=policy, progress=False)
+    assert str(table).splitlines()[0] == foreseen
+    before = llama_state(source)
+    loaded = mxcompile.load_quantized(out)
+    for row in table.weights:
+        if row.stored:
+            weight = loaded.get_parameter(row.name)
+            packed = ".mlp." in row.name
+            assert row.precision == ("mxfp4" if packed else "mxfp8")
+            assert row.num_bytes == weight.stored_bytes
+            elem = torch.float4_e2m1fn_x2 if packed else torch.float8_e4m3fn
+            expected = mxcompile.quantize(before[row.name], elem_dtype=elem)
+            assert torch.equal(weight.dequantize(), expected.dequantize())
+            assert (row.sqnr_db > 25) != packed
+    assert main(["inspect", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "of it in MXFP8 and MXFP4" in printed
+    assert "mxfp4 e2m1" in printed
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert "model.layers.0.mlp.up_proj" in config["config_groups"]["group_1"]["targets"]
+
+
+def llama_state(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def test_the_command(source, tmp_path, capsys):

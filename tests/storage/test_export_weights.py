@@ -111,6 +111,24 @@ def test_a_policy_is_never_guessed():
         mxcompile.export_weights(model, args=(ROWS,))
 
 
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+def test_weights_in_mxfp4_are_packed(layout):
+    model, policy = small(), {"version": 1, "rules": [{"match": {"name": "2"}, "use": "mxfp4"}]}
+    exported = mxcompile.export_weights(model, layout, policy=policy, args=(ROWS,))
+    found = {each.name: each for each in exported}["2.weight"]
+    expected = mxcompile.quantize(model[2].weight.detach(), elem_dtype=torch.float4_e2m1fn_x2)
+    assert torch.equal(found.codes, expected.qdata)
+    assert torch.equal(found.scales.view(torch.uint8), expected.scale_bytes)
+    rows = {row.name: row for row in exported.weights.weights}
+    assert {name: row.precision for name, row in rows.items()} == {"0.weight": "mxfp8", "2.weight": "mxfp4"}
+    assert rows["2.weight"].num_bytes == expected.stored_bytes
+    if layout == "compressed-tensors":
+        groups = exported.quantization_config()["config_groups"].values()
+        assert {group["format"]: group["targets"] for group in groups} == {
+            "mxfp8-quantized": ["0"], "mxfp4-pack-quantized": ["2"],
+        }  # fmt: skip
+
+
 def test_a_weight_that_the_layout_cannot_hold_keeps_its_dtype_and_says_why():
     policy = {
         "version": 1,
@@ -123,7 +141,7 @@ def test_a_weight_that_the_layout_cannot_hold_keeps_its_dtype_and_says_why():
     first, second = exported.weights.weights
     assert second.stored
     assert not first.stored
-    assert first.reason == "compressed-tensors has e4m3 only"
+    assert first.reason == "compressed-tensors has e4m3 and e2m1 only"
     assert exported.quantization_config()["ignore"] == ["0"]
     found = {
         each.name: each for each in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))

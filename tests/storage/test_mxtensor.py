@@ -1,4 +1,4 @@
-"""`MXTensor` as a tensor: operators give what they give for the values; what keeps blocks stays MXFP8."""
+"""`MXTensor` as a tensor: operators give what they give for the values; what keeps blocks stays stored."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from mxcompile import MXTensor
 from mxcompile.errors import FormatError
 
 BF16, F32 = torch.bfloat16, torch.float32
+E2M1 = torch.float4_e2m1fn_x2
+ELEMS = pytest.mark.parametrize("elem", [torch.float8_e4m3fn, E2M1], ids=["mxfp8", "mxfp4"])
 
 
 def spread(*shape: int) -> Tensor:
@@ -86,19 +88,22 @@ DENSE = {
 }
 
 
+@ELEMS
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_keeps_blocks_whole_stays_mxfp8(name):
-    w = mxcompile.quantize(spread(6, 100))
-    found = KEEPING[name](w)
+def test_what_keeps_blocks_whole_stays_stored(name, elem):
+    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
+    found, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
     assert isinstance(found, MXTensor)
-    assert equal(found, KEEPING[name](w.dequantize(BF16)))
-    assert found.stride() == found.qdata.stride()
-    MXTensor(found.qdata, found.scale, found.block_dim)  # the parts belong together
+    assert equal(found, dense)
+    assert found.elem_dtype is elem
+    assert found.stride() == (found.qdata.stride() if elem is not E2M1 else dense.stride())
+    MXTensor(found.qdata.view(elem), found.scale, found.block_dim)  # the parts belong together
 
 
+@ELEMS
 @pytest.mark.parametrize("name", DENSE)
-def test_everything_else_sees_the_values(name):
-    w = mxcompile.quantize(spread(6, 100))
+def test_everything_else_sees_the_values(name, elem):
+    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
     found = DENSE[name](w)
     assert not isinstance(found, MXTensor)
     assert equal(found, DENSE[name](w.dequantize(BF16)))
@@ -106,8 +111,13 @@ def test_everything_else_sees_the_values(name):
 
 @pytest.mark.parametrize("shape", [(2, 40, 70), (1, 64, 32), (3, 1, 5)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
-def test_blocks_along_any_dimension_of_a_stack(shape, dim):
-    w = mxcompile.quantize(spread(*shape), block_dim=dim)
+@ELEMS
+def test_blocks_along_any_dimension_of_a_stack(shape, dim, elem):
+    if elem is E2M1 and shape[dim] % 2:
+        with pytest.raises(FormatError, match=f"2 e2m1 elements share a byte, and k={shape[dim]} is odd"):
+            mxcompile.quantize(spread(*shape), block_dim=dim, elem_dtype=elem)
+        return
+    w = mxcompile.quantize(spread(*shape), block_dim=dim, elem_dtype=elem)
     dense = w.dequantize(BF16)
     for move in (
         lambda x: x[0], lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x.unsqueeze(1),
@@ -117,8 +127,9 @@ def test_blocks_along_any_dimension_of_a_stack(shape, dim):
         assert equal(move(w), move(dense))
 
 
-def test_values_keep_the_strides_of_the_codes():
-    w = mxcompile.quantize(spread(6, 100)).t()
+@ELEMS
+def test_values_keep_the_strides_of_the_codes(elem):
+    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem).t()
     assert w.dequantize().stride() == w.stride() == (1, 100)
 
 
@@ -140,24 +151,31 @@ def test_changes_in_place_are_refused(change):
     assert torch.equal(w.dequantize(), before)
 
 
-def test_copy_takes_codes_or_quantizes():
-    w, other = mxcompile.quantize(spread(2, 64)), mxcompile.quantize(spread(2, 64))
+@ELEMS
+def test_copy_takes_codes_or_quantizes(elem):
+    w, other = (mxcompile.quantize(spread(2, 64), elem_dtype=elem) for _ in range(2))
     w.copy_(other)
     assert equal(w, other.dequantize())
     dense = spread(2, 64)
     w.copy_(dense)
-    assert equal(w, mxcompile.quantize(dense).dequantize())
-    across = mxcompile.quantize(dense, block_dim=0)
-    w.copy_(across)
-    assert equal(w, mxcompile.quantize(across.dequantize(F32)).dequantize())
+    assert equal(w, mxcompile.quantize(dense, elem_dtype=elem).dequantize())
+    for source in (
+        mxcompile.quantize(dense, block_dim=0, elem_dtype=elem),
+        mxcompile.quantize(dense, elem_dtype=torch.float8_e5m2),
+    ):
+        w.copy_(source)
+        assert equal(w, mxcompile.quantize(source.dequantize(F32), elem_dtype=elem).dequantize())
+    w.copy_(other)
     plain = torch.empty(2, 64, dtype=BF16).copy_(other)
     assert torch.equal(plain, other.dequantize())
 
 
-def stored_linear(n: int = 64, k: int = 100) -> tuple[nn.Linear, nn.Linear]:
+def stored_linear(
+    n: int = 64, k: int = 100, elem: torch.dtype = torch.float8_e4m3fn
+) -> tuple[nn.Linear, nn.Linear]:
     """A layer with a stored weight, and the dense layer of its values."""
     stored, dense = (nn.Linear(k, n, dtype=BF16) for _ in range(2))
-    weight = mxcompile.quantize(spread(n, k))
+    weight = mxcompile.quantize(spread(n, k), elem_dtype=elem)
     stored.weight = nn.Parameter(weight, requires_grad=False)
     dense.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     dense.bias = stored.bias
@@ -182,8 +200,9 @@ def test_the_input_of_a_layer_has_a_gradient():
     assert torch.equal(*gradients)
 
 
-def test_it_is_a_parameter_of_a_module():
-    stored, _ = stored_linear()
+@ELEMS
+def test_it_is_a_parameter_of_a_module(elem):
+    stored, _ = stored_linear(elem=elem)
     assert isinstance(stored.weight, nn.Parameter)
     assert dict(stored.named_parameters())["weight"] is stored.weight
     assert not stored.weight.requires_grad
@@ -198,8 +217,9 @@ def test_it_is_a_parameter_of_a_module():
     assert not stored.weight.scale_bytes.is_meta
 
 
-def test_copies_and_pickles():
-    stored, dense = stored_linear()
+@ELEMS
+def test_copies_and_pickles(elem):
+    stored, dense = stored_linear(elem=elem)
     x = torch.randn(3, 100, dtype=BF16)
     copied = copy.deepcopy(stored)
     assert torch.equal(copied(x), dense(x))
@@ -223,15 +243,16 @@ def test_who_writes_safetensors_is_told_what_can():
         save_model(stored, "never written")
 
 
-def test_loads_under_weights_only():
-    stored, dense = stored_linear()
+@ELEMS
+def test_loads_under_weights_only(elem):
+    stored, dense = stored_linear(elem=elem)
     file = io.BytesIO()
     torch.save(stored.state_dict(), file)
-    assert file.tell() < 64 * 100 * 1.5 + 4000
+    assert file.tell() < 64 * 100 * (1.0 if elem is E2M1 else 1.5) + 4000
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert isinstance(state["weight"], MXTensor)
-    fresh, _ = stored_linear()
+    fresh, _ = stored_linear(elem=elem)
     fresh.load_state_dict(state)
     x = torch.randn(3, 100, dtype=BF16)
     assert torch.equal(fresh(x), dense(x))
@@ -258,19 +279,22 @@ def test_tied_weights_stay_tied():
     assert copied[0].weight is copied[1].weight
 
 
-def test_fake_and_meta():
-    w = mxcompile.quantize(spread(6, 100))
+@ELEMS
+def test_fake_and_meta(elem):
+    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(w)
         assert isinstance(fake, MXTensor)
         assert (torch.ones(2, 100, dtype=BF16) @ fake.t()).shape == (2, 6)
-    meta = mxcompile.quantize(torch.empty(4, 70, device="meta"))
+    meta = mxcompile.quantize(torch.empty(4, 70, device="meta"), elem_dtype=elem)
+    assert meta.shape == (4, 70)
     assert meta.scale.shape == (4, 3)
 
 
+@ELEMS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_graphs_have_codes_and_scales(backend):
-    stored, dense = stored_linear()
+def test_compiled_graphs_have_codes_and_scales(backend, elem):
+    stored, dense = stored_linear(elem=elem)
     x = torch.randn(3, 100, dtype=BF16)
     compiled = torch.compile(stored, backend=backend, fullgraph=True)
     with torch.no_grad():
@@ -278,8 +302,9 @@ def test_compiled_graphs_have_codes_and_scales(backend):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
-def test_exports():
-    stored, dense = stored_linear()
+@ELEMS
+def test_exports(elem):
+    stored, dense = stored_linear(elem=elem)
     x = torch.randn(3, 100, dtype=BF16)
     program = torch.export.export(stored, (x,))
     assert torch.equal(program.module()(x), dense(x))
@@ -291,3 +316,6 @@ def test_prints():
     w = mxcompile.quantize(spread(6, 100))
     assert str(w) == "MXTensor((6, 100), mxfp8 e4m3, block_dim=-1, dtype=torch.bfloat16)"
     assert w.stored_bytes == 6 * 100 + 6 * 4
+    packed = mxcompile.quantize(spread(6, 100), elem_dtype=E2M1)
+    assert str(packed) == "MXTensor((6, 100), mxfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
+    assert packed.stored_bytes == 6 * 50 + 6 * 4

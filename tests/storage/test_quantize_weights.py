@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.storage import tensor
 
-BF16 = torch.bfloat16
+BF16, FP4 = torch.bfloat16, torch.float4_e2m1fn_x2
 ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
@@ -220,7 +221,7 @@ def test_a_rule_for_tied_weights_says_what_became_of_them(case, caplog):
 @pytest.mark.parametrize("policy", ["fp8_rowwise", "fp8_tensor", "fp8_block", "fp8_delayed"])
 def test_a_policy_without_mxfp8_stores_nothing_and_says_so(policy):
     model = Model()
-    with pytest.raises(PolicyError, match=f"preset {policy} stores no weight: stored weights are MXFP8 with"):
+    with pytest.raises(PolicyError, match=f"preset {policy} stores no weight: stored weights are MXFP8 or"):
         quantized(model, policy)
     assert not stored_names(model)
     _, table = quantized(policy="bf16")  # which asks for none
@@ -230,16 +231,83 @@ def test_a_policy_without_mxfp8_stores_nothing_and_says_so(policy):
 def test_of_several_formats_those_of_32_elements_are_stored():
     rules = [
         {"match": {"name": "*.up"}, "use": {"precision": "mxfp8", "block": 64}},
-        {"match": {"name": "*.gate"}, "use": "mxfp4"},
+        {"match": {"name": "*.gate"}, "use": "mxfp6_e2m3"},
         {"match": {"name": "*.down"}, "use": {"precision": "mxfp8", "weight_block": "32x32"}},
     ]
-    with pytest.raises(PolicyError, match=r"which this mxfp4 is not; .* which this mxfp8 is not$"):
+    with pytest.raises(PolicyError, match=r"which this mxfp6_e2m3 is not; .* which this mxfp8 is not$"):
         quantized(policy={"version": 1, "preset": "inference", "rules": rules})
     model, table = quantized(policy={"version": 1, "preset": "inference", "rules": rules[:2]})
     assert stored_names(model) == {"blocks.0.down.weight", "blocks.1.down.weight"}
     reasons = {w.name.split(".")[2]: w.reason for w in table.weights if w.name.startswith("blocks.0")}
     assert "which this mxfp8 is not" in reasons["up"]
-    assert "which this mxfp4 is not" in reasons["gate"]
+    assert "which this mxfp6_e2m3 is not" in reasons["gate"]
+
+
+def test_weights_in_mxfp4_take_a_quarter_and_are_those_of_the_precision():
+    """Beside others in MXFP8; rounding as the rule says."""
+    rules = [
+        {"match": {"name": "*.gate"}, "use": "mxfp8"},
+        {"match": {"name": "*.up"}, "use": {"precision": "mxfp4", "rounding": "even"}},
+        {"match": {"name": "*.down"}, "use": "mxfp4"},
+    ]
+    policy = {"version": 1, "preset": "inference", "rules": rules}
+    model = Model()
+    dense = {name: value.detach().clone() for name, value in model.named_parameters()}
+    _, table = quantized(model, policy)
+    for name, rounding in (("up", "even"), ("down", "rceil")):
+        weight = getattr(model.blocks[0], name).weight
+        assert weight.elem_dtype is FP4
+        source = dense[f"blocks.0.{name}.weight"]
+        expected = mxcompile.quantize(source, elem_dtype=FP4, rounding=rounding)
+        assert torch.equal(weight.qdata, expected.qdata)
+        assert torch.equal(weight.scale_bytes, expected.scale_bytes)
+        assert weight.stored_bytes == source.numel() // 2 + source.numel() // 32
+    assert str(table).startswith("6 of 7 weights in MXFP8 and MXFP4: ")
+    assert {w.name.split(".")[2]: w.precision for w in table.weights if w.stored} == {
+        "gate": "mxfp8", "up": "mxfp4", "down": "mxfp4",
+    }  # fmt: skip
+    assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
+    _, again = quantized(model, policy)
+    assert {w.reason for w in again.weights if w.stored} == {
+        "stored in mxfp8 already", "stored in mxfp4 already",
+    }  # fmt: skip
+
+
+def test_an_odd_length_stays_and_says_why():
+    policy = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp4"}]}
+    model = nn.Sequential(nn.Linear(97, 64, dtype=BF16), nn.ReLU(), nn.Linear(64, 64, dtype=BF16))
+    table = mxcompile.quantize_weights_(model, policy, args=(torch.randn(2, 97, dtype=BF16),), progress=False)
+    assert stored_names(model) == {"2.weight"}
+    assert table.weights[0].reason == "2 e2m1 elements share a byte, and k=97 is odd"
+
+
+@pytest.mark.parametrize("policy", ["bf16", "mxfp4"])
+def test_compiled_with_weights_in_mxfp4_it_is_the_model_of_dense_weights(policy):
+    """Few rows read the packed codes; under the policy that stored them activations are MXFP4 too.
+
+    The lowering of GPUs takes the place of the CPU's where both are used in a process.
+    """
+    import_module("mxcompile.lowering.templates.weight_only")
+    wanted = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxfp4"}]}
+    model, _ = quantized(policy=wanted)
+    dense = dense_copy(model)
+    report = mxcompile.explain(model, TOKENS, policy="bf16" if policy == "bf16" else wanted, training=False)
+    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
+    (weight,) = (form for form in record.formats if form.operand == "w")
+    assert str(weight) == "w:e2m1 1x32 stored"
+    assert record.precision == policy
+    assert record.kernel == "mx_weight_only_mm C++"
+    blocks = 6 * 96 * 128
+    head = 64 * 96 * 2
+    assert report.summary.weight_bytes == blocks // 2 + blocks // 32 + head
+    assert "weights stored in MXFP4: 6 of 7 layers" in " ".join(str(report).split())
+    options = {"policy": "bf16" if policy == "bf16" else wanted}
+    with torch.no_grad():
+        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+        torch._dynamo.reset()
+        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
+    error = (found - expected).float().norm() / expected.float().norm()
+    assert error < 1e-2
 
 
 def test_the_headline_counts_what_stays_as_it_was():

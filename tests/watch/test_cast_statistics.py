@@ -86,11 +86,14 @@ def measured(x: Tensor, dim: int, fmt: str) -> Tally:
 def test_every_field(fmt: str, shape: tuple[int, ...], dim: int, seed: int, dtype: torch.dtype, odd: bool):
     """Of every format, for both layouts, matrices and batches of them, with NaN and Inf."""
     x, form = drawn(shape, seed, dtype, odd), Format.of(fmt)
-    qdata, scale = ops.encode(x, dim, fmt, *seeds(fmt))
-    value, stored = (ops.decode(qdata, s, dim, fmt, torch.float32) for s in (scale, None))
+    amax = ops.largest(x) if form.two_level else None
+    qdata, scale = ops.encode(x, dim, fmt, *(seeds(fmt) or [None]), 0, None, amax)
+    value, stored = (ops.decode(qdata, s, dim, fmt, torch.float32, amax) for s in (scale, None))
     expected = counted(x, value, stored, form.elem.max)
     tally = measured(x, dim, fmt)
     assert tally.sums == pytest.approx(expected, rel=1e-12)
+    if form.two_level:
+        scale = scale.float() * ops.known_scale(amax, 0, fmt, 1)
     exponents = scale if scale.dtype is torch.uint8 else scale.view(torch.int32) >> 23 & 0xFF
     assert tally.histogram == dict(Counter(exponents.flatten().tolist()))
 

@@ -14,6 +14,9 @@ from mxcompile.errors import OptionError
 from mxcompile.watch.look import Look
 from mxcompile.watch.writers import SCHEMA, JsonLines
 
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "mxcompile/watch/page.html"
+
 
 def row(layer: str, operand: str, error: float, **more: Any) -> dict[str, Any]:
     shares = {
@@ -85,6 +88,13 @@ def test_the_page_has_losses_where_they_were_noted(tmp_path: Path):
         write({"schema": SCHEMA, "kind": "sample", "step": step, **noted, "rows": [row("a", "x", 0.02)]})
     (data,) = re.findall(r"^const data = (.*);$", Look.load(write.path).page(), re.MULTILINE)
     assert json.loads(data)["losses"] == [2.5, None, None]
+
+
+def test_the_page_in_the_docs_is_of_this_template(tmp_path: Path):
+    """`examples/recover.py` makes it: its data differ from run to run, the rest is the template."""
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/recover.html", TEMPLATE)]
+    shown, template = (re.sub(r"^const data = .*;$", "", page, flags=re.MULTILINE) for page in pages)
+    assert shown == template
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1, "kind": "run"}\n'])

@@ -42,7 +42,7 @@ class Run:
 
     def product(self, sites: Sites, args: tuple[Any, ...]) -> Tensor:
         """The result of `observed(*args)`."""
-        *operands, extra, out_dtype, left, right, index = args
+        *operands, extra, out_dtype, _, left, right, index = args
         site = sites.products[index]
         self.on_product()
         if not self.quantized(site.key):
@@ -96,8 +96,9 @@ class Interpreter(fx.Interpreter):
 
 def _quantized(site: ProductSite, args: tuple[Any, ...]) -> Tensor:
     """The GEMM as the passes have it."""
-    *operands, extra, out_dtype, _, _, _ = args
-    out: Tensor = site.op(*operands, extra, out_dtype, *site.words)
+    *operands, extra, out_dtype, alpha, _, _, _ = args
+    scaled = () if alpha is None else (alpha,)
+    out: Tensor = site.op(*operands, extra, out_dtype, *site.words, *scaled)
     return out
 
 

@@ -1,6 +1,6 @@
 """Marking what is to be observed: every cast and every MXFP8 GEMM of a graph that the passes have rewritten.
 
-    scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, x, x', site)
+    scaled_mm(q, s, q', s', bias)  →  observed(q, s, q', s', bias, dtype, alpha, x, x', site)
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
 the partitioner keeps them for backward, where wgrad is held to them. Casts stay as they are and get a mark.
@@ -88,14 +88,15 @@ def observed(
     scale_b: Tensor,
     extra: Tensor | None,
     out_dtype: Any,
+    alpha: Tensor | None,
     left: Tensor | None,
     right: Tensor | None,
     site: int,
 ) -> Tensor:
     """Stand for a GEMM in a marked graph; run by the interpreter only.
 
-    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype: arguments of one of `ops.PRODUCTS`. left,
-    right: the operands before their casts, None if they have no cast.
+    a, scale_a, b, scale_b, extra (bias or offsets), out_dtype, alpha: arguments of one of `ops.PRODUCTS`.
+    left, right: the operands before their casts, None if they have no cast.
     """
     raise AssertionError("a marked graph was run without its interpreter")
 
@@ -124,7 +125,7 @@ class _Marker:
         with self._graph.inserting_before(node):
             left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))
         (qa, sa), (qb, sb) = product.sides
-        given = qa, sa, qb, sb, product.extra, product.out_dtype
+        given = qa, sa, qb, sb, product.extra, product.out_dtype, product.alpha
         node.target = observed
         node.args = (*given, left, right, len(self._sites.products) - 1)
 
@@ -144,6 +145,8 @@ class _Marker:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)
+        if source.target is ops.hadamard:  # of both operands, so the product is the same without
+            source = argument(source)
         return transpose(source, self._build) if swapped else source
 
     def _cast_site(self, cast: fx.Node) -> CastSite:

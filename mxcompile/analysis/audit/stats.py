@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import BLOCK, Format
-from mxcompile.formats.encoding import decode_tensors, element_values
+from mxcompile.formats.encoding import decode_tensors, element_values, scale_factors, tensor_amax
 from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.ops import grouped_product
 
@@ -92,10 +92,12 @@ class CastStats:
     def add(self, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int, fmt: Format) -> None:
         """Count one call: `x` was cast to `qdata` and `scale` along `block_dim`."""
         self.calls += 1
-        exponents = scale if scale.dtype is torch.uint8 else (scale.view(torch.int32) >> 23) & 0xFF
+        amax = tensor_amax(x) if fmt.two_level else None
+        factors = scale_factors(scale, fmt, amax) if fmt.two_level else scale
+        exponents = factors if factors.dtype is torch.uint8 else (factors.view(torch.int32) >> 23) & 0xFF
         counts = torch.bincount(exponents.flatten().to(torch.int64), minlength=256).tolist()
         self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
-        limit, decoded = fmt.elem.max, _decoder(fmt, block_dim)
+        limit, decoded = fmt.elem.max, _decoder(fmt, block_dim, amax)
         for x_piece, q_piece, s_piece in _parts(fmt, x, qdata, scale, block_dim):
             value = decoded(q_piece, s_piece)
             source, stored = x_piece.to(torch.float32), element_values(q_piece, fmt.elem)
@@ -139,13 +141,16 @@ class ProductStats:
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
 
 
-def _decoder(fmt: Format, block_dim: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Elements and scales to FP32 values. The scales of MXFP8 have a byte for every row, also of squares."""
+def _decoder(fmt: Format, block_dim: int, amax: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Elements and scales to FP32 values. The scales of MXFP8 have a byte for every row, also of squares.
+
+    amax: of the tensor, for formats of two levels.
+    """
 
     def decoded(qdata: Tensor, scale: Tensor) -> Tensor:
         if fmt.is_mx:
             return dequantize_tensors(qdata, scale, block_dim, torch.float32)
-        return decode_tensors(qdata, scale, block_dim, fmt, torch.float32)
+        return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)
 
     return decoded
 

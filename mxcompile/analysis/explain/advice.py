@@ -93,7 +93,9 @@ def _cast_to(gemm: GemmRecord, formats: Operands) -> GemmRecord:
         return gemm
     operands = [(form, formats.of(form.operand)) for form in gemm.formats]
     changed = (
-        dataclasses.replace(form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation)
+        dataclasses.replace(
+            form, elem=fmt.elem.name, block=str(fmt.tile), rounding=fmt.derivation, transform=fmt.transform
+        )
         for form, fmt in operands
     )
     return dataclasses.replace(gemm, formats=tuple(changed))

@@ -15,14 +15,15 @@ from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.memory import with_memory
-from mxcompile.analysis.explain.rank import Factory, explain_rank
+from mxcompile.analysis.explain.rank import explain_rank
 from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, of_device
+from mxcompile.mesh.built import Factory, named_inputs
 from mxcompile.mesh.report import RankReport
-from mxcompile.models.arguments import ModelInput, check_module, keywords
+from mxcompile.models.arguments import ModelInput
 from mxcompile.plan.repeats import some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import Report
@@ -41,6 +42,8 @@ def explain(
     parallel: None = None,
     links: None = None,
     node: None = None,
+    schedule: None = None,
+    microbatches: None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report: ...
@@ -58,6 +61,8 @@ def explain(
     parallel: str | None = None,
     links: str | None = None,
     node: int | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> RankReport: ...
@@ -74,6 +79,8 @@ def explain(
     parallel: str | None = None,
     links: str | None = None,
     node: int | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **inputs: ModelInput,
 ) -> Report | RankReport:
@@ -85,10 +92,11 @@ def explain(
     forward only. strict: a rule that matches no layer is an error.
 
     mesh: explain one rank of a mesh, such as ``dp=128,tp=8``, that need not exist. parallel: ways to
-    parallelise a plain model on it, ``fsdp``, ``tp=llama`` or both with a comma. Without `parallel`, `model`
-    is a function of the `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs).
+    parallelise a plain model on it, ``fsdp``, ``ep``, ``tp=llama``, several with commas. Without, `model` is
+    a function of the `DeviceMesh` that parallelises a model itself and returns (model, args, kwargs).
     links: estimate the time of a step with these links, such as ``nvlink=900,net=50``, in 10⁹ bytes a second
-    each way of a GPU. node: GPUs that NVLink joins, 8 if it is not given.
+    each way of a GPU. node: GPUs that NVLink joins, 8 if it is not given. schedule, microbatches: of a mesh
+    with an axis ``pp``, whose ranks have stages of the model; 1F1B and as many as stages if not given.
 
     Returns a `Report` with roofline estimates for the targets that have them; with `mesh` a `RankReport`.
     Raises `OptionError` for a keyword nobody takes, a mesh or links that are not valid, or a mesh in a
@@ -97,13 +105,8 @@ def explain(
     """
     given: dict[str, Any] = {"policy": policy, "target": target, "strict": strict}
     own = {**given, "training": training, "mesh": mesh, "parallel": parallel, "links": links, "node": node}
-    named: dict[str, Any] = {}
-    if mesh is None or isinstance(model, nn.Module):
-        check_module("explain", model)
-        assert isinstance(model, nn.Module)
-        named = keywords("explain", model, inputs, kwargs, own)
-    elif args or kwargs or inputs:
-        raise OptionError("explain: a factory returns (model, args, kwargs), so it is given no arguments")
+    own |= {"schedule": schedule, "microbatches": microbatches}
+    named = named_inputs("explain", model, mesh, args, inputs, kwargs, own)
     options = Options.parse(None, given)
     if options.target == AUTO:
         options = dataclasses.replace(options, target=of_device(_device(model)).name)
@@ -118,9 +121,13 @@ def explain(
             training=training,
             links=links,
             node=node,
+            schedule=schedule,
+            microbatches=microbatches,
         )
     if links is not None or node is not None:
         raise OptionError("links are between the ranks of a mesh: give mesh, such as dp=128,tp=8")
+    if schedule is not None or microbatches is not None:
+        raise OptionError("a schedule is of the ranks of a mesh: give mesh, such as pp=4,dp=8")
     assert isinstance(model, nn.Module)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)

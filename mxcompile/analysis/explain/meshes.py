@@ -8,11 +8,14 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from mxcompile.analysis.explain.rank import Factory, explain_rank
+from mxcompile.analysis.explain.rank import explain_rank
+from mxcompile.analysis.explain.rank_tracer import BF16
 from mxcompile.compiler.options import Options
 from mxcompile.errors import MXCompileError, OptionError
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.mesh.built import Factory
 from mxcompile.mesh.links import NODE, Links
-from mxcompile.mesh.sweep import MEMORY_GB, MeshCandidate, MeshPoint, MeshSweep, candidates
+from mxcompile.mesh.sweep import MeshCandidate, MeshPoint, MeshSweep, candidates
 from mxcompile.report.forms.words import tokens_of
 
 
@@ -40,10 +43,15 @@ def sweep_meshes(
     """
     options = Options.parse(None, {"policy": policy, "target": target, "strict": False})
     Links.parse(links, node=NODE if node is None else node)
-    if memory_gb is None and options.target not in MEMORY_GB:
-        raise OptionError(f"the memory of {options.target} is not known: give it, such as --memory 180")
-    limit = MEMORY_GB[options.target] if memory_gb is None else memory_gb
-    asked: dict[str, Any] = {"options": options, "training": training, "links": links, "node": node}
+    if memory_gb is None:
+        memory_gb = _memory_gb(options.target)
+    asked: dict[str, Any] = {
+        "options": options,
+        "training": training,
+        "links": links,
+        "node": node,
+        "others": (BF16,),
+    }
     meshes = list(candidates(ranks, parallel, NODE if node is None else node))
     points = [
         _point(model, args, kwargs or {}, candidate, asked)
@@ -51,7 +59,14 @@ def sweep_meshes(
     ]
     explained = [point.rank for point in points if point.rank is not None]
     tokens = max((tokens_of(rank.report.gemms) for rank in explained), default=0)
-    return MeshSweep(points=tuple(points), ranks=ranks, tokens=tokens, memory_gb=limit)
+    return MeshSweep(points=tuple(points), ranks=ranks, tokens=tokens, memory_gb=memory_gb)
+
+
+def _memory_gb(target: str) -> float:
+    chip = TARGETS.get(target)
+    if chip is None or chip.peak is None:
+        raise OptionError(f"the memory of {target} is not known: give it, such as --memory 180")
+    return chip.peak.memory_gb
 
 
 def _point(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, nn
+from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mxcompile.analysis.explain.parts import eager_records, moved
 from mxcompile.compiler.capture import Capture
@@ -21,7 +23,7 @@ from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.lowering.targets import Target
 from mxcompile.models.assumed import Assuming
-from mxcompile.models.fake_copy import fake_copy
+from mxcompile.models.checkpointed import checkpointed_copy
 from mxcompile.models.names import user_path
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.report import GemmRecord, Part
@@ -34,6 +36,12 @@ def _kernel_for(target: Target, gemm: GemmRecord) -> GemmRecord:
     return dataclasses.replace(gemm, kernel=gemm.kernel.replace("_for_cpu", ""))
 
 
+def _sizes() -> ShapeEnv | None:
+    """The symbols of the sizes in the graph that Dynamo has captured."""
+    context = TracingContext.try_get()
+    return None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+
+
 class Explainer(Rehearsal[Assuming]):
     """The rehearsal that makes the parts of the report."""
 
@@ -43,7 +51,7 @@ class Explainer(Rehearsal[Assuming]):
         options: Options,
         training: bool,
         leave_out: LeaveOut,
-        copied: Callable[[nn.Module, Assuming], nn.Module] = fake_copy,
+        copied: Callable[[nn.Module, Assuming], nn.Module] = checkpointed_copy,
     ) -> None:
         lenient = dataclasses.replace(options, strict=False)
         super().__init__(model, lenient, Assuming(), training=training, leave_out=leave_out, copied=copied)
@@ -73,7 +81,7 @@ class Explainer(Rehearsal[Assuming]):
         self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Make the part of the report of one graph. Returns the graph on fakes."""
-        with self.mode.plain():
+        with self.mode.plain(_sizes()):
             compilation = self.traced(capture, gm, example_inputs)
         gemms = tuple(_kernel_for(self.target, gemm) for gemm in compilation.part.gemms)
         missing = capture.planned.missing

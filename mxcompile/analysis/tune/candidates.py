@@ -15,7 +15,15 @@ from typing import Any
 
 from mxcompile.analysis.explain.roofline import estimate, operand_bytes
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.formats import KEPT, PRECISIONS, Choices, Precision, is_quantized
+from mxcompile.formats import (
+    KEPT,
+    NO_HADAMARD,
+    PRECISIONS,
+    Choices,
+    ElemRounding,
+    Precision,
+    is_quantized,
+)
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS
@@ -68,13 +76,18 @@ def stated(policy: Policy, layer: Layer, under: Choices) -> Use:
 
 def _use(row: Precision, gemms: frozenset[Gemm], choices: Choices, under: Choices) -> Use:
     """Returns the keys of a preset of `row`, `gemms` and `choices`, in full where `under` would fill in."""
+    usual = row.formats(Choices())
+    signs = Choices(hadamard=None if under.hadamard is None else NO_HADAMARD)
     keys: dict[str, Any] = {
         "elem_dtype": choices.elem or (row.elems[0] if under.elem else None),
         "grad_dtype": choices.grad_elem or (row.elems[0] if under.grad_elem else None),
-        "rounding": choices.rounding or (row.formats(Choices()).x.rounding if under.rounding else None),
+        "rounding": choices.rounding or (usual.x.rounding if under.rounding else None),
+        "weight_block": choices.weight_block or (usual.w.tile if under.weight_block else None),
+        "grad_rounding": choices.grad_rounding or (ElemRounding.NEAREST if under.grad_rounding else None),
+        "hadamard": choices.over(signs).hadamard,
         row.tiles_key: (choices.tiles or (tuple(row.tiles) if under.tiles else (None,)))[0],
     }
-    keys = {key: value for key, value in keys.items() if key in row.keys and value}
+    keys = {key: value for key, value in keys.items() if key in row.keys and value is not None}
     keys |= {str(gemm): row if gemm in gemms else KEPT for gemm in Gemm}
     return Use(**keys)
 

@@ -87,6 +87,18 @@ def _mxfp8(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return _gradient(data, "E4M3", draft)
 
 
+def _nvfp4(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    for key, usual in (("fp4_format", "E2M1"), ("fp8_format", "E4M3")):
+        given = data.get(key, usual)
+        if not isinstance(given, str) or given.rpartition(".")[2] != usual:
+            raise draft.source.error((key,), not_allowed("format", given, [usual]))
+    if data.get("row_scaled_activation"):
+        draft.note(("row_scaled_activation",), "is not to be had: a tensor has one FP32 scale here")
+    if data.get("nvfp4_4over6", "none") != "none":
+        draft.note(("nvfp4_4over6",), "is not to be had: the largest element of a block goes to 6 here")
+    return {key: value for flag, (key, value) in _NVFP4_PARTS.items() if data.get(flag)}
+
+
 def _tensorwise(data: dict[str, Any], draft: Draft) -> dict[str, Any]:
     return {"scale": "pow2"} if data.get(_POW2) else {}
 
@@ -141,12 +153,28 @@ _WITHOUT = frozenset(
 """Fields of theirs that say nothing about formats, or what no policy says."""
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 _HISTORY = frozenset({"margin", "amax_history_len", "amax_compute_algo", "reduce_amax"})
+_NVFP4_PARTS: dict[str, tuple[str, Any]] = {
+    "disable_rht": ("hadamard", False),
+    "disable_stochastic_rounding": ("grad_rounding", "nearest"),
+    "disable_2d_quantization": ("weight_block", "1x16"),
+}
+"""Flags of NVFP4BlockScaling, and the key that is without the part of the recipe that each turns off."""
+_NVFP4_MORE = frozenset(
+    {
+        "fp4_format",
+        "row_scaled_activation",
+        "nvfp4_4over6",
+        "nvfp4_4over6_e4m3_use_256",
+        "nvfp4_4over6_err_mode",
+    }
+)
 _Read = Callable[[dict[str, Any], Draft], dict[str, Any]]
 _RECIPES: dict[str, tuple[str, frozenset[str], _Read]] = {
     "DelayedScaling": ("fp8_delayed", _HISTORY, _delayed),
     "Float8CurrentScaling": ("fp8_tensor", frozenset({"use_power_2_scales"}), _current),
     "Float8BlockScaling": ("fp8_block", frozenset({"use_f32_scales", *_BLOCK_DIMS}), _block),
     "MXFP8BlockScaling": ("nvidia", frozenset({"margin"}), _mxfp8),
+    "NVFP4BlockScaling": ("nvfp4", frozenset(_NVFP4_PARTS) | _NVFP4_MORE, _nvfp4),
     "tensorwise": ("fp8_tensor", frozenset({_POW2}), _tensorwise),
     "rowwise": ("fp8_rowwise", frozenset({_POW2}), _rowwise),
     "rowwise_with_gw_hp": ("fp8_rowwise_wgrad_bf16", frozenset({_POW2}), _rowwise_hp),

@@ -30,6 +30,12 @@ _FLOAT8 = {
     "Float8WeightOnlyConfig": ("PerRow", "the activations are quantized too"),
 }
 """FP8 configurations: the granularity they have if none is given, and what differs here."""
+_NVFP4 = {
+    "NVFP4DynamicActivationNVFP4WeightConfig": "",
+    "NVFP4InferenceConfig": "",
+    "NVFP4WeightOnlyConfig": "the activations are quantized too",
+}
+"""NVFP4 configurations, and what differs here."""
 _SCALINGS = {"PerTensor": "tensor", "PerRow": "channel"}
 _BLOCKS = ([1, 128], [128, 128])
 _ELEMS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
@@ -165,6 +171,8 @@ def _use(config: Any, path: Path, draft: Draft) -> dict[str, str] | str:
         return _mx(kind, data or {}, path, draft)
     if kind in _FLOAT8:
         return _float8(kind, data or {}, path, draft)
+    if kind in _NVFP4:
+        return _nvfp4(kind, data or {}, path, draft)
     draft.note(path, f"{kind} is no 8-bit float: the layer stays in BF16")
     return _KEEP
 
@@ -185,6 +193,15 @@ def _float8(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[s
         draft.note(path, f"{kind} with other scales or elements than fp8 has: here MXFP8")
         return {"fprop": "mxfp8"}
     return {"fprop": "fp8", "scaling": scaling, "elem_dtype": str(elems.pop())}
+
+
+def _nvfp4(kind: str, data: dict[str, Any], path: Path, draft: Draft) -> dict[str, str]:
+    """NVFP4, whose tensors always have a scale here."""
+    if _NVFP4[kind]:
+        draft.note(path, f"{kind}: {_NVFP4[kind]}")
+    if data.get("use_dynamic_per_tensor_scale", True) is False:
+        draft.note((*path, "_data", "use_dynamic_per_tensor_scale"), "a tensor always has an FP32 scale here")
+    return {"fprop": "nvfp4"}
 
 
 def _scaling(granularity: Any) -> str | None:

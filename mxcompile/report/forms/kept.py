@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mxcompile.formats import is_quantized
+from mxcompile.formats import elem_named, is_quantized, labels, stored_precision
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
 from mxcompile.report.forms.words import count, is_stored, own_dtype
 from mxcompile.report.record import GemmRecord, Summary
@@ -40,9 +40,11 @@ def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
         return []
     share = sum(map(_weight, stored)) / (sum(map(_weight, layers)) or 1)
     codes = sum(is_quantized(gemm.precision) or _READS_CODES in gemm.kernel for gemm in stored)
+    elems = (form.elem for gemm in stored for form in gemm.formats if form.operand == "w")
+    precisions = labels(str(stored_precision(elem_named(elem))) for elem in elems)
     return [
-        f"weights stored in MXFP8: {len(stored)} of {count(len(layers), 'layer')}, {share:.1%} of their"
-        f" elements; products read the codes of {codes} and dequantized values of {len(stored) - codes}"
+        f"weights stored in {precisions}: {len(stored)} of {count(len(layers), 'layer')}, {share:.1%} of"
+        f" their elements; products read the codes of {codes} and dequantized values of {len(stored) - codes}"
     ]
 
 

@@ -63,7 +63,7 @@ def own_dtype(gemms: Iterable[GemmRecord]) -> str:
 
 
 def is_stored(gemm: GemmRecord) -> bool:
-    """Whether the weight of `gemm` is an input in MXFP8."""
+    """Whether the weight of `gemm` is an input that is stored quantized."""
     return any(form.operand == "w" and form.rounding == STORED for form in gemm.formats)
 
 

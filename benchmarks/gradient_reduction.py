@@ -1,0 +1,165 @@
+"""What gradients between ranks in MXFP8 would save at best, and what they would cost in error.
+
+    time     steps of Llama-3 on meshes of B200, by `mxcompile explain --mesh --links`: reduce-scatter in FP32
+             or BF16 beside an all-to-all of codes and scales, without its casts and sums
+    error    gradients of the demo's model for the batches of some ranks, summed over these; E4M3 with a scale
+             for 32 of them, rounded stochastically or to nearest, added up in FP32
+
+BF16 is added rank by rank, as a ring does. An error is relative to the FP64 sum, by the norm over all of it.
+The error of the mean over draws would be the error over the root of their number, if there were no bias.
+Usage: python benchmarks/gradient_reduction.py [--time] [--error] [--draws 64] [--steps 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import common
+import mesh_runs
+import torch
+from demo.training import VOCABULARY, Settings, batches, build_model, standard_library
+from torch import Tensor
+from torch.nn import functional
+
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import decode_tensors, encode_tensors
+
+RANKS = (2, 4, 8)
+RUNS = tuple(
+    mesh_runs.Run(
+        name=f"{size}, {ranks:,} × B200",
+        source="",
+        size=size,
+        mesh=f"dp={ranks}",
+        parallel="fsdp",
+        target="sm_100",
+        links="nvlink=900,net=50",
+        batch=1,
+        recompute="full",
+        tps={"nvidia": 0.0},
+    )
+    for size, ranks in (("8B", 8), ("8B", 128), ("70B", 1024))
+)
+WAYS = {"FP32": ("reduce-scatter", 1.0), "BF16": ("reduce-scatter", 1 / 2), "MXFP8": ("all-to-all", 33 / 128)}
+"""How gradients travel: the collective, and its bytes beside those of FP32."""
+_STOCHASTIC, _NEAREST = Format.of("e4m3 1x32 rceil stochastic"), Format.of("e4m3 1x32 rceil")
+
+
+def times(run: mesh_runs.Run) -> Iterator[dict[str, Any]]:
+    """A row for each way: ms of the step, and of what is exposed of backward's FSDP collectives."""
+    step = mesh_runs.step(run)
+    work = step.works[0]
+    reduced = [one for one in work.collectives if one.kind == "reduce-scatter"]
+    for way, (kind, share) in WAYS.items():
+        sent = [replace(one, kind=kind, num_bytes=round(share * one.num_bytes)) for one in reduced]
+        others = [one for one in work.collectives if one.kind != "reduce-scatter"]
+        parts = replace(work, collectives=(*others, *sent)).parts(step.links, step.rates)
+        yield {
+            "run": run.name,
+            "gradients in": way,
+            "GB sent": sum(one.num_bytes for one in sent) / 1e9,
+            "exposed in backward, ms": parts["exposed, FSDP backward"] / 1e3,
+            "step, ms": sum(parts.values()) / 1e3,
+        }
+
+
+def gradients(steps: int, ranks: int) -> list[list[Tensor]]:
+    """Gradients of the weights of the demo's model after some steps, of one batch for each rank; FP32."""
+    settings = Settings(batch=8)
+    model = build_model(settings)
+    data = batches(standard_library().train, settings, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=settings.betas)
+
+    def backward() -> None:
+        window = next(data)
+        logits = model(window[:, :-1]).logits
+        functional.cross_entropy(logits.reshape(-1, VOCABULARY), window[:, 1:].reshape(-1)).backward()
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+    results = []
+    for _ in range(ranks):
+        optimizer.zero_grad()
+        backward()
+        results.append([p.grad.clone() for p in model.parameters() if p.ndim == 2 and p.grad is not None])
+    return results
+
+
+def _ring(given: list[Tensor]) -> Tensor:
+    """The sum in BF16, rounded after every rank."""
+    total = given[0].bfloat16()
+    for each in given[1:]:
+        total = total + each.bfloat16()
+    return total
+
+
+def _cast(fmt: Format, seed: int) -> Callable[[list[Tensor]], Tensor]:
+    """The FP32 sum of what ranks have cast to `fmt`, each with numbers of its own."""
+
+    def summed(given: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(given[0])
+        for rank, each in enumerate(given):
+            drawn = torch.tensor([seed]) if fmt.stochastic else None
+            qdata, scale = encode_tensors(each, -1, fmt, drawn, rank)
+            total += decode_tensors(qdata, scale, -1, fmt, torch.float32)
+        return total
+
+    return summed
+
+
+def errors(by_rank: list[list[Tensor]], draws: int) -> Iterator[dict[str, Any]]:
+    """A row for each way to sum the gradients of all ranks."""
+    of_weights = [list(each) for each in zip(*by_rank, strict=True)]
+    number = len(of_weights)
+    exact = [torch.stack(given).double().sum(0) for given in of_weights]
+
+    def error(sums: list[Tensor]) -> float:
+        away = sum((a.double() - b).square().sum().item() for a, b in zip(sums, exact, strict=True))
+        return math.sqrt(away / sum(b.square().sum().item() for b in exact))
+
+    def row(way: str, **figures: float) -> dict[str, Any]:
+        return {"ranks": len(by_rank), "gradients in": way, **figures}
+
+    yield row("FP32", error=error([torch.stack(given).sum(0) for given in of_weights]))
+    yield row("BF16, ring", error=error([_ring(given) for given in of_weights]))
+    yield row("MXFP8, nearest", error=error([_cast(_NEAREST, 0)(given) for given in of_weights]))
+    single, mean = 0.0, [torch.zeros_like(each) for each in exact]
+    for draw in range(draws):
+        seeds = range(1 + draw * number, 1 + (draw + 1) * number)
+        sums = [_cast(_STOCHASTIC, seed)(given) for seed, given in zip(seeds, of_weights, strict=True)]
+        single += error(sums) / draws
+        mean = [total + each.double() / draws for total, each in zip(mean, sums, strict=True)]
+    yield row(
+        "MXFP8, stochastic", error=single, error_of_mean=error(mean), without_bias=single / math.sqrt(draws)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--time", action="store_true", help="only the times")
+    parser.add_argument("--error", action="store_true", help="only the errors")
+    parser.add_argument("--draws", type=int, default=64, help="of stochastic rounding")
+    parser.add_argument("--steps", type=int, default=40, help="of training before the gradients")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if not options.time:
+        given = gradients(options.steps, max(RANKS))
+        rows += [row for ranks in RANKS for row in errors(given[:ranks], options.draws)]
+        common.show(rows)
+    if not options.error:
+        of_time = [row for run in RUNS for row in times(run)]
+        common.show(of_time)
+        rows += of_time
+    common.write("gradient_reduction", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Inductor lowering of the random Hadamard transform: every element from the 16 of its block.
+
+    after stage b   y[j] = y[j with bit b 0] ± y[j with bit b 1]      − where bit b of j is 1
+
+The order is the one of `formats.hadamard`, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv
+
+from mxcompile import ops
+from mxcompile.formats.hadamard import STAGES, WIDTH
+from mxcompile.lowering.inductor.blocks import Index, as_float
+from mxcompile.lowering.inductor.elements import f32, i32
+from mxcompile.lowering.inductor.tiling import less
+
+_VIEW = lowerings[torch.ops.aten.view.default]
+
+
+@register_lowering(ops.hadamard, type_promotion_kind=None)
+def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
+    """The transform along `dim`. A dimension of places in a block follows it, and the result is a view."""
+    x.realize()
+    shape, dtype, load = list(x.get_size()), x.get_dtype(), as_float(x)
+    at = dim % len(shape)
+    num_blocks = FloorDiv(shape[at] + (WIDTH - 1), WIDTH)
+
+    def value(index: Index) -> Any:
+        place = inductor.index_expr(index[at + 1], torch.int32)
+        block = [*index[: at + 1], *index[at + 2 :]]
+
+        def source(number: int) -> Any:
+            element = [*block]
+            element[at] = block[at] * WIDTH + number
+            inside = less(element[at], shape[at])
+            known = inductor.masked(inside, lambda: load(element), 0.0)
+            return inductor.neg(known) if signs >> number & 1 else known
+
+        return inductor.to_dtype(inductor.mul(_butterfly(source, place), f32(0.25)), dtype)
+
+    blocks = ir.Pointwise.create(
+        device=x.get_device_or_error(),
+        dtype=dtype,
+        inner_fn=value,
+        ranges=[*shape[:at], num_blocks, sympy.Integer(WIDTH), *shape[at + 1 :]],
+    )
+    blocks.realize()
+    result: ir.TensorBox = _VIEW(blocks, [*shape[:at], num_blocks * WIDTH, *shape[at + 1 :]])
+    return result
+
+
+def _butterfly(source: Callable[[int], Any], place: Any) -> Any:
+    """The sum of the 16 numbers of `source` with the signs of the row `place` of H."""
+    bits = [inductor.bitwise_and(inductor.bitwise_right_shift(place, i32(b)), i32(1)) for b in range(STAGES)]
+    signs = [inductor.where(inductor.eq(bit, i32(0)), f32(1.0), f32(-1.0)) for bit in bits]
+
+    def after(stages: int, number: int) -> Any:
+        """The value after so many stages, where the bits that have none yet are those of `number`."""
+        if not stages:
+            return source(number)
+        low, high = after(stages - 1, number), after(stages - 1, number | 1 << (stages - 1))
+        return inductor.add(low, inductor.mul(high, signs[stages - 1]))
+
+    return after(STAGES, 0)

@@ -1,0 +1,229 @@
+"""`RankTracer`: the rehearsal of one rank of a mesh, or of all stages of a pipeline.
+
+From the graphs come what a rank sends, what it computes, and what it holds meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import fx, nn
+
+from mxcompile.analysis.explain.tracer import Explainer
+from mxcompile.compiler.capture import Capture
+from mxcompile.compiler.options import Options
+from mxcompile.compiler.plans import no_plan, planned
+from mxcompile.errors import ModelError
+from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
+from mxcompile.mesh.copied import rank_copy
+from mxcompile.mesh.fsdp import FSDPGroup
+from mxcompile.mesh.links import Links
+from mxcompile.mesh.live import Live, live
+from mxcompile.mesh.memory import Memory, memory
+from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
+from mxcompile.mesh.pipeline import rank_memory
+from mxcompile.mesh.schedule import Passes, Schedule, Waits
+from mxcompile.mesh.shape import PIPELINE
+from mxcompile.mesh.stages import Stages
+from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork
+from mxcompile.offline.graph_work import Works, works
+from mxcompile.offline.rates import Rates
+from mxcompile.plan.plan import Plan
+from mxcompile.plan.repeats import LeaveOut
+from mxcompile.policy import Policy
+from mxcompile.report.fold import spelled
+
+BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
+"""Policies that others are compared with."""
+
+
+class RankTracer(Explainer):
+    """The rehearsal of one rank, which keeps the collectives of its graphs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: tuple[FSDPGroup, ...],
+        options: Options,
+        training: bool,
+        leave_out: LeaveOut,
+        axes: Axes,
+        order: Schedule | None,
+    ) -> None:
+        super().__init__(model, options, training, leave_out, partial(rank_copy, sharded))
+        self._axes = axes
+        self._groups = sharded
+        self._sent: dict[int, tuple[Capture, tuple[Collective, ...]]] = {}
+        self._calls: Counter[int] = Counter()
+        self.stages = None if order is None else Stages.of(order, self.repeats.blocks)
+        self._works: dict[int, dict[str, tuple[Works, ...]]] = {}
+        self._live: dict[int, Live] = {}
+        self._results = 0
+
+    def after(self, capture: Capture, graph: fx.Graph) -> None:
+        """Keep what an inference graph sends, computes and holds; a joint one is parted later."""
+        if self.stages is not None and not self.training:
+            self.stages.look(graph)
+        self._sent[id(capture)] = capture, self._of(graph, FORWARD)
+        self._works[id(capture)] = {FORWARD: self._launched(graph)}
+        self._live[id(capture)] = live(graph, None, capture.inputs, self.repeats)
+
+    def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
+        """Keep what forward and backward send, compute and hold."""
+        if self.stages is not None:
+            self.stages.look(forward)
+        sent = self._of(forward, FORWARD) + self._of(backward, BACKWARD)
+        self._sent[id(capture)] = capture, sent
+        sides = {FORWARD: forward, BACKWARD: backward}
+        self._works[id(capture)] = {phase: self._launched(graph) for phase, graph in sides.items()}
+        self._live[id(capture)] = live(forward, backward, capture.inputs, self.repeats)
+
+    def _launched(self, graph: fx.Graph) -> tuple[Works, ...]:
+        """The work of `graph` by stage."""
+        if self.target.peak is None:
+            return ()
+        return tuple(+works(graph, self.target, layers) for layers in self._layers.values())
+
+    @property
+    def _layers(self) -> dict[int, Callable[[str], int]]:
+        """By stage, how many of its layers the module at a path stands for."""
+        if self.stages is None:
+            return {0: self.repeats.count}
+        counting = partial(self.stages.counting, others=self.repeats.others)
+        return {stage: counting(stage) for stage in range(self.stages.schedule.stages)}
+
+    def _of(self, graph: fx.Graph, phase: str) -> tuple[Collective, ...]:
+        return tuple(of_graph(graph, self._axes, phase, self.repeats.others))
+
+    def graph(
+        self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Count how often the graph runs."""
+        run = super().graph(capture, gm, example_inputs)
+
+        def counted(*inputs: Any) -> Any:
+            self._calls[id(capture)] += 1
+            return run(*inputs)
+
+        return counted
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run backward too, which says which gradients are partial."""
+        output = super().call(args, kwargs)
+        if self.training:
+            self._results = result_bytes(output)
+            with self.mode, self.mode.outside.paused():
+                backward(output)
+        return output
+
+    def collectives(self) -> Iterator[Collective]:
+        """The collectives of every graph, as often as it runs, and of partial gradients under FSDP2."""
+        gathered = {one.path for group in self._groups for one in group.parameters}
+        for one in of_partial_gradients(self.model, self._axes):
+            for path in (one.name, *self.repeats.others(one.name)):
+                if path in gathered:
+                    yield replace(one, name=path)
+        for key, (_, sent) in self._sent.items():
+            for _ in range(max(1, self._calls[key])):
+                yield from sent
+
+    def memories(self, model: nn.Module) -> list[Memory]:
+        """The memory of each rank of the pipeline that holds its part of `model`; of the one there is."""
+        graphs = [(held, max(1, self._calls[key])) for key, held in self._live.items()]
+        stages = self.stages
+        if stages is None:
+            return [memory(model, self._groups, graphs, training=self.training)]
+        if any(calls > 1 for _, calls in graphs):
+            raise ModelError(
+                "stages of a pipeline need blocks that are traced in one graph, without graph breaks"
+            )
+        lives = [held for held, _ in graphs]
+        return [
+            rank_memory(
+                model, stages.groups(self._groups, rank), lives, stages, rank, self._layers, self.training
+            )
+            for rank in range(stages.schedule.ranks)
+        ]
+
+    def work(self, rank: int = 0, gradients: int = 0) -> RankWork:
+        """The work of `rank` of the pipeline, if there is one. gradients: bytes on this rank."""
+        stages = self.stages
+        own = (0,) if stages is None else stages.schedule.of_rank(rank)
+        groups = self._groups if stages is None else stages.groups(self._groups, rank)
+        sends = [] if stages is None else list(stages.sends(rank, self._axes.stride(PIPELINE), self.training))
+        last = stages is None or stages.schedule.stages - 1 in own
+        return RankWork(
+            policy=self.options.policy.label,
+            works={phase: sum((self._work(stage, phase) for stage in own), Works()) for phase in PHASES},
+            collectives=(
+                *of_groups(groups, self._axes, training=self.training),
+                *(one for stage in own for one in self._activations(stage)),
+                *sends,
+            ),
+            wire=self.options.policy.label != BF16.label,
+            logits=self._results if last else 0,
+            gradients=gradients,
+            microbatches=1 if stages is None else stages.schedule.microbatches,
+            waits=None if stages is None else Waits(schedule=stages.schedule, rank=rank, passes=self._passes),
+        )
+
+    def _work(self, stage: int, phase: str) -> Works:
+        total = Works()
+        for key, phases in self._works.items():
+            for launched in phases.get(phase, ())[stage : stage + 1]:
+                total += Works({entry: times * max(1, self._calls[key]) for entry, times in launched.items()})
+        return total
+
+    def _activations(self, stage: int) -> list[Collective]:
+        """The collectives of the graphs in `stage`."""
+        stages = self.stages
+        return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
+
+    def _passes(self, links: Links, rates: Rates) -> Passes:
+        """µs of the passes of a micro-batch by stage, and of what a stage sends."""
+        assert self.stages is not None, "a rank of a pipeline"
+        works = self._stage_works
+        passes = [[work.pass_us(phase, links, rates) for work in works] for phase in PHASES]
+        send = next(iter(self.stages.sends(0, self._axes.stride(PIPELINE), self.training)))
+        return passes[0], passes[1], links.us(send, send.num_bytes, rates)
+
+    @cached_property
+    def _stage_works(self) -> list[RankWork]:
+        """The work of a micro-batch in each stage."""
+        label = self.options.policy.label
+        return [
+            RankWork(
+                policy=label,
+                works={phase: self._work(stage, phase) for phase in PHASES},
+                collectives=tuple(self._activations(stage)),
+                wire=label != BF16.label,
+            )
+            for stage in self._layers
+        ]
+
+    def unreduced(self) -> Iterator[str]:
+        """A warning about partial gradients that FSDP2 does not reduce."""
+        gathered = {one.path for group in self._groups for one in group.parameters}
+        paths = [path for path, _ in partial_parameters(self.model) if path not in gathered]
+        if paths:
+            yield (
+                f"gradients of {spelled(paths)} are partial sums on each rank, which backward does not"
+                " reduce; what the optimizer sends for them is not counted"
+            )
+
+    def whole(self, plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """The plan of the model without its mesh, with all layers. Raises `ModelError` if there is none.
+
+        plain: the model before ways by name, or as its own code parallelised it.
+        """
+        planning = planned(plain, args, kwargs)
+        if planning.plan is None:
+            raise ModelError(no_plan(plain, planning.missing))
+        tags = self.repeats.expanded(planning.plan.tags)
+        return replace(
+            planning.plan, tags=tuple(replace(tag, block=self.repeats.blocks.place(tag.name)) for tag in tags)
+        )

@@ -1,0 +1,49 @@
+"""GPT-OSS's own layout of experts, which is read and not written.
+
+    x_blocks (bytes of two E2M1, [E, N, K/32, 16]), x_scales (uint8, [E, N, K/32])  →  x [E, K, N] in models
+
+Source: transformers.integrations.mxfp4 (5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mxcompile.checkpoint.files import Checkpoint, Entry
+from mxcompile.checkpoint.weight_entries import E2M1, Named, as_it_is
+from mxcompile.errors import CheckpointError
+from mxcompile.formats import BLOCK, stored_elem
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def is_blocks(entry: Entry) -> bool:
+    """Whether `entry` has the elements of experts as GPT-OSS's files hold them."""
+    bytes_ = BLOCK // stored_elem(E2M1).per_byte
+    return entry.name.endswith(_BLOCKS) and entry.dtype is torch.uint8 and entry.shape[3:] == (bytes_,)
+
+
+def read(checkpoint: Checkpoint) -> Iterator[Named]:
+    """The weights of `checkpoint`. Raises `CheckpointError`."""
+    entries = checkpoint.entries
+    for name, entry in entries.items():
+        base = name.removesuffix(_BLOCKS)
+        if is_blocks(entry):
+            scale = entries.get(base + _SCALES)
+            if scale is None or scale.dtype is not torch.uint8 or scale.shape != entry.shape[:3]:
+                raise CheckpointError(
+                    f"{entry.file}: {name!r} has no scales of its blocks: {base + _SCALES!r}"
+                )
+            experts, n, blocks, _ = entry.shape
+            yield Named(
+                name=base,
+                shape=(experts, blocks * BLOCK, n),
+                elements=name,
+                scales=scale.name,
+                elem=E2M1,
+                turned=True,
+            )
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in entries):
+            yield as_it_is(entry)

@@ -1,0 +1,95 @@
+"""torchao's layout: m._weight_qdata and m._weight_scale (E8M0), and JSON in the file's metadata.
+
+Source: torchao.prototype.safetensors (0.18).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mxcompile.checkpoint.files import Checkpoint
+from mxcompile.checkpoint.weight_entries import E2M1, E4M3, FP8, Kind, Named, as_it_is, stored_weight
+from mxcompile.errors import CheckpointError
+from mxcompile.formats import BLOCK
+
+MARK = "tensor_names"
+"""The key of a file's metadata that tells the layout."""
+
+_E2M1_WORD = str(E2M1).removeprefix("torch.")
+
+
+def parts(name: str, elem: torch.dtype) -> tuple[str, str]:
+    """The names of the elements and scales of the weight `name`."""
+    module, _, attribute = name.rpartition(".")
+    return f"{module}._{attribute}_qdata", f"{module}._{attribute}_scale"
+
+
+def metadata_of(tensors: Mapping[str, Kind]) -> dict[str, str]:
+    """The metadata of a file of `tensors`."""
+    entries = {name: json.dumps(_entry(kind)) for name, kind in tensors.items()}
+    return {"format": "pt", **entries, MARK: json.dumps([*tensors])}
+
+
+def _entry(kind: Kind) -> dict[str, Any]:
+    if kind is None:
+        return {"_type": "Tensor"}
+    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in kind)
+    data = {
+        "elem_dtype": elem,
+        "block_size": BLOCK,
+        "orig_dtype": dtype,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+        "act_quant_kwargs": None,
+        "is_swizzled_scales": False,
+    }
+    return {"_type": "MXTensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
+
+
+def read(checkpoint: Checkpoint) -> Iterator[Named]:
+    """The weights of `checkpoint`. Raises `CheckpointError`."""
+    for metadata in checkpoint.metadata:
+        yield from _file(checkpoint, metadata)
+
+
+def _file(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
+    """The weights of one file."""
+    for name in _parsed(checkpoint, metadata, MARK, list):
+        about = _parsed(checkpoint, metadata, name, dict)
+        if about.get("_type") != "Tensor":
+            yield _weight(checkpoint, name, about)
+        elif name not in checkpoint.entries:
+            raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
+        else:
+            yield as_it_is(checkpoint.entries[name])
+
+
+def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Named:
+    data = about.get("_data") or {}
+    what = f"{checkpoint.path}: {name!r}"
+    if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:
+        raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
+    if data.get("is_swizzled_scales"):
+        raise CheckpointError(f"{what} has swizzled scales, which are not read")
+    elements, scales = map(checkpoint.entries.get, parts(name, E4M3))
+    word = (data.get("elem_dtype") or {}).get("_data")
+    is_packed = elements is not None and elements.dtype is torch.uint8 and word == _E2M1_WORD
+    if elements is None or scales is None or not (elements.dtype in FP8 or is_packed):
+        raise CheckpointError(f"{what} has no FP8 or packed FP4 elements with scales")
+    dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"{what} has no floating-point dtype")
+    return stored_weight(name, elements, scales, E2M1 if is_packed else elements.dtype, dtype)
+
+
+def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:
+    try:
+        value = json.loads(metadata[str(key)])
+    except (KeyError, ValueError):
+        value = None
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{checkpoint.path}: its metadata says nothing of {key!r}")
+    return value

@@ -1,0 +1,137 @@
+"""The ranks of a pipeline side by side, with the memory of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mxcompile.mesh.fsdp import FSDPGroup
+from mxcompile.mesh.live import Live
+from mxcompile.mesh.memory import Held, Memory, local_bytes, reduced_bytes, weight_bytes
+from mxcompile.mesh.schedule import Schedule
+from mxcompile.mesh.stages import Stages
+from mxcompile.models.names import user_path
+from mxcompile.report.forms.tables import drawn
+from mxcompile.report.forms.words import byte_count, count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineRank:
+    """A rank of a pipeline. blocks: how many it has. in_flight: micro-batches of each of its stages."""
+
+    blocks: int
+    in_flight: tuple[int, ...]
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """The ranks of a pipeline. slowest: the one whose step takes the longest, or the last if nobody asked."""
+
+    schedule: Schedule
+    ranks: tuple[PipelineRank, ...]
+    slowest: int
+
+    @staticmethod
+    def of(stages: Stages, memories: Sequence[Memory], slowest: int) -> Pipeline:
+        """The pipeline of `stages` whose ranks hold `memories`."""
+        schedule = stages.schedule
+        return Pipeline(
+            schedule=schedule,
+            slowest=slowest,
+            ranks=tuple(
+                PipelineRank(
+                    blocks=sum(stages.sizes[stage] for stage in schedule.of_rank(rank)),
+                    in_flight=tuple(schedule.in_flight(rank).values()),
+                    memory=memory,
+                )
+                for rank, memory in enumerate(memories)
+            ),
+        )
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        head = ["rank", "blocks", "in flight", "memory"]
+        rows = [
+            [
+                str(number),
+                str(rank.blocks),
+                " + ".join(map(str, rank.in_flight)),
+                byte_count(rank.memory.total),
+            ]
+            for number, rank in enumerate(self.ranks)
+        ]
+        title = (
+            f"pipeline of {count(schedule.ranks, 'rank')}, {schedule.name}, "
+            f"micro-batches {schedule.microbatches}; inputs are those of one micro-batch"
+        )
+        notes = (
+            "rank 0 has what comes before the blocks, the last one the head and the loss\n"
+            f"collectives and time are those of rank {self.slowest}, memory is that of rank {self.largest}"
+        )
+        return f"{title}\n{drawn([head, *rows])}\n{notes}"
+
+    @property
+    def largest(self) -> int:
+        """The rank that holds the most."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].memory.total)
+
+    def as_data(self) -> dict[str, Any]:
+        """The pipeline as data for JSON."""
+        return {
+            "schedule": self.schedule.name,
+            "microbatches": self.schedule.microbatches,
+            "slowest": self.slowest,
+            "largest": self.largest,
+            "ranks": [
+                {"blocks": rank.blocks, "in_flight": rank.in_flight, "bytes": rank.memory.total}
+                for rank in self.ranks
+            ],
+        }
+
+
+def rank_memory(
+    model: nn.Module,
+    groups: Sequence[FSDPGroup],
+    graphs: Sequence[Live],
+    stages: Stages,
+    rank: int,
+    layers: Mapping[int, Callable[[str], int]],
+    training: bool,
+) -> Memory:
+    """The memory of `rank` of a pipeline.
+
+    groups: of FSDP2, its part of them. layers: by stage, how many layers the module at a path stands for.
+
+    Of gradients, whole ones are kept in the dtype of their reduction until the last micro-batch.
+    """
+    own = [(path, p) for path, p in model.named_parameters() if stages.has(rank, user_path(path))]
+    trained = sum(local_bytes(p) for _, p in own if p.requires_grad) if training else 0
+    flights = stages.schedule.in_flight(rank) if training else {}
+    saved = sum(
+        times * size * layers[stage](path)
+        for stage, times in flights.items()
+        for graph in graphs
+        for path, size in graph.kept
+    )
+    moments = [moment for graph in graphs for moment in (*graph.forward, *graph.backward)]
+    working = max(
+        (m.working for m in moments if stages.stage(m.path) in stages.schedule.of_rank(rank)), default=0
+    )
+    weights = [weight_bytes(group) for group in groups]
+    freed = sorted((weight_bytes(group) for group in groups if group.again is not None), reverse=True)
+    gathered = sum(weights) - sum(freed[2:])
+    held = Held(
+        gathered=gathered + (sum(map(reduced_bytes, groups)) if training else 0), saved=saved, working=working
+    )
+    return Memory(
+        parameters=sum(local_bytes(p) for _, p in own) + sum(map(local_bytes, model.buffers())),
+        gradients=trained,
+        optimizer=2 * trained,
+        saved=saved,
+        backward=held if training else Held(),
+        forward=Held() if training else held,
+    )

@@ -1,0 +1,157 @@
+"""Schedules of a pipeline: in which order a rank runs its stages on micro-batches, and how long that takes.
+
+    GPipe             all forwards, then all backwards
+    1F1B              ranks − rank forwards, then one backward and one forward in turn
+    Interleaved1F1B   the same with two stages a rank: stage s is on rank s mod ranks
+
+With equal stages, n micro-batches and p ranks of v stages, (p − 1) / (v n + p − 1) of the time is the bubble.
+Names and orders are those of `torch.distributed.pipelining`. A micro-batch waits for what the stage before it
+sends; sending takes no time of the sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mxcompile.errors import OptionError, not_allowed, shown
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = "GPipe", "1F1B", "Interleaved1F1B"
+SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+_INTERLEAVED_STAGES = 2
+
+Action = tuple[str, int, int]
+"""A computation: "F" or "B", stage, micro-batch."""
+
+
+Passes = tuple[Sequence[float], Sequence[float], float]
+"""µs of forward and of backward of a micro-batch by stage, and of what one stage sends to the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A schedule that was run. us: from the first begin to the last end. busy: µs that each rank computes."""
+
+    us: float
+    busy: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The schedule of a pipeline. name: of `SCHEDULES`. ranks: of the axis pp. microbatches: of a step."""
+
+    name: str
+    ranks: int
+    microbatches: int
+
+    @staticmethod
+    def parse(name: str | None, ranks: int, microbatches: int | None) -> Schedule:
+        """The schedule called `name` in any case, by default 1F1B with as many micro-batches as ranks.
+
+        Raises `OptionError` for another name, and for micro-batches that the schedule cannot take.
+        """
+        known = {each.lower(): each for each in SCHEDULES}
+        asked = ONE_F_ONE_B if name is None else known.get(name.lower())
+        if asked is None:
+            raise OptionError(not_allowed("schedule", name, SCHEDULES))
+        count = ranks if microbatches is None else microbatches
+        if not isinstance(count, int) or count < 1:
+            raise OptionError(f"microbatches {shown(count)}: a step has at least 1")
+        rounds = max(1, count // ranks)
+        if asked == INTERLEAVED and count % rounds:
+            raise OptionError(f"{asked} runs {rounds} rounds, of which {count} micro-batches are no multiple")
+        return Schedule(name=asked, ranks=ranks, microbatches=count)
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks."""
+        return self.ranks * (_INTERLEAVED_STAGES if self.name == INTERLEAVED else 1)
+
+    def of_rank(self, rank: int) -> range:
+        """The stages of `rank`."""
+        return range(rank, self.stages, self.ranks)
+
+    def order(self, rank: int) -> list[Action]:
+        """The computations of `rank`, in order."""
+        steps = len(self.of_rank(rank)) * self.microbatches
+        warmup = min(self._warmup(rank), steps)
+        forwards = list(self._passes(rank, "F"))
+        backwards = list(self._passes(rank, "B"))
+        steady = [one for pair in zip(forwards[warmup:], backwards, strict=False) for one in pair]
+        return [*forwards[:warmup], *steady, *backwards[steps - warmup :]]
+
+    def _warmup(self, rank: int) -> int:
+        """How many forwards `rank` runs before forwards and backwards take turns."""
+        match self.name:
+            case "GPipe":
+                return self.microbatches
+            case "1F1B":
+                return self.ranks - 1 - rank
+        return (_INTERLEAVED_STAGES - 1) * self._round + 2 * (self.ranks - 1 - rank)
+
+    @property
+    def _round(self) -> int:
+        """Micro-batches that a stage takes before the rank's other stage has its turn."""
+        return self.microbatches // max(1, self.microbatches // self.ranks)
+
+    def _passes(self, rank: int, kind: str) -> Iterator[Action]:
+        """The forwards or the backwards of `rank`, in order."""
+        own = list(self.of_rank(rank))
+        own = own if kind == "F" else own[::-1]
+        for first in range(0, self.microbatches, self._round):
+            for stage in own:
+                yield from ((kind, stage, first + index) for index in range(self._round))
+
+    def in_flight(self, rank: int) -> dict[int, int]:
+        """By stage of `rank`, the micro-batches between forward and backward when there are most in all."""
+        counts = dict.fromkeys(self.of_rank(rank), 0)
+        most = dict(counts)
+        for kind, stage, _ in self.order(rank):
+            counts[stage] += 1 if kind == "F" else -1
+            most = dict(counts) if sum(counts.values()) > sum(most.values()) else most
+        return most
+
+    def run(
+        self, forward_us: Sequence[float], backward_us: Sequence[float], send_us: float = 0.0
+    ) -> Timeline:
+        """Run micro-batches whose passes take so many µs by stage, and as many from stage to stage."""
+        pending = [self.order(rank) for rank in range(self.ranks)]
+        free, busy = [0.0] * self.ranks, [0.0] * self.ranks
+        ends: dict[Action, float] = {}
+        while any(pending):
+            for rank, actions in enumerate(pending):
+                while actions and (begin := self._ready(actions[0], ends, send_us)) is not None:
+                    action = actions.pop(0)
+                    us = (forward_us if action[0] == "F" else backward_us)[action[1]]
+                    free[rank] = max(free[rank], begin) + us
+                    busy[rank] += us
+                    ends[action] = free[rank]
+        return Timeline(us=max(free), busy=tuple(busy))
+
+    def _ready(self, action: Action, ends: dict[Action, float], send_us: float) -> float | None:
+        """When what `action` needs has arrived; None if that is not known yet."""
+        kind, stage, batch = action
+        last = self.stages - 1
+        if kind == "F":
+            needed = None if stage == 0 else ("F", stage - 1, batch)
+        else:
+            needed = ("F", last, batch) if stage == last else ("B", stage + 1, batch)
+        if needed is None:
+            return 0.0
+        sent = 0.0 if kind == "B" and stage == last else send_us
+        return ends[needed] + sent if needed in ends else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """The waits of a rank of a pipeline. passes: of all stages, by rates that a caller knows."""
+
+    schedule: Schedule
+    rank: int
+    passes: Callable[..., Passes]
+
+    def us(self, *rates: Any) -> float:
+        """µs of the bubble."""
+        run = self.schedule.run(*self.passes(*rates))
+        return run.us - run.busy[self.rank]

@@ -1,0 +1,63 @@
+"""Operators of GPUs alone, on fake CPU tensors that stand for a GPU's.
+
+histc of integers counts the tokens of each expert in torchtitan's models. Triton kernels that a model's own
+code launches are taken into graphs by Dynamo, as beside a GPU; launched by Python on fakes they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _triton
+
+_HISTC = torch.ops.aten.histc.default
+
+
+@contextmanager
+def gpu_operators() -> Iterator[None]:
+    """In here fake CPU tensors take all of it."""
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, {_HISTC: _histc}))
+        if _triton.has_triton_package():
+            _launch_nothing(patches)
+        yield
+
+
+def _histc(_: Any, __: Any, x: Tensor, bins: int = 100, *limits: Any, **named: Any) -> Tensor:
+    return x.new_empty(named.get("bins", bins))
+
+
+def _launch_nothing(patches: ExitStack) -> None:
+    """Let kernels on fakes do nothing until `patches` end, with a GPU to stand for one that is not there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel = triton.runtime.JITFunction
+    patches.enter_context(mock.patch.object(kernel, "run", _unless_fake(kernel.run)))
+    has_triton: Any = _triton.has_triton
+    if not has_triton():
+        has_triton.cache_clear()  # a stand-in for a whole GPU answers otherwise
+        target = GPUTarget("cuda", 90, 32)
+        driver = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
+        patches.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        patches.enter_context(mock.patch.object(_triton, "has_triton", return_value=True))
+
+
+def _unless_fake(run: Any) -> Any:
+    @_disable_dynamo
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        is_fake = any(isinstance(value, FakeTensor | FunctionalTensor) for value in given)
+        return None if is_fake else run(kernel, *args, **kwargs)
+
+    return launch

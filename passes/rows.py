@@ -1,0 +1,135 @@
+"""Rows that ranks exchange: the collectives that bring them, and what moves them and leaves each as it is."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mxcompile.graph import opsets
+from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
+from mxcompile.graph.tags import tensor
+from mxcompile.ops.view import argument_of
+
+_COLLECTIVES = torch.ops._c10d_functional
+EXCHANGES = tuple(
+    getattr(_COLLECTIVES, name).default
+    for name in ("all_gather_into_tensor", "all_to_all_single")
+    if hasattr(_COLLECTIVES, name)
+)
+"""Collectives whose result is made of rows of what ranks give, none of them changed."""
+
+VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
+_ALONG = frozenset({aten.slice, aten.split, aten.split_with_sizes, aten.index_select})
+_SAME = frozenset({_COLLECTIVES.wait_tensor, operator.getitem}) | COPIES
+
+
+def moved_rows(step: fx.Node) -> list[fx.Node] | None:
+    """The tensors whose rows, along the last dimension, `step` moves about; None if it does anything else.
+
+    Rows of zeros may come in between: padding, and what a mask takes out. A change of dtype is a move too.
+    """
+    what = packet(step)
+    if what in _SAME or is_conversion(step):
+        return [argument(step)]
+    if what in _ALONG:
+        return [argument(step)] if _spares_rows(step, argument(step)) else None
+    if what is aten.cat:
+        return _concatenated(step)
+    if what is aten.index:
+        value, indices = tensor(argument(step)), argument_of(step, "indices")
+        spared = value is not None and (len(indices) < value.ndim or indices[-1] is None)
+        return [argument(step)] if spared else None
+    if what is aten.index_put:
+        return _scattered(step)
+    if what is aten.slice_scatter:
+        base = argument(step)
+        return [argument(step, 1)] if is_zero(base) and _spares_rows(step, base) else None
+    if what is aten.constant_pad_nd:
+        last = argument_of(step, "pad")[:2]
+        return [argument(step)] if [*last] == [0, 0] and is_zero(argument_of(step, "value")) else None
+    if what is aten.where:
+        return _masked(step)
+    value = tensor(step)
+    rows = tensor(argument(step)) if what is aten.permute or what in VIEWS else None
+    if value is None or rows is None or not isinstance(value.shape[-1], int):
+        return None
+    if value.shape[-1] != rows.shape[-1]:
+        return None
+    if what is aten.permute and argument_of(step, "dims")[-1] % value.ndim != value.ndim - 1:
+        return None
+    return [argument(step)]
+
+
+def arrives(node: fx.Node) -> bool:
+    """Whether a collective brings all rows of `node`, but for those of zeros."""
+    pending, seen = [node], set()
+    while pending:
+        step = pending.pop()
+        if step in seen or step.target in EXCHANGES:
+            continue
+        seen.add(step)
+        rows = moved_rows(step)
+        if not rows:
+            return False
+        pending += rows
+    return True
+
+
+def is_conversion(step: fx.Node) -> bool:
+    """Whether `step` changes the dtype and nothing else."""
+    return step.target is prims.convert_element_type.default
+
+
+def is_zero(node: object) -> bool:
+    """Whether `node` is a tensor of zeros, in a known shape or as the graph makes it, or the number."""
+    if isinstance(node, fx.Node) and packet(node) in opsets.VIEWS:
+        value = tensor(node)
+        known = value is not None and all(isinstance(size, int) for size in value.shape)
+        return known and is_zero(argument(node))
+    if isinstance(node, fx.Node):
+        return packet(node) is aten.full and is_zero(node.args[1])
+    return isinstance(node, int | float) and str(float(node)) == "0.0"
+
+
+def _spares_rows(step: fx.Node, rows: fx.Node) -> bool:
+    value, dim = tensor(rows), argument_of(step, "dim")
+    return value is not None and isinstance(dim, int) and dim % value.ndim != value.ndim - 1
+
+
+def _concatenated(step: fx.Node) -> list[fx.Node] | None:
+    parts = argument_of(step, "tensors")
+    return [part for part in parts if not is_zero(part)] if _spares_rows(step, parts[0]) else None
+
+
+def _scattered(step: fx.Node) -> list[fx.Node] | None:
+    """Rows put into zeros, each into a place of its own: the gradient of a permutation of rows.
+
+    A sum with zero changes nothing but the sign of a negative zero, which no product tells.
+    """
+    base, indices, values, *accumulate = step.args
+    rows, value = tensor(values), tensor(step)
+    if rows is None or value is None or not is_zero(base) or not isinstance(values, fx.Node):
+        return None
+    alone = isinstance(indices, list | tuple) and len(indices) == 1 and rows.ndim == value.ndim
+    unique = not any(accumulate) or (alone and _is_permutation(indices[0]))  # type: ignore[index]
+    return [values] if alone and unique and rows.ndim > 1 else None
+
+
+def _is_permutation(node: object) -> bool:
+    """Whether `node` is the order of a sort of one dimension: every place is there, once."""
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    value = tensor(node)
+    return packet(argument(node)) is aten.sort and value is not None and value.ndim == 1
+
+
+def _masked(step: fx.Node) -> list[fx.Node] | None:
+    """Whole rows that a mask takes out."""
+    mask, rows, other = step.args
+    value, shown = tensor(step), tensor(mask)
+    if value is None or shown is None or not isinstance(rows, fx.Node) or not is_zero(other):
+        return None
+    same = tensor(rows) is not None and tensor(rows).ndim == value.ndim  # type: ignore[union-attr]
+    return [rows] if same and shown.ndim == value.ndim and shown.shape[-1] == 1 else None

@@ -1,0 +1,113 @@
+"""What runs on real ranks: a layer with experts on all of them, and every exchange that the profiler sees."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from mxcompile.mesh.experts import spread_
+
+TOKENS, NUMBER, TOP_K = 32, 8, 2
+ITEMS = {"unsigned char": ("uint8", 1), "c10::BFloat16": ("bfloat16", 2), "long int": ("int64", 8)}
+
+
+def example() -> Any:
+    path = Path(__file__).parents[2] / "examples/expert_parallel.py"
+    spec = importlib.util.spec_from_file_location("expert_parallel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Layer(nn.Module):
+    """The example's experts behind a layer, so that tokens have a gradient."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        given = example()
+        self.before = nn.Linear(given.WIDTH, given.WIDTH, bias=False)
+        self.moe = given.MixtureOfExperts(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.before(x))
+
+
+def layer(mesh: DeviceMesh) -> tuple[nn.Module, tuple[Tensor], dict[str, Any]]:
+    """A factory: its own code exchanges rows."""
+    x = torch.randn(TOKENS, example().WIDTH).bfloat16()
+    return Layer(mesh["ep"].get_group()).bfloat16(), (x,), {}
+
+
+def sent_by(rank: int, mesh: DeviceMesh, policy: Any) -> dict[str, int]:
+    """Bytes that this rank gives Gloo to exchange in a step, by dtype."""
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    model, (x,), _ = layer(mesh)
+    compiled = torch.compile(model, backend=EagerBackend(policy=policy), fullgraph=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+        compiled(x).float().square().sum().backward()
+    given: Counter[str] = Counter()
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "gloo:all_to_all":
+            dtype, size = ITEMS[event.dtypes()[0]]
+            given[dtype] += math.prod(event.shapes()[0]) * size
+    return dict(given)
+
+
+def spread_and_plain(rank: int, mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
+    """Results and gradients of transformers' experts on several ranks, each beside that of all on one."""
+    config = hf.MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_local_experts=NUMBER, experts_implementation="grouped_mm"
+    )
+    torch.manual_seed(0)
+    plain, spread = MixtralExperts(config), MixtralExperts(config)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    spread.load_state_dict(plain.state_dict())
+    spread_(spread, mesh["ep"])
+    torch.manual_seed(rank + 1)
+    x, choices = torch.randn(TOKENS, 64), torch.rand(TOKENS, NUMBER).topk(TOP_K).indices
+    weights = torch.rand(TOKENS, TOP_K)
+    pairs = []
+    for module in (plain, spread):
+        given = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = module(given[0], choices, given[1])
+        y.square().sum().backward()
+        pairs.append((y.detach(), *(each.grad for each in given)))
+    own = NUMBER // mesh.size()
+    for parameter in plain.parameters():
+        dist.all_reduce(parameter.grad)
+    mine = slice(rank * own, (rank + 1) * own)
+    gradients = [(q.grad, p.grad[mine]) for p, q in zip(plain.parameters(), spread.parameters(), strict=True)]
+    return [*zip(*reversed(pairs), strict=True), *gradients]
+
+
+def worker(rank: int, ranks: int, folder: str, policies: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+        sent = {name: sent_by(rank, mesh, policy) for name, policy in policies.items()}
+        torch.save((sent, spread_and_plain(rank, mesh)), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run_on(ranks: int, folder: Path, policies: dict[str, Any]) -> list[Any]:
+    """For each of `ranks`, the bytes under each of `policies`, and pairs of tensors that have to agree."""
+    torch.multiprocessing.spawn(worker, (ranks, str(folder), policies), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]

@@ -1,0 +1,137 @@
+"""What runs on real ranks: steps of training, with every allocation that the profiler sees."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import meshed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mxcompile.mesh.shape import MeshShape, fake_ranks
+
+RANKS = 2
+BACKWARD = "backward of the step"
+Case = tuple[Callable[[DeviceMesh], meshed.Made], str, str]
+"""A factory, its mesh in words, and a policy."""
+
+
+def ends(norm: nn.Module, output: nn.Module, x: Tensor) -> Tensor:
+    return output(norm(x))
+
+
+class Tall(meshed.Llama):
+    """A Llama whose norm and head are code of their own, which can be compiled."""
+
+    tail = staticmethod(ends)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok_embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(self.norm, self.output, x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a step of training."""
+
+    batch: int
+    length: int
+    depth: int
+
+    def plain(self) -> meshed.Made:
+        return Tall(self.depth), (torch.zeros(self.batch, self.length, dtype=torch.int64),), {}
+
+    def fsdp(self, mesh: DeviceMesh) -> meshed.Made:
+        made = self.plain()
+        meshed.fully_shard_(made[0], mesh["dp"], mp_policy=meshed.MIXED)
+        return made
+
+    def sp(self, mesh: DeviceMesh) -> meshed.Made:
+        made = self.plain()
+        meshed.sequence_parallel_(made[0], mesh["tp"])
+        return made
+
+
+def compile_(model: Any, backend: Any, **settings: Any) -> None:
+    """Compile the blocks, and what follows them, each by itself, as torchtitan does."""
+    for block in model.layers:
+        block.compile(backend=backend, **settings)
+    model.tail = torch.compile(ends, backend=backend, **settings)
+
+
+def step(model: nn.Module, args: Any, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(*args).square().mean()
+    with record_function(BACKWARD):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def allocated(trace: Path) -> tuple[int, int]:
+    """Bytes that are allocated before backward begins, and at the peak of the step."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if "ts" in event]
+    now = peak = kept = 0
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        if event["name"] == "[memory]":
+            now = event["args"]["Total Allocated"]
+            peak = max(peak, now)
+        elif event["name"] == BACKWARD:
+            kept = now
+    return kept, peak
+
+
+def measured(case: Case, mesh: DeviceMesh, trace: Path) -> tuple[int, int]:
+    """Bytes that this rank holds before backward begins, and at the peak of the third step."""
+    torch.manual_seed(0)
+    factory, _, policy = case
+    model, args, _ = factory(mesh)
+    compile_(model, "mxfp8", options={"policy": policy})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        step(model, args, optimizer)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(model, args, optimizer)
+    profiled.export_chrome_trace(str(trace))
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    before = sum(map(local_bytes, (*model.parameters(), *states)))
+    kept, peak = allocated(trace)
+    return before + kept, before + peak
+
+
+def measured_on_a_fake_rank(case: Case, trace: Path) -> tuple[int, int]:
+    """The same in this process, where nothing is sent and the network needs no buffers."""
+    with fake_ranks(MeshShape.parse(case[1])) as mesh:
+        return measured(case, mesh, trace)
+
+
+def worker(rank: int, case: Case, folder: str) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    try:
+        shape = MeshShape.parse(case[1])
+        mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
+        result = measured(case, mesh, Path(folder) / f"trace{rank}.json")
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+    finally:
+        dist.destroy_process_group()
+
+
+def peaks_of_ranks(case: Case, folder: Path) -> list[tuple[int, int]]:
+    """The bytes of `measured` on each of two ranks."""
+    torch.multiprocessing.spawn(worker, (case, str(folder)), nprocs=RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def local_bytes(tensor: Any) -> int:
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)

@@ -1,0 +1,78 @@
+"""What `explain` says that a rank holds, held to PyTorch's tracker and to the allocations of real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import memory_ranks
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from memory_ranks import Case, Shape, measured_on_a_fake_rank, peaks_of_ranks
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+import mxcompile
+from mxcompile.mesh import Memory, live
+from mxcompile.mesh.shape import MeshShape, fake_ranks
+
+ACTIVATIONS, WEIGHTS = Shape(batch=4, length=128, depth=4), Shape(batch=1, length=32, depth=6)
+
+
+def estimated(factory: Any, mesh: str = "dp=2", policy: str = "bf16") -> Memory:
+    rank = mxcompile.explain(factory, mesh=mesh, target="b200", policy=policy)
+    assert str(rank).count("this rank holds at most") == 1
+    return rank.memory
+
+
+class Tracker(FSDPMemTracker):
+    """One that looks into compiled code."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def tracked(shape: Shape) -> int:
+    """The peak of a step that PyTorch's tracker sees, on one of two fake ranks; code is not fused."""
+    with fake_ranks(MeshShape.parse("dp=2")) as mesh:
+        model, args, _ = shape.fsdp(mesh)
+        memory_ranks.compile_(model, EagerBackend(policy="bf16"))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            memory_ranks.step(model, args, optimizer)
+        tracker = Tracker(model, optimizer)
+        with tracker:
+            memory_ranks.step(model, args, optimizer)
+        (peak,) = (sizes["Total"] for device, sizes in tracker.get_tracker_snapshot("peak").items())
+        return int(peak)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the results of eager code are views
+@pytest.mark.parametrize("shape", [ACTIVATIONS, WEIGHTS])
+def test_the_peak_is_that_of_the_tracker(shape: Shape, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(live, "unwritten", lambda _: set())
+    assert estimated(shape.fsdp).total == pytest.approx(tracked(shape), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(ACTIVATIONS.fsdp, "dp=2", "nvidia"), (WEIGHTS.fsdp, "dp=2", "bf16")])
+def test_the_peak_is_that_of_generated_code(case: Case, tmp_path: Path):
+    """On one of two fake ranks. Without MX products decoded operands come on top, but not between phases."""
+    kept, peak = measured_on_a_fake_rank(case, tmp_path / "trace.json")
+    check(case, kept, peak)
+
+
+@pytest.mark.slow
+def test_the_peak_is_that_of_two_ranks(tmp_path: Path):
+    case = (ACTIVATIONS.sp, "tp=2", "bf16")
+    for kept, peak in peaks_of_ranks(case, tmp_path):
+        check(case, kept, peak)
+
+
+def check(case: Case, kept: int, peak: int) -> None:
+    memory = estimated(*case)
+    always = memory.parameters + memory.optimizer
+    assert always + memory.loss.total == pytest.approx(kept, rel=0.1)
+    if case[2] == "bf16":
+        assert memory.total == pytest.approx(peak, rel=0.1)

@@ -1,0 +1,115 @@
+"""Packed FP4: bit for bit the cast to codes of a byte each, and the packing that others read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import mxcompile
+from mxcompile import MXTensor, ops
+from mxcompile.errors import FormatError
+from mxcompile.formats import Format, stored_elem
+from mxcompile.formats.encoding import decode_tensors, encode_stored, encode_tensors, pack, unpack
+from mxcompile.formats.types import E2M1, Rounding
+
+BF16 = torch.bfloat16
+WORD = str(Format(elem=E2M1))
+EVERY = torch.arange(256, dtype=torch.uint8)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal values, and signs of zeros, but for what a NaN carries."""
+    nan = expected.isnan()
+    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
+    alike = found.view(bits) == expected.view(bits)
+    return torch.equal(found.isnan(), nan) and bool((alike | nan).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_every_byte_under_every_scale(dim: int, dtype: torch.dtype):
+    packed, scales = EVERY.view(16, 16).repeat(256, 1), EVERY.repeat_interleave(16)[:, None].contiguous()
+    if dim == 0:
+        packed, scales = packed.t().contiguous(), scales.t().contiguous()
+    weight = MXTensor(packed.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu), dim)
+    codes = torch.stack([packed & 15, packed >> 4], packed.ndim if dim else 1)
+    codes = codes.flatten(-2) if dim else codes.flatten(0, 1)
+    assert torch.equal(unpack(packed, dim, E2M1), codes)
+    assert torch.equal(pack(codes, dim, E2M1), packed)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([table, -table])[codes.long()]
+    power = torch.exp2(scales.double() - 127).where(scales != 255, torch.nan)
+    exact = (values.double() * power.repeat_interleave(32, dim)).float().to(dtype)
+    assert same(weight.dequantize(dtype), exact)
+    assert same(ops.dequantize(packed, scales, dim, dtype, WORD), exact)
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_it_is_the_cast_of_the_precision(rounding: str):
+    """All BF16 values, in blocks of neighbours and of strangers, with NaN and zeros of both signs."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
+    form = Format(elem=E2M1, rounding=Rounding(rounding))
+    for x in (every.view(2048, 32), every.view(32, 2048).t().contiguous(), every[: 1 << 10].view(-1, 2)):
+        codes, scales = encode_tensors(x, -1, form)
+        weight = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
+        assert torch.equal(weight.qdata, codes[:, 0::2] | codes[:, 1::2] << 4)
+        assert torch.equal(weight.scale_bytes, scales)
+        assert same(weight.dequantize(BF16), decode_tensors(codes, scales, -1, form, BF16))
+
+
+def test_blocks_that_are_not_numbers_and_blocks_of_zeros():
+    x = torch.tensor([0.0, -0.0]).repeat(4, 35)
+    x[1, 3], x[2, 40] = torch.nan, torch.inf
+    weight = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2)
+    values = weight.dequantize(torch.float32)
+    assert weight.scale_bytes.tolist() == [[0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 0]]
+    assert values[1, :32].isnan().all()
+    assert values[2, 32:64].isnan().all()
+    assert torch.equal(values[0].signbit(), x[0].signbit())
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (5, 2), (1, 70), (2, 3, 96)], ids=str)
+def test_any_even_length(shape: tuple[int, ...]):
+    x = torch.randn(shape)
+    weight = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2)
+    codes, scales = encode_tensors(x, -1, Format(elem=E2M1))
+    assert weight.shape == x.shape
+    assert torch.equal(
+        weight.dequantize(torch.float32), decode_tensors(codes, scales, -1, Format(elem=E2M1), x.dtype)
+    )
+
+
+def test_an_odd_length_is_an_error():
+    for refused in (
+        lambda: mxcompile.quantize(torch.randn(2, 33), elem_dtype=torch.float4_e2m1fn_x2),
+        lambda: encode_stored(torch.randn(33, 2), 0, E2M1, "rceil"),
+        lambda: pack(torch.zeros(2, 33, dtype=torch.uint8), -1, E2M1),
+    ):
+        with pytest.raises(FormatError, match="2 e2m1 elements share a byte, and k=33 is odd"):
+            refused()
+    with pytest.raises(FormatError, match=r"uint8; allowed: .*float4_e2m1fn_x2"):
+        stored_elem(torch.uint8)
+
+
+def test_others_read_this_packing():
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+    from torchao.prototype.mx_formats.kernels import pack_uint4, unpack_uint4
+
+    codes = unpack(EVERY.view(16, 16), -1, E2M1)
+    values = decode_tensors(codes, torch.full((16, 1), 127, dtype=torch.uint8), -1, Format(elem=E2M1), BF16)
+    assert torch.equal(unpack_uint4(EVERY.view(16, 16)), codes)
+    assert torch.equal(pack_uint4(codes), EVERY.view(16, 16))
+    assert same(unpack_fp4_from_uint8(EVERY.view(16, 16), 16, 32), values)
+    assert torch.equal(pack_fp4_to_uint8(values), EVERY.view(16, 16))
+
+
+def test_operators_pass_opcheck():
+    packed, scales = encode_stored(torch.randn(6, 70), -1, E2M1, "rceil")
+    opcheck(ops.unpack, (packed, -1, WORD))
+    opcheck(ops.dequantize, (packed, scales, -1, BF16, WORD))
+    x = torch.randn(3, 70)
+    for bias in (None, torch.randn(6)):
+        opcheck(ops.weight_only_mm, (x, packed, scales, bias, BF16, WORD))
+    exact = x @ ops.dequantize(packed, scales, -1, torch.float32, WORD).t()
+    assert torch.equal(ops.weight_only_mm(x, packed, scales, None, torch.float32, WORD), exact)

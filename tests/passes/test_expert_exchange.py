@@ -1,0 +1,183 @@
+"""Expert parallelism on two and four Gloo ranks: casts in front of the exchange against casts after it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.eager_backend import EagerBackend
+from torch import nn
+
+import mxcompile
+from mxcompile.passes.gather import Gather
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples/expert_parallel.py"
+WIDTH, TOKENS = 64, (24, 40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to run the example's model, and what becomes of the exchanges of its last batch.
+
+    use: what the policy says beside the precision. lopsided: all tokens go to the experts of one rank.
+    quantized, others: exchanges of MX bytes, and of the model's dtype.
+    """
+
+    use: dict[str, Any]
+    train: bool = True
+    frozen: bool = False
+    lopsided: bool = False
+    compiled: bool = False
+    quantized: int
+    others: int
+
+
+SENT = {"sent": "mxfp8"}
+WAYS = {
+    "inference": Way(use={}, train=False, quantized=1, others=1),
+    "as usual": Way(use={}, quantized=0, others=4),
+    "transcode": Way(use={"saved": "transcode"}, quantized=1, others=3),
+    "frozen": Way(use={}, frozen=True, quantized=2, others=2),
+    "sent": Way(use=SENT, quantized=2, others=2),
+    "sent, no tokens": Way(use=SENT, lopsided=True, quantized=2, others=2),
+    "sent, other formats": Way(use=SENT | {"grad_rounding": "stochastic"}, quantized=1, others=3),
+    "sent, compiled": Way(use=SENT, compiled=True, quantized=2, others=2),
+}
+ON_FOUR = {"sent", "sent, no tokens", "transcode"}
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("expert_parallel", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def exchanges(sent: list[tuple[str, int]]) -> Iterator[None]:
+    """Dtype and number of elements of what this rank gives Gloo to exchange, rows of one tensor at a time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+        yield
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "gloo:all_to_all"]
+    sent.extend((event.dtypes()[0], math.prod(event.shapes()[0])) for event in events)
+
+
+def step(way: Way) -> dict[str, Any]:
+    """Results, gradients, what the last batch exchanges, and the report."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    torch.manual_seed(0)
+    model: nn.Module = example().MixtureOfExperts(dist.group.WORLD).bfloat16()
+    if way.lopsided:
+        with torch.no_grad():
+            model.router.weight.zero_()  # the first experts win every tie
+    model.experts.requires_grad_(not way.frozen)
+    rules = [
+        {"match": {"role": "router"}, "use": "bf16"},
+        {"match": {"name": "*"}, "use": {"precision": "mxfp8", **way.use}},
+    ]
+    policy = {"version": 1, "rules": rules}
+    how: dict[str, Any] = {"backend": EagerBackend(policy=policy)}
+    if way.compiled:
+        how = {"backend": "mxfp8", "options": {"policy": policy}}
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, **how)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    results: dict[str, Any] = {}
+    sent: list[tuple[str, int]] = []
+    for number, tokens in enumerate(TOKENS):
+        x = torch.randn(tokens, WIDTH, generator=generator).bfloat16().requires_grad_(way.train)
+        torch.manual_seed(number)  # stochastic rounding draws from it
+        last = number == len(TOKENS) - 1
+        with exchanges(sent) if last else nullcontext(), torch.set_grad_enabled(way.train):
+            y = compiled(x)
+            if way.train:
+                y.float().square().sum().backward()
+        results |= {f"y{number}": y.detach(), f"x{number}": x.grad}
+    results |= {name: p.grad for name, p in model.named_parameters()}
+    (report,) = mxcompile.reports()
+    return {"numbers": results, "sent": sent, "report": report}
+
+
+def worker(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    try:
+        ways = {name: way for name, way in WAYS.items() if ranks == 2 or name in ON_FOUR}
+        before = {name: step(way) for name, way in ways.items()}
+        Gather.apply = lambda self, graph: None  # type: ignore[method-assign]
+        torch._inductor.config.fx_graph_cache = False  # its key does not know of this
+        torch._functorch.config.enable_autograd_cache = False
+        after = {name: step(way) for name, way in ways.items()}
+        torch.save((before, after), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    @functools.cache
+    def results(ranks: int) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        torch.multiprocessing.spawn(worker, (ranks, str(folder)), nprocs=ranks)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, 2) for name in WAYS), *((name, 4) for name in sorted(ON_FOUR))]
+)
+def test_mx_bytes_travel_and_nothing_else_changes(name: str, ranks: int, run: Callable[[int], list[Any]]):
+    way = WAYS[name]
+    for rank in run(ranks):
+        before, after = (steps[name] for steps in rank)
+        for key, value in before["numbers"].items():
+            assert (value is None) == (after["numbers"][key] is None), key
+            assert value is None or torch.equal(value, after["numbers"][key]), key
+        check_bytes(way, before["sent"], after["sent"])
+
+
+def check_bytes(way: Way, before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """What is sent with casts in front of exchanges, and behind them: dtypes and numbers of elements."""
+
+    def of(kind: str, sent: list[tuple[str, int]]) -> list[int]:
+        return sorted(count for dtype, count in sent if dtype == kind)
+
+    mx, source = of("unsigned char", before), of("c10::BFloat16", before)
+    assert (len(mx), len(source)) == (way.quantized, way.others)
+    rows = [count // (WIDTH + WIDTH // 32) for count in mx] + [count // WIDTH for count in source]
+    assert sorted(count // WIDTH for count in of("c10::BFloat16", after)) == sorted(rows)
+    assert not of("unsigned char", after)
+
+
+def test_a_layer_whose_gradient_travels_as_it_is_says_so(run: Callable[[int], list[Any]]):
+    reasons = {
+        (gemm.gemm, gemm.name): gemm.reason
+        for gemm in run(2)[0][0]["sent, other formats"]["report"].gemms
+        if "ranks send its" in gemm.reason
+    }
+    assert {gemm for gemm, _ in reasons} == {"dgrad", "wgrad"}
+    assert set(reasons.values()) == {"policy: rule 2; ranks send its dy as it is: its cast is not MXFP8's"}
+
+
+def test_sizes_expect_that_experts_are_equally_busy(run: Callable[[int], list[Any]]):
+    """As many rows arrive as a rank sends: two for each of its tokens, by the first batch's number."""
+    for ranks in (2, 4):
+        report = run(ranks)[0][0]["sent"]["report"]
+        sizes = {gemm.m for gemm in report.gemms if gemm.name.startswith("experts.") and gemm.gemm == "fprop"}
+        assert sizes == {2 * TOKENS[0]}
+        assert {gemm.role for gemm in report.gemms if gemm.name == "experts.down"} == {"expert_out"}
