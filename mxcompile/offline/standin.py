@@ -28,6 +28,7 @@ from torch._dynamo import device_interface
 from torch._inductor.codegen.common import init_backend_registration
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses import fake_tensor
+from torch.utils import _triton
 from triton.backends.compiler import GPUTarget
 
 from mxcompile.lowering.targets import Target
@@ -50,6 +51,9 @@ _REMEMBERING = (
     "torch._inductor.codegen.cuda.cuda_env",
 )
 """Modules with functions that cache what they found out about the machine."""
+
+_HAS_TRITON: Any = _triton.has_triton
+"""As other modules have imported it, whatever takes its place in its own for a while (see `gpu_operators`)."""
 
 _HIP, _CUDA = "7.0.0", "13.0"
 
@@ -201,6 +205,7 @@ def stand_in(target: Target) -> Iterator[None]:
 
 def _forget() -> None:
     """Empty the caches of what the machine can do."""
+    _HAS_TRITON.cache_clear()
     for name in _REMEMBERING:
         module = sys.modules.get(name)
         if module is not None:
