@@ -53,7 +53,7 @@ _REMEMBERING = (
 """Modules with functions that cache what they found out about the machine."""
 
 _HAS_TRITON: Any = _triton.has_triton
-"""As other modules have imported it, whatever takes its place in its own for a while (see `gpu_operators`)."""
+"""As other modules have imported it, whatever takes its place there (see `gpu_operators`)."""
 
 _HIP, _CUDA = "7.0.0", "13.0"
 
