@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
 from types import ModuleType
 
 import torch
@@ -48,3 +49,12 @@ def _library(error: ImportError | AttributeError) -> str:
     else:
         module = error.obj.__name__ if isinstance(error.obj, ModuleType) else ""
     return module.partition(".")[0]
+
+
+def has_mslk() -> bool:
+    """Whether the installed PyTorch has the products of MSLK, which its builds may lack.
+
+    One without CUDA, which only writes code for elsewhere, stands for one that has them.
+    """
+    built = re.search(r"-DUSE_(MSLK|FBGEMM_GENAI)\b", torch.__config__.show())
+    return not torch.backends.cuda.is_built() or built is not None

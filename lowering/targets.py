@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from mxcompile.errors import TargetError, not_allowed
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import BLOCK, Format, ScaleLayout, ScaleType
+from mxcompile.formats.types import E2M1
 from mxcompile.lowering.cpu.features import features
 
 
@@ -55,7 +56,8 @@ class Target:
     once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
     bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
     `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
-    15, and there is no negative 0. scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those
+    15, and there is no negative 0. fp4_scales: types of the scales of blocks that the vendor's GEMM of packed FP4
+    operands takes (see `multiplies_fp4`). scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those
     whose products the vendor's library computes faster in FP32. peak: for estimates, if there is one.
     """
 
@@ -77,6 +79,7 @@ class Target:
     stores_fp8: bool = False
     fp8_tiles: frozenset[str] = frozenset()
     fp8_fnuz: bool = False
+    fp4_scales: frozenset[ScaleType] = frozenset()
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     slow_dtypes: frozenset[torch.dtype] = frozenset()
     peak: Peak | None = None
@@ -96,6 +99,14 @@ class Target:
         alike = left == right != _WEIGHTS or (left, right) == (_BLOCKS, _WEIGHTS)
         return alike and {left, right} <= self.fp8_tiles
 
+    def multiplies_fp4(self, *forms: Format) -> bool:
+        """Whether the vendor's library has a GEMM of packed operands of these formats.
+
+        Blocks of 16 of E2M1 under E4M3 scales, or of 32 under E8M0 scales, or tiles of as many rows.
+        """
+        scales = {form.scale for form in forms}
+        return len(scales) == 1 and scales <= self.fp4_scales and all(map(_is_fp4, forms))
+
     @property
     def has_library_mx(self) -> bool:
         """Whether the vendor's library has products of MX operands that mxcompile calls."""
@@ -104,6 +115,11 @@ class Target:
     def multiplies_mx(self, *forms: Format) -> bool:
         """Whether the chip's MX GEMM multiplies operands of these formats."""
         return self.native and all(form.mx_elem is not None for form in forms)
+
+
+def _is_fp4(form: Format) -> bool:
+    along = 16 if form.two_level else BLOCK
+    return form.elem is E2M1 and form.tile.along == along and form.tile.across in (1, along)
 
 
 AUTO = "auto"
@@ -156,6 +172,7 @@ _TCGEN05: dict[str, Any] = {
     "mma": "tcgen05.mma block_scale",
     "tmem_columns": 512,
     "scale_layout": ScaleLayout.TILED_128X4,
+    "fp4_scales": frozenset({ScaleType.E4M3, ScaleType.E8M0}),
 }
 
 
@@ -205,6 +222,7 @@ TARGETS = {
             99,
             mma="mma.sync block_scale",
             scale_layout=ScaleLayout.TILED_128X4,
+            fp4_scales=frozenset({ScaleType.E4M3}),
             fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
             peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, mxfp8_tflops=838, fp8_tflops=419),
         ),

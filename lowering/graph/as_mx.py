@@ -21,7 +21,7 @@ from mxcompile.formats import ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
@@ -59,6 +59,8 @@ class AsMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
+        if self.target.fp4_scales:  # whose own pass says why
+            return NO_REASONS
         rest = (node for node in graph.nodes if node.target in _AS)
         two_level = (node for node in rest if any(form.two_level for form in Product.read(node).forms))
         return dict.fromkeys(two_level, NO_TWO_LEVEL)

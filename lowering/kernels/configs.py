@@ -121,6 +121,31 @@ FP8_CAST: dict[str, FP8Choices | Absent] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FP4Tile:
+    """The tile of an FP4 cast: rows of the operand, and elements along the contraction."""
+
+    across: int
+    along: int
+    num_warps: int
+
+
+_FP4 = FP4Tile(across=64, along=128, num_warps=8)
+_NO_FP4 = Absent(reason="no GEMM of packed FP4 operands to cast for")
+
+FP4_CAST: dict[str, FP4Tile | Absent] = {
+    "sm_80": _NO_FP4,
+    "sm_89": _NO_FP4,
+    "sm_90": _NO_FP4,
+    "sm_100": _FP4,
+    "sm_103": _FP4,
+    "sm_120": _FP4,
+    "gfx942": _NO_FP4,
+    "gfx950": _NO_FP4,
+}
+"""Target → tile of casts to packed FP4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledChoices:
     """Up to `few_rows` rows of `a` run with `few`, operands swapped if `swap_few`; more run with `many`.
 

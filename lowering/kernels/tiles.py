@@ -11,7 +11,7 @@ them the Triton type. Not here: memory, masks, strides.
 
 Compile-time arguments, the same everywhere:
 
-    ELEM      "e4m3" | "e5m2"
+    ELEM      "e4m3" | "e5m2"; of scales and `rounded` also those of fewer bits
     ROUNDING  "rceil" | "floor" | "ceil" | "even"
     NATIVE    whether the chip's own conversions are used, else integers give the same bits. Encoding: sm_90
               and up, gfx950; not sm_89, where Triton goes through FP16 and rounds twice. Decoding: sm_89 too
@@ -33,31 +33,38 @@ _SIGN_BIT = tl.constexpr(-0x80000000)
 
 @triton.constexpr_function
 def _emax(elem):
-    return formats.ELEM_TYPES[elem].emax
+    return formats.ELEMENTS[elem].emax
 
 
 @triton.constexpr_function
 def _largest(elem):
-    return formats.ELEM_TYPES[elem].max
+    return formats.ELEMENTS[elem].max
+
+
+@triton.constexpr_function
+def _beyond(elem):
+    """What carries the FP32 bits of a number into the next binade if it is above the largest element's."""
+    e = formats.ELEMENTS[elem]
+    return (1 << 23) - 1 - (int(e.max / 2.0**e.emax * (1 << 23)) - (1 << 23))
 
 
 @triton.constexpr_function
 def _largest_code(elem):
     """The FP8 bits of the largest finite value: biased exponent, then the mantissa of 1.75."""
-    e = formats.ELEM_TYPES[elem]
+    e = formats.ELEMENTS[elem]
     return ((e.emax - e.min_exponent + 1) << e.mantissa_bits) | (3 << (e.mantissa_bits - 2))
 
 
 @triton.constexpr_function
 def _dropped_bits(elem):
     """How many of FP32's mantissa bits the format does not have."""
-    return 23 - formats.ELEM_TYPES[elem].mantissa_bits
+    return 23 - formats.ELEMENTS[elem].mantissa_bits
 
 
 @triton.constexpr_function
 def _exponent_bits(elem, above):
     """FP32 bits of 2^`above` times the smallest normal value of the format."""
-    return (127 + formats.ELEM_TYPES[elem].min_exponent + above) << 23
+    return (127 + formats.ELEMENTS[elem].min_exponent + above) << 23
 
 
 @triton.constexpr_function
@@ -82,11 +89,11 @@ def magnitude_bits(x):
 def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
     """E8M0 bytes (int32, 0 to 255) of block maxima given by `magnitude_bits`; NaN and Inf give 255.
 
-    Finite ones give 247 at most, since emax ≥ 8; what wraps around above them is not used.
+    Finite ones give 253 at most, since emax ≥ 2; what wraps around above them is not used.
     """
     rounded = amax_bits
     if ROUNDING == "rceil":
-        rounded += 0x1FFFFF
+        rounded += _beyond(ELEM)
     elif ROUNDING == "even":
         rounded += _half(_dropped_bits(ELEM))
     elif ROUNDING == "ceil":
@@ -99,7 +106,7 @@ def scale_byte(amax_bits, ELEM: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def inverse_scale(byte):
-    """2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, none from 248 to 254."""
+    """2^(127 − byte), FP32, of a `scale_byte`; NaN for 255. byte: int32, not 254."""
     bits = tl.where(byte == _SCALE_NAN, _NAN_BITS, (254 - byte) << 23)
     return bits.to(tl.float32, bitcast=True)
 

@@ -20,7 +20,6 @@ sm_120 pytorch/pytorch #198126.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch._inductor.utils import use_aten_gemm_kernels
 from torch._inductor.virtualized import V
 
 from mxcompile.formats import BLOCK
+from mxcompile.lowering import optional
 from mxcompile.lowering.kernels.zero_rows import zero_rows
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs
@@ -91,7 +91,7 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
     known = V.graph.sizevars.statically_known_multiple_of
     _, k, n = b.get_size()
     return (
-        groups_are_built()
+        optional.has_mslk()
         and use_aten_gemm_kernels()
         and not V.graph.cpp_wrapper
         and configs.contiguous(a.get_stride()) == 1
@@ -102,12 +102,3 @@ def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
         and {a.get_dtype(), b.get_dtype()} == {torch.float8_e4m3fn}
         and offs.get_dtype() is torch.int32
     )
-
-
-def groups_are_built() -> bool:
-    """Whether the installed PyTorch has the product of groups, which its builds may lack.
-
-    One without CUDA, which only writes code for elsewhere, stands for one that has it.
-    """
-    built = re.search(r"-DUSE_(MSLK|FBGEMM_GENAI)\b", torch.__config__.show())
-    return not torch.backends.cuda.is_built() or built is not None

@@ -122,12 +122,12 @@ class ElemType:
         return self.name
 
 
-_ELEMENTS: dict[str, ElemType] = {}
+ELEMENTS: dict[str, ElemType] = {}
 
 
 def register(elem: ElemType) -> ElemType:
     """Make `elem` the element type of its name in the words of formats. `FormatError` if another has it."""
-    if _ELEMENTS.setdefault(elem.name, elem) != elem:
+    if ELEMENTS.setdefault(elem.name, elem) != elem:
         raise FormatError(f"there is another element type {elem.name!r} already")
     return elem
 
@@ -351,14 +351,14 @@ def elem_type(dtype: torch.dtype) -> ElemType:
 
 def elem_named(word: str) -> ElemType:
     """The element type called `word`; `FormatError` if there is none such."""
-    if word not in _ELEMENTS:
-        raise FormatError(not_allowed("element type", word, _ELEMENTS))
-    return _ELEMENTS[word]
+    if word not in ELEMENTS:
+        raise FormatError(not_allowed("element type", word, ELEMENTS))
+    return ELEMENTS[word]
 
 
 def stored_elem(dtype: torch.dtype) -> ElemType:
     """The element type of weights stored as `dtype`; `FormatError` if no weight is stored so."""
-    by_dtype = {elem.stored_dtype: elem for elem in _ELEMENTS.values() if elem.stored_dtype}
+    by_dtype = {elem.stored_dtype: elem for elem in ELEMENTS.values() if elem.stored_dtype}
     if dtype not in by_dtype:
         raise FormatError(not_allowed("element dtype", dtype, map(str, by_dtype)))
     return by_dtype[dtype]

@@ -9,7 +9,7 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.dot_scaled          dequantized in FP32 and multiplied there
     tl.fma                 one rounding
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
-    inline PTX             that of ``lowering.kernels.packed``, by its text; any other is an error as before
+    inline PTX             that of ``lowering.kernels.packed`` and ``fp4_tiles``, by its text; any other is an error as before
     tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
@@ -25,7 +25,7 @@ import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
 
 from mxcompile.formats import ELEM_TYPES
-from mxcompile.lowering.kernels import packed
+from mxcompile.lowering.kernels import fp4_tiles, packed
 
 NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -213,12 +213,22 @@ def _sigmoid(x):
         return (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
 
 
+def _pairs(low, high):
+    """`cvt.rn.satfinite.e2m1x2.f32`: nearest even, saturating; NaN is the largest."""
+    fp4 = np.dtype(ml_dtypes.float4_e2m1fn)
+    codes = [
+        np.where(np.isnan(y), 7, np.clip(y, -6.0, 6.0).astype(fp4).view(np.uint8)) & 0xF for y in (low, high)
+    ]
+    return (codes[0] | codes[1] << 4).astype(np.uint8)
+
+
 _FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 _PTX = {
     packed.LARGER.value: (tl.int32, _larger),
     packed.SPECIAL.value: (tl.int32, _special),
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
+    fp4_tiles.PAIRS.value: (tl.uint8, _pairs),
     **{
         asm[name]: (tl.uint8, _encoded(_FP8[name]))
         for name in ELEM_TYPES

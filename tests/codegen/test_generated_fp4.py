@@ -1,0 +1,63 @@
+"""FP4 casts generated for GPUs, run in Triton's interpreter: bit for bit those of the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import interpret
+from torch import Tensor, nn
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.offline import codegen
+
+
+class Casts(nn.Module):
+    """Both copies of a matrix in the layout of an FP4 GEMM."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def forward(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+        form = Format.of(self.word)
+        amax = ops.largest(x) if form.two_level else None
+        given = (seed, 5) if form.stochastic else (None, 0)
+        rows = ops.encode_packed(x, -1, self.word, *given, amax)
+        return (*rows, *ops.encode_packed(x, -2, self.word, *given, amax))
+
+
+def spread(m: int, n: int) -> Tensor:
+    """Rows and columns of many binades, zeros with both signs, and what lies halfway between elements."""
+    gen = torch.Generator().manual_seed(m + n)
+    rows, columns = (torch.randint(-12, 12, size, generator=gen) for size in ((m, 1), (1, n)))
+    x = torch.randn(m, n, generator=gen) * torch.exp2(rows.float()) * torch.exp2(columns.float())
+    x[:, 3], x[2] = -0.0, 0.0
+    x[5] = torch.tensor([0.25, 0.75, -1.25, 1.75, -2.5, 3.5, 5.0, 6.0]).repeat(n // 8)
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "target", "shape", "dtype"),
+    [
+        ("e2m1 1x16 two-level", "sm_100", (96, 160), torch.bfloat16),
+        ("e2m1 16x16 two-level", "sm_120", (160, 96), torch.float32),
+        ("e2m1 1x16 two-level stochastic", "sm_100", (64, 96), torch.bfloat16),
+        ("e2m1 1x32 rceil", "sm_100", (96, 160), torch.float16),
+        ("e2m1 32x32 even", "sm_100", (160, 192), torch.bfloat16),
+        ("e2m1 1x32 floor stochastic", "sm_100", (64, 96), torch.float32),
+    ],
+)
+def test_casts(word: str, target: str, shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path):
+    model, x, seed = Casts(word), spread(*shape).to(dtype), torch.tensor([123456789])
+    wanted = model(x, seed)
+    result = codegen(model, x, seed, target=target, training=False, out_dir=tmp_path)
+    assert not result.problems
+    assert not any(kernel.binary.spill_bytes for kernel in result.kernels)
+    given = [x, seed] if Format.of(word).stochastic else [x]
+    for found, reference in zip(interpret(tmp_path, given), wanted, strict=True):
+        assert found.shape == reference.shape
+        assert torch.equal(found, reference)
