@@ -22,6 +22,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from typing import cast as cast_to
 
 import torch
 from torch import fx
@@ -158,7 +159,7 @@ class _Casts:
     def _make(self, cast: Encode, dim: int) -> tuple[fx.Node, fx.Node]:
         source, form, amax = cast.x, cast.form.untransformed, cast.amax
         if source.target is ops.hadamard and source.args[1] == dim:
-            form = replace(form, hadamard=source.args[2])
+            form = replace(form, hadamard=cast_to(int, source.args[2]))
             amax = None if amax is None else self._largest(source, amax)
             source = argument(source)
         with self.build.graph.inserting_before(cast.node):
