@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.lowering import targets
 from mxcompile.lowering.targets import Peak, Target
 from mxcompile.offline.rates import Rate, as_data
@@ -73,6 +73,18 @@ def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
         scales = (scale.view(torch.float8_e8m0fnu) for scale in (scale_a, scale_b))
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.mxfp8_tflops)
+
+
+def fp4(peak: Peak, time: Time) -> Iterator[float]:
+    """The product of NVFP4 operands, packed, with scales of two levels."""
+    from mxcompile.lowering.templates.vendor_fp4 import mx_vendor_nvfp4_mm  # needs Triton
+
+    word, one = "e2m1 1x16 two-level", torch.ones(1, device=gpu_common.DEVICE)
+    for m, n, k in SHAPES:
+        matrices = [_matrix(rows, k) for rows in (m, n)]
+        a, b = (ops.encode_packed(x, -1, word, None, 0, ops.largest(x)) for x in matrices)
+        call = functools.partial(mx_vendor_nvfp4_mm, *a, *b, one, one, out_dtype=torch.bfloat16)
+        yield _share(time(call), (m, n, k), peak.fp4_tflops)
 
 
 def attention(backend: SDPBackend, backward: bool, peak: Peak, time: Time) -> Iterator[float]:
@@ -135,6 +147,7 @@ KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
     "fp8_tensor": functools.partial(fp8, "tensor"),
     "fp8_channel": functools.partial(fp8, "channel"),
     "mxfp8": mxfp8,
+    "fp4": fp4,
     **{name: functools.partial(attention, backend, False) for name, backend in BACKENDS.items()},
     **{f"{name}_backward": functools.partial(attention, backend, True) for name, backend in BACKENDS.items()},
     "launch_us": launch,
@@ -144,6 +157,8 @@ KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
 
 def runs_on(kind: str, target: Target) -> bool:
     """Whether the chip has what `kind` measures."""
+    if kind == "fp4":
+        return ScaleType.E4M3 in target.fp4_scales
     return target.native if kind == "mxfp8" else bool(target.fp8_tiles) if kind.startswith("fp8") else True
 
 
@@ -154,7 +169,7 @@ def measured(target: Target, time: Time) -> dict[str, Rate]:
     for kind in tqdm([kind for kind in KINDS if runs_on(kind, target)], desc="rates"):
         try:
             values = sorted(KINDS[kind](target.peak, time))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             print(f"{kind}: left out, {str(error).strip().splitlines()[0]}")
             continue
         ends = values[::-1] if kind.endswith("_us") else values

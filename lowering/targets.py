@@ -21,9 +21,9 @@ from mxcompile.lowering.cpu.features import features
 class Peak:
     """The vendor's data sheet for dense products of one chip of a target.
 
-    chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops: 10¹² operations a second; the latter two only where
-    they are native, of operands with a scale a block of 32 and with one a tensor or channel. fp32_tflops: of
-    FP32, not TF32.
+    chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops, fp4_tflops: 10¹² operations a second; the latter three
+    only where they are native, of operands with a scale a block of 32, with one a tensor or channel, and of
+    packed FP4. fp32_tflops: of FP32, not TF32.
     bandwidth_gbs: of device memory, 10⁹ bytes a second. memory_gb: of device memory, 10⁹ bytes. clock_ghz: at
     which the rates hold, 10⁹ cycles a second.
     """
@@ -32,6 +32,7 @@ class Peak:
     bf16_tflops: float
     mxfp8_tflops: float
     fp8_tflops: float
+    fp4_tflops: float
     fp32_tflops: float
     bandwidth_gbs: float
     memory_gb: float
@@ -56,9 +57,10 @@ class Target:
     once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
     bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
     `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
-    15, and there is no negative 0. fp4_scales: types of the scales of blocks that the vendor's GEMM of packed FP4
-    operands takes (see `multiplies_fp4`). scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those
-    whose products the vendor's library computes faster in FP32. peak: for estimates, if there is one.
+    15, and there is no negative 0. fp4_scales: types of the scales of blocks that the vendor's GEMM of packed
+    FP4 operands takes (see `multiplies_fp4`). scale_layout: what the chip's MX GEMM reads fastest.
+    slow_dtypes: those whose products the vendor's library computes faster in FP32. peak: for
+    estimates, if there is one.
     """
 
     name: str
@@ -185,6 +187,7 @@ def _peak(
     clock_ghz: float,
     mxfp8_tflops: float = 0.0,
     fp8_tflops: float = 0.0,
+    fp4_tflops: float = 0.0,
 ) -> Peak:
     return Peak(
         chip=chip,
@@ -192,6 +195,7 @@ def _peak(
         fp32_tflops=fp32_tflops,
         mxfp8_tflops=mxfp8_tflops or bf16_tflops,
         fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
+        fp4_tflops=fp4_tflops or mxfp8_tflops or bf16_tflops,
         bandwidth_gbs=bandwidth_gbs,
         memory_gb=memory_gb,
         clock_ghz=clock_ghz,
@@ -210,10 +214,20 @@ TARGETS = {
         ),
         _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 67, 4800, 141, 1.83, fp8_tflops=1979)),
         _nvidia(
-            100, "B200, GB200", 148, 227, peak=_peak("B200", 2250, 75, 8000, 180, 1.85, 4500), **_TCGEN05
+            100,
+            "B200, GB200",
+            148,
+            227,
+            peak=_peak("B200", 2250, 75, 8000, 180, 1.85, 4500, fp4_tflops=9000),
+            **_TCGEN05,
         ),
         _nvidia(
-            103, "B300, GB300", 160, 227, peak=_peak("B300", 2250, 75, 8000, 288, 1.72, 4500), **_TCGEN05
+            103,
+            "B300, GB300",
+            160,
+            227,
+            peak=_peak("B300", 2250, 75, 8000, 288, 1.72, 4500, fp4_tflops=13500),
+            **_TCGEN05,
         ),
         _nvidia(
             120,
@@ -224,7 +238,7 @@ TARGETS = {
             scale_layout=ScaleLayout.TILED_128X4,
             fp4_scales=frozenset({ScaleType.E4M3}),
             fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
-            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, mxfp8_tflops=838, fp8_tflops=419),
+            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, 838, fp8_tflops=419, fp4_tflops=1676),
         ),
         _amd(
             "gfx942",

@@ -1,4 +1,4 @@
-"""vendor_fp4: products of FP4 operands that the vendor's FP4 GEMM runs, at twice the rate of FP8.
+"""vendor_fp4: give products of FP4 operands to the vendor's FP4 GEMM.
 
     encoded_mm(qa, sa, qb, sb)  →  packed_mm(bytes_a, tiles_a, bytes_b, tiles_b)
     encode(x, dim)              →  encode_packed(x, dim)        two codes a byte, the contraction innermost
@@ -6,9 +6,10 @@
     nvfp4   sm_100, sm_103, sm_120: cuBLAS. Blocks of 16 with E4M3 scales, an FP32 scale for each tensor
     mxfp4   sm_100, sm_103: PyTorch built with MSLK. Blocks of 32 with E8M0 scales
 
-Runs on the joint graph, so that what is kept for backward is packed. Products that the GEMM does not take are
-left to `as_mx` and `expand`, with the reason: batches and groups, an operand that was cast elsewhere, K that is
-no multiple of 32 or N of 16. Accumulation is in FP32, rounded once.
+Runs on the joint graph, so that what is kept for backward is packed. Other products are left to
+`as_mx` and `expand`, with the reason: batches and groups, an operand that was cast elsewhere, K that 32 does
+not divide, N that 16 does not. Accumulation is in FP32, rounded once; a bias of MXFP4 products is added in
+the dtype of the result.
 
 Source: `_scaled_mm_v2`, `_scaled_nvfp4_nvfp4` and `_scaled_mxfp4_mxfp4` in PyTorch's
 aten/src/ATen/native/cuda/ScaledBlas.cpp, and `meta_scaled_mm_v2` in its torch/_meta_registrations.py.
@@ -57,9 +58,9 @@ class VendorFP4(LoweringPass):
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products whose formats that GEMM multiplies."""
         for node in graph.nodes:
-            if node.target in (ops.encoded_mm, ops.encoded_grouped_mm):
-                if self.target.multiplies_fp4(*Product.read(node).forms):
-                    yield node
+            is_product = node.target in (ops.encoded_mm, ops.encoded_grouped_mm)
+            if is_product and self.target.multiplies_fp4(*Product.read(node).forms):
+                yield node
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products and name their kernel in their tags. Returns why others are not replaced."""
@@ -93,9 +94,19 @@ def _unmet(product: Product) -> str:
     k, n = value_of(product.b).shape
     if not _is_multiple(k, _K) or not _is_multiple(n, _N):
         return f"the FP4 GEMM wants k a multiple of {_K} and n one of {_N}; here k={k}, n={n}"
+    if product.forms[0].two_level and _tensor_scales(product.alpha) is None:
+        return "the scales of both tensors are not at hand"
     if any(_cast_of(*side) is None for side in product.sides):
         return "an operand was cast outside of the graph, one code a byte"
     return ""
+
+
+def _tensor_scales(alpha: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
+    """The scales of both tensors, whose product `alpha` is."""
+    if alpha is None or alpha.target is not aten.mul.Tensor:
+        return None
+    left, right = alpha.args
+    return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
 
 
 def _is_multiple(size: Any, of: int) -> bool:
@@ -117,8 +128,8 @@ def _replace(product: Product, casts: _Casts) -> None:
     node, build = product.node, casts.build
     with build.graph.inserting_before(node):
         sides = [part for place, side in enumerate(product.sides) for part in casts.packed(*side, place)]
-        alpha = () if product.alpha is None else product.alpha.args[:2]
-        args = (*sides, product.bias, product.out_dtype, *product.words, *alpha)
+        scales = _tensor_scales(product.alpha) or ()
+        args = (*sides, product.bias, product.out_dtype, *product.words, *scales)
         result = build.call(ops.packed_mm, *args, like=node)
     word = "nvfp4" if product.forms[0].two_level else "mxfp4"
     set_tag(result, *(replace(tag, kernel=f"aten._scaled_mm_v2 ({word})") for tag in tags_of(node)))
@@ -134,9 +145,9 @@ class _Casts:
 
     def packed(self, qdata: fx.Node, scale: fx.Node, place: int) -> tuple[fx.Node, fx.Node]:
         """Bytes and tiles of the operand at `place`, 0 for the left one."""
-        found = _cast_of(qdata, scale)
-        assert found is not None
-        cast, swapped = found
+        source = _cast_of(qdata, scale)
+        assert source is not None
+        cast, swapped = source
         dim = -2 if swapped != (place == 1) else -1
         key = cast.node, dim, cast.fmt
         if key not in self._made:
@@ -150,4 +161,3 @@ class _Casts:
             first, second = (self.build.call(operator.getitem, pair, at, like=cast.node) for at in (0, 1))
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second
-

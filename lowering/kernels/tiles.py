@@ -43,7 +43,7 @@ def _largest(elem):
 
 @triton.constexpr_function
 def _beyond(elem):
-    """What carries the FP32 bits of a number into the next binade if it is above the largest element's."""
+    """Added to FP32 bits, carries into the exponent if the mantissa is above the largest element's."""
     e = formats.ELEMENTS[elem]
     return (1 << 23) - 1 - (int(e.max / 2.0**e.emax * (1 << 23)) - (1 << 23))
 

@@ -4,8 +4,8 @@
                 scale bytes in tiles of 128 rows by 4 blocks
     x        ←  prologue         as in `casts`
 
-The cast itself is ``kernels.fp4_tiles``. Along columns a tile is transposed in registers first. The grid covers
-the padding of the scales. The amax of the tensor is there before, so that this reads x a second time.
+The cast itself is ``kernels.fp4_tiles``. Along columns a tile is transposed in registers first. The grid
+covers the padding of the scales. The amax of the tensor is there before, so that this reads x a second time.
 """
 
 from __future__ import annotations

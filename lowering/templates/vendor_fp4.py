@@ -1,7 +1,7 @@
 """The vendor's product of packed FP4 operands: the one kernel of `packed_mm` on a GPU.
 
-    nvfp4   cuBLAS, by ``torch._scaled_mm_v2``: an FP32 scale of each tensor multiplies what is accumulated
-    mxfp4   the same operator, which calls MSLK; the bias is added behind it
+nvfp4   cuBLAS, by ``torch._scaled_mm_v2``: an FP32 scale of each tensor multiplies what is accumulated
+mxfp4   the same operator, which calls MSLK; the bias is added behind it
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class _Worker:
             backend = next((each for each in ("cudnn", "efficient") if each in name), "flash")
             return f"{backend}_backward" if "_backward" in name else backend
         if "mx_vendor" in name:
-            return "mxfp8"
+            return "fp4" if "fp4" in name else "mxfp8"
         if "scaled" in name:
             return next(
                 (kind for begin, kind in _SCALES.items() if begin in self.launch.library), "fp8_tensor"

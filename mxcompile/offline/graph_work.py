@@ -102,6 +102,8 @@ class _Reader:
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """The kind of rate of a product."""
+        if packet(node) is ops.packed_mm.overloadpacket:
+            return "fp4"
         if tag.formats is not None:
             if self.target.multiplies_mx(*tag.formats):
                 return "mxfp8" if self.target.has_library_mx else "own_mxfp8"

@@ -3,7 +3,8 @@
     memory                           bytes of device memory
     issue                            slots of the vector units
     bf16, fp32, fp8_tensor,          products of a library, by format and by the extent of FP32 scales
-      fp8_channel, fp8_block, mxfp8
+      fp8_channel, fp8_block, mxfp8,
+      fp4
     own_bf16, own_mxfp8              products of generated kernels, waits that are modelled left out
     cudnn, flash, efficient          attention forward by backend; `…_backward` its backward
     latency_us                       from a load to its first use, under load
@@ -28,7 +29,7 @@ from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS, Target
 
 KINDS = (
-    *("memory", "issue", "bf16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8"),
+    *("memory", "issue", "bf16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "fp4"),
     *("own_bf16", "own_mxfp8", "cudnn", "cudnn_backward", "flash", "flash_backward"),
     *("efficient", "efficient_backward", "latency_us", "launch_us"),
 )
@@ -134,6 +135,7 @@ _ASSUMED = {
         fp8_channel=(0.40, 0.55, 0.75),
         fp8_block=(0.35, 0.50, 0.65),
         mxfp8=(0.45, 0.60, 0.75),
+        fp4=(0.40, 0.55, 0.70),
         own_bf16=(0.60, 0.75, 0.90),
         own_mxfp8=(0.40, 0.55, 0.75),
         cudnn=(0.45, 0.60, 0.72),
@@ -217,6 +219,11 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             mxfp8=(0.57, 0.60, 0.64),
         ),
         **_rates(
+            "Transformer Engine's GEMM profile of a B300: NVFP4 5,094 TFLOPS, 3.48 times BF16; Triton's on a"
+            " B200 at 8192³ 4,200 to 4,500",
+            fp4=(0.48, 0.57, 0.70),
+        ),
+        **_rates(
             "triton #9044: dot_scaled of 128×256 2,202 TFLOPS; #9697: Gluon on one processor 2,526",
             own_mxfp8=(0.45, 0.50, 0.58),
             own_bf16=(0.45, 0.55, 0.68),
@@ -242,6 +249,11 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             bf16=(0.95, 1.10, 1.15),
         ),
         **_rates("quack, gemm_sm120.py: 726 to 728 TFLOPS", mxfp8=(0.80, 0.87, 0.92)),
+        **_rates(
+            "main-horse.github.io, 5090-mm-perf: the instruction alone 1,474 TFLOPS; CUTLASS's example over"
+            " 1,000",
+            fp4=(0.58, 0.68, 0.85),
+        ),
         **_rates("pytorch #155991: CUTLASS 389 TFLOPS", fp8_tensor=(0.80, 0.93, 1.08)),
         **_rates(f"{_UNKNOWN}; a library's reaches 0.87", own_mxfp8=(0.40, 0.55, 0.80)),
         **_rates(
@@ -271,6 +283,9 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
         **_rates(_UNKNOWN, flash=(0.22, 0.30, 0.42), flash_backward=(0.14, 0.22, 0.32)),
     },
 }
-_BY_TARGET["sm_103"] = _BY_TARGET["sm_100"]
+_BY_TARGET["sm_103"] = _BY_TARGET["sm_100"] | _rates(
+    "Transformer Engine's GEMM profile of a B300: 5,094 TFLOPS over the products of a layer",
+    fp4=(0.33, 0.38, 0.46),
+)
 
 assert set(_BY_TARGET) <= set(TARGETS)

@@ -1,7 +1,7 @@
 """Operators of FP4: the cast in the layout that an FP4 GEMM reads, and that GEMM.
 
-    encode_packed   x[M, N] → bytes, scale                      bytes [M, N/2] along rows, [N, M/2] along columns
-    packed_mm       bytes_a[M, K/2] · bytes_b[N, K/2]ᵀ (+ bias[N])           FP32 accumulation, rounded once
+    encode_packed   x[M, N] → bytes, scale                 bytes [M, N/2] along rows, [N, M/2] along columns
+    packed_mm       bytes_a[M, K/2] · bytes_b[N, K/2]ᵀ (+ bias[N])      FP32 accumulation, rounded once
 
 A byte holds two codes that follow each other along the contraction, the first in its low half, as in
 `torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source.

@@ -158,7 +158,7 @@ def test_products_of_two_levels_stay_with_the_reason():
     module = make_fx(function, tracing_mode="fake")(*inputs)
     (product,) = module.graph.find_nodes(op="call_function", target=ops.encoded_mm)
     set_tag(product, TAG)
-    reasons = AsMX(target=TARGETS["sm_100"], device="cpu").apply(module.graph)
+    reasons = AsMX(target=TARGETS["gfx950"], device="cpu").apply(module.graph)
     assert reasons == {product: "no kernel multiplies E2M1 under E4M3 scales"}
     assert module.graph.find_nodes(op="call_function", target=ops.encoded_mm) == [product]
 

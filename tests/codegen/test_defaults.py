@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxcompile
+from mxcompile.lowering import optional
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.lowering.templates import defaults, vendor
+from mxcompile.lowering.templates import defaults
 from mxcompile.lowering.templates.defaults import (
     ALONG_K,
     BATCHED,
@@ -79,7 +80,7 @@ def test_experts_of_the_other_chip_are_ours():
 def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, flags, built):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: cuda)
     monkeypatch.setattr(torch.__config__, "show", lambda: f"CXX_FLAGS= {flags}")
-    assert vendor.groups_are_built() == built
+    assert optional.has_mslk() == built
 
 
 def test_every_kind_ends_with_what_runs_anything():

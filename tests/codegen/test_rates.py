@@ -103,7 +103,9 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(torch, "_scaled_mm", _refused)
     rates = gpu_rates.measured(B200, time)
-    assert capsys.readouterr().out.count("left out, not on this chip") == 3, "FP8 and MXFP8"
+    out = capsys.readouterr().out
+    assert out.count("left out, not on this chip") == 3, "FP8 and MXFP8"
+    assert "fp4: left out, CPU does not support swizzle" in out
     assert rates["memory"].low == pytest.approx(2 * 1024 / 2e3 / 8000)
     assert rates["memory"].high == pytest.approx(2 * 2048 / 2e3 / 8000)
     assert rates["bf16"].centre == pytest.approx(2 * 32 * 64 * 128 / 2e6 / 2250)

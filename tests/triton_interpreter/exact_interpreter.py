@@ -9,7 +9,8 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.dot_scaled          dequantized in FP32 and multiplied there
     tl.fma                 one rounding
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
-    inline PTX             that of ``lowering.kernels.packed`` and ``fp4_tiles``, by its text; any other is an error as before
+    inline PTX             that of ``lowering.kernels.packed`` and ``fp4_tiles``, by its text; any other is an
+                           error as before
     tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.

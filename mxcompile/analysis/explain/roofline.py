@@ -72,14 +72,16 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
         return _own_us(gemm, peak)
     a, b, out = _elements(gemm)
     forms = [_format(fmt) for fmt in gemm.formats]
-    tflops = _native_tflops(forms, peak, target)
+    tflops = _native_tflops(gemm, forms, peak, target)
     shares = [siblings if fmt.operand == "x" else 1 for fmt in gemm.formats]
     cast_bytes = product_bytes = 0.0
     width = _width(gemm)
     for numel, form, share, operand in zip((a, b), forms, shares, gemm.formats, strict=True):
-        twice = form.tile == Tile.TENSOR and form.amax.kind is not AmaxKind.DELAYED
+        of_tensor = form.tile == Tile.TENSOR or form.two_level
+        twice = of_tensor and form.amax.kind is not AmaxKind.DELAYED
         reads = width if twice else width / 2
-        held = _QUANTIZED if form.is_mx or (tflops and form.mx_elem) else form.bytes_per_element
+        as_mx = tflops and tflops != peak.fp4_tflops and form.mx_elem
+        held = _QUANTIZED if form.is_mx or as_mx else form.bytes_per_element
         if operand.rounding != STORED:
             cast_bytes += (reads + (held if tflops else width)) * numel / share
         elif not tflops:
@@ -108,8 +110,11 @@ def _format(operand: OperandFormat) -> Format:
     return Format.of(f"{operand.elem} {operand.block} {derivation} {operand.elements} {operand.amax}")
 
 
-def _native_tflops(forms: list[Format], peak: Peak, target: Target) -> float:
+def _native_tflops(gemm: GemmRecord, forms: list[Format], peak: Peak, target: Target) -> float:
     """The rate of products of these formats where the chip multiplies them itself, else 0."""
+    fp4 = gemm.k % 32 == 0 and gemm.n % 16 == 0 and gemm.batch == 1 and gemm.dtype not in WIDE
+    if fp4 and target.multiplies_fp4(*forms):
+        return peak.fp4_tflops
     if target.multiplies_mx(*forms):
         return peak.mxfp8_tflops
     if any(form.scale is not ScaleType.FP32 for form in forms):
