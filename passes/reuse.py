@@ -115,7 +115,7 @@ def _note_casts(product: fx.Node) -> None:
     if packet(product) not in ops.PRODUCTS:
         return
     tags = tags_of(product)
-    if all(tag.stored is None for tag in tags):
+    if any(tag.stored is None or "w" not in tag.tensors for tag in tags):
         return
     sides = Product.read(product).sides
     of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]

@@ -502,19 +502,21 @@ def test_on_the_meta_device():
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
-def test_a_large_weight_is_cast_inpieces():
+@pytest.mark.parametrize("how", [{}, {"elem_dtype": FP4, "rounding": "two-level"}], ids=["mxfp8", "nvfp4"])
+def test_a_large_weight_is_cast_inpieces(how):
     from mxcompile.serving import weights
 
     x = torch.randn(5, 300, 70) * torch.exp2(torch.randint(-9, 9, (5, 300, 70)).float())
     for dim in range(3):
-        expected = mxcompile.quantize(x, block_dim=dim)
+        expected = mxcompile.quantize(x[:4], block_dim=dim, **how)
         pieces = len(list(weights.pieces(x, dim)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights, "_CHUNK", 1000)
             assert len(list(weights.pieces(x, dim))) > pieces
-            found = weights.cast(x, dim, torch.float8_e4m3fn, "rceil")
+            found = weights.cast(x[:4], dim, expected.form)
         assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(found.scale_bytes, expected.scale_bytes)
+        assert torch.equal(found.dequantize(), expected.dequantize())
 
 
 def test_a_weight_that_is_not_seen_is_named():
