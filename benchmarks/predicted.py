@@ -21,12 +21,13 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from mxcompile import Watch
+from mxcompile.formats import ScaleType
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import CodegenResult, Range, Rates, Work, codegen
 from mxcompile.offline.estimate import ratio, total
 from mxcompile.offline.step import INDISTINGUISHABLE
 
-BF16, MXFP8 = "bf16", "nvidia"
+BF16, MXFP8, NVFP4 = "bf16", "nvidia", "nvfp4"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 POW2 = "fp8_block, pow2"
 DETAILED: dict[str, Any] = {
@@ -102,9 +103,10 @@ def row(result: CodegenResult) -> dict[str, Any]:
 
 
 def policies(target: str) -> list[str]:
-    """What there is to predict on `target`: FP8 only where a library multiplies it."""
+    """What there is to predict on `target`: FP8 and FP4 only where a library multiplies it."""
     chip = TARGETS[target]
-    return [BF16, MXFP8, *(FP8 if chip.fp8_tiles else []), *([POW2] if chip.native else [])]
+    fp4 = [NVFP4] if ScaleType.E4M3 in chip.fp4_scales else []
+    return [BF16, MXFP8, *(FP8 if chip.fp8_tiles else []), *([POW2] if chip.native else []), *fp4]
 
 
 def main() -> None:

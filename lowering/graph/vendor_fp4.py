@@ -2,6 +2,7 @@
 
     encoded_mm(qa, sa, qb, sb)  →  packed_mm(bytes_a, tiles_a, bytes_b, tiles_b)
     encode(x, dim)              →  encode_packed(x, dim)        two codes a byte, the contraction innermost
+    hadamard(x, dim)            →  a part of that cast, and of the one that finds its largest magnitude
 
     nvfp4   sm_100, sm_103, sm_120: cuBLAS. Blocks of 16 with E4M3 scales, an FP32 scale for each tensor
     mxfp4   sm_100, sm_103: PyTorch built with MSLK. Blocks of 32 with E8M0 scales
@@ -21,6 +22,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from typing import cast as cast_to
 
 import torch
 from torch import fx
@@ -30,7 +32,7 @@ from mxcompile import ops
 from mxcompile.formats import ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten
+from mxcompile.graph.opsets import argument, aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
@@ -155,9 +157,23 @@ class _Casts:
         return self._made[key]
 
     def _make(self, cast: Encode, dim: int) -> tuple[fx.Node, fx.Node]:
+        source, form, amax = cast.x, cast.form.untransformed, cast.amax
+        if source.target is ops.hadamard and source.args[1] == dim:
+            form = replace(form, hadamard=cast_to(int, source.args[2]))
+            amax = None if amax is None else self._largest(source, amax)
+            source = argument(source)
         with self.build.graph.inserting_before(cast.node):
-            how = cast.x, dim, cast.fmt, cast.seed, cast.stream, cast.amax
+            how = source, dim, str(form), cast.seed, cast.stream, amax
             pair = self.build.call(ops.encode_packed, *how, like=cast.node)
             first, second = (self.build.call(operator.getitem, pair, at, like=cast.node) for at in (0, 1))
         pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
         return first, second
+
+    def _largest(self, transformed: fx.Node, amax: fx.Node) -> fx.Node:
+        """`amax`, by an operator that does not need the transform in memory."""
+        if amax.target is not ops.largest or argument(amax) is not transformed:
+            return amax
+        with self.build.graph.inserting_before(amax):
+            result = self.build.call(ops.hadamard_largest, *transformed.args, like=amax)
+        self.build.replace(amax, result)
+        return result

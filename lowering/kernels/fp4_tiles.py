@@ -72,11 +72,12 @@ def _two_level(block_amax, tensor_gain):
 
 
 @triton.jit
-def _block_amax(x, BLOCK: tl.constexpr, ACROSS: tl.constexpr):
-    """FP32 bits of the largest magnitude of every block of rows, those of a tile the same. x: [R, C]."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    amax = tl.max(tl.reshape(tiles.magnitude_bits(x), (R, C // BLOCK, BLOCK)), 2)
+def _block_amax(low, high, BLOCK: tl.constexpr, ACROSS: tl.constexpr):
+    """FP32 bits of the largest magnitude of every block of rows, those of a tile the same."""
+    R: tl.constexpr = low.shape[0]
+    C: tl.constexpr = 2 * low.shape[1]
+    larger = tl.maximum(tiles.magnitude_bits(low), tiles.magnitude_bits(high))
+    amax = tl.max(tl.reshape(larger, (R, C // BLOCK, BLOCK // 2)), 2)
     if ACROSS > 1:
         amax = tl.max(tl.reshape(amax, (R // ACROSS, ACROSS, C // BLOCK)), 1)
         amax = tl.broadcast_to(amax[:, None, :], (R // ACROSS, ACROSS, C // BLOCK))
@@ -86,28 +87,34 @@ def _block_amax(x, BLOCK: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def scaled(
-    x,
+    low,
+    high,
     tensor_gain,
     BLOCK: tl.constexpr,
     ACROSS: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):
-    """Elements of a tile [R, C], to be rounded, |y| ≤ 6 or NaN, FP32, and scale bytes uint8 [R, C / BLOCK].
+    """Elements of a tile, to be rounded, |y| ≤ 6 or NaN, FP32, and scale bytes uint8 [R, C / BLOCK].
 
-    x: FP32. tensor_gain: `gain` of the tensor, [1, 1], of nvfp4.
+    low, high: its elements in even places and in odd ones, FP32 [R, C / 2], as are those returned.
+    tensor_gain: `gain` of the tensor, [1, 1], of nvfp4.
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    amax = _block_amax(x, BLOCK, ACROSS)
+    amax = _block_amax(low, high, BLOCK, ACROSS)
     if TWO_LEVEL:
         byte, factor = _two_level(amax.to(tl.float32, bitcast=True), tensor_gain)
     else:
         exponent = tiles.scale_byte(amax, _ELEM, ROUNDING)
         byte, factor = exponent.to(tl.uint8), tiles.inverse_scale(exponent)
-    y = tl.reshape(x, (R, C // BLOCK, BLOCK)) * factor[:, :, None]
-    y = tl.clamp(tl.reshape(y, (R, C)), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return y, byte
+    return _times(low, factor), _times(high, factor), byte
+
+
+@triton.jit
+def _times(x, factor):
+    """X [R, C / 2] by the factors of its blocks, with ±6 for what is beyond."""
+    blocks: tl.constexpr = (x.shape[0], factor.shape[1], x.shape[1] // factor.shape[1])
+    y = tl.reshape(tl.reshape(x, blocks) * factor[:, :, None], x.shape)
+    return tl.clamp(y, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -139,7 +146,7 @@ def _joined(low, high):
 @triton.jit
 def word(index, stream, seed):
     """The random word of an element, uint32: `formats.stochastic.philox`. index: its place in the tensor."""
-    left = index.to(tl.uint32)
+    left = index.to(tl.uint32)  # its lower half
     right = tl.full(index.shape, 0, tl.uint32) + stream.to(tl.uint32)
     key = tl.full(index.shape, 0, tl.uint32) + seed.to(tl.uint32)
     for _ in tl.static_range(_ROUNDS):
@@ -167,11 +174,55 @@ def rounded_by(y, random):
 
 
 @triton.jit
-def halves(y):
-    """Elements in even places along the last dimension, and those in odd ones. y: [R, C]."""
-    R: tl.constexpr = y.shape[0]
-    C: tl.constexpr = y.shape[1]
-    return tl.split(tl.reshape(y, (R, C // 2, 2)))
+def halves(x):
+    """Elements of a tile [R, C] in even places along its rows, and those in odd ones: [R, C / 2], FP32.
+
+    Done before all else, this leaves each thread whole blocks: what a scale needs, one thread computes.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    low, high = tl.split(tl.reshape(x, (R, C // 2, 2)))
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _stage(x, APART: tl.constexpr):
+    """Sums and differences of elements of x [R, C] that lie `APART` places apart, in their places."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    pairs = tl.permute(tl.reshape(x, (R, C // (2 * APART), 2, APART)), (0, 1, 3, 2))
+    first, second = tl.split(pairs)
+    pairs = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (R, C))
+
+
+@triton.jit
+def _signed(x, SIGNS: tl.constexpr, ODD: tl.constexpr):
+    """X [R, C / 2], elements in even places or odd ones, with the signs of their places."""
+    blocks: tl.constexpr = (x.shape[0], x.shape[1] // 8, 8)
+    minus = (SIGNS >> (2 * tl.arange(0, 8) + ODD)) & 1
+    sign = tl.where(minus == 1, -1.0, 1.0)
+    return tl.reshape(tl.reshape(x, blocks) * sign[None, None, :], x.shape)
+
+
+@triton.jit
+def transformed(low, high, SIGNS: tl.constexpr, DTYPE: tl.constexpr):
+    """The random Hadamard transform of a tile along its rows, as `formats.hadamard` has it, in its dtype.
+
+    low, high: elements in even places and in odd ones, FP32 [R, C / 2], as are those returned.
+    """
+    low, high = _signed(low, SIGNS, 0), _signed(high, SIGNS, 1)
+    low, high = low + high, low - high
+    for bit in tl.static_range(3):
+        low, high = _stage(low, 1 << bit), _stage(high, 1 << bit)
+    return (low * 0.25).to(DTYPE).to(tl.float32), (high * 0.25).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def largest(low, high):
+    """The largest magnitude of a tile, FP32 [1]; NaN if one is NaN."""
+    bits = tl.maximum(tiles.magnitude_bits(low), tiles.magnitude_bits(high))
+    return tl.max(tl.max(bits, 1), 0, keep_dims=True).to(tl.float32, bitcast=True)
 
 
 @triton.jit

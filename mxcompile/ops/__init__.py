@@ -20,6 +20,7 @@ from mxcompile.ops.general import round_with as round_with
 from mxcompile.ops.general import scale_of as scale_of
 from mxcompile.ops.general import unpack as unpack
 from mxcompile.ops.hadamard import hadamard as hadamard
+from mxcompile.ops.hadamard import hadamard_largest as hadamard_largest
 from mxcompile.ops.layouts import encode_blocks as encode_blocks
 from mxcompile.ops.layouts import encode_layouts as encode_layouts
 from mxcompile.ops.layouts import encode_transposed as encode_transposed

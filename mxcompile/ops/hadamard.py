@@ -1,12 +1,17 @@
-"""The operator of the random Hadamard transform: x → its transform along a dimension, in whole blocks of 16.
+"""Operators of the random Hadamard transform.
+
+    hadamard               x → its transform along a dimension, in whole blocks of 16
+    hadamard_largest       x → the largest magnitude of that, [1]
 
 `formats.hadamard` is the reference.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from mxcompile.formats.encoding import tensor_amax
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.ops.define import Spec, define
 
@@ -17,4 +22,13 @@ def _spec_hadamard(x: Tensor, dim: int, signs: int) -> list[Spec]:
     return [(shape, x.dtype)]
 
 
+def _largest(x: Tensor, dim: int, signs: int) -> Tensor:
+    return tensor_amax(transformed(x, dim, signs))
+
+
+def _spec_largest(*_: object) -> list[Spec]:
+    return [((1,), torch.float32)]
+
+
 hadamard = define("hadamard(Tensor x, int dim, int signs) -> Tensor", transformed, _spec_hadamard)
+hadamard_largest = define("hadamard_largest(Tensor x, int dim, int signs) -> Tensor", _largest, _spec_largest)

@@ -6,7 +6,8 @@
 A byte holds two codes that follow each other along the contraction, the first in its low half, as in
 `torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source.
 Scales are the bytes of `formats.scale_tiles`, one for each block along the contraction: E8M0, or E4M3 with
-an FP32 scale of each tensor beside it (`known_scale` of its amax).
+an FP32 scale of each tensor beside it (`known_scale` of its amax). A format with a transform transforms x
+along the contraction first (`formats.hadamard`); the amax is the transformed tensor's.
 
 The lowering makes these of `encode` and `encoded_mm`; the implementations are the reference.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mxcompile.formats import Format, Tile
 from mxcompile.formats.encoding import decode_tensors, encode_tensors, extents, pack, unpack
+from mxcompile.formats.hadamard import transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import product
@@ -34,6 +36,8 @@ def _encode_packed(
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     form = Format.of(fmt)
+    if form.hadamard is not None:
+        x, form = transformed(x, block_dim, form.hadamard), form.untransformed
     qdata, scale = encode_tensors(x, block_dim, form, seed, stream, amax=amax)
     across = 1 - block_dim % 2
     scale = scale.repeat_interleave(extents(2, block_dim, form.tile)[across], across)

@@ -22,11 +22,17 @@ class Casts(nn.Module):
         self.word = word
 
     def forward(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-        form = Format.of(self.word)
-        amax = ops.largest(x) if form.two_level else None
-        given = (seed, 5) if form.stochastic else (None, 0)
-        rows = ops.encode_packed(x, -1, self.word, *given, amax)
-        return (*rows, *ops.encode_packed(x, -2, self.word, *given, amax))
+        form, results = Format.of(self.word), []
+        for dim in (-1, -2):
+            amax = None
+            if form.hadamard is not None:
+                amax = ops.hadamard_largest(x, dim, form.hadamard)
+                results.append(amax)
+            elif form.two_level:
+                amax = ops.largest(x)
+            given = (seed, 5) if form.stochastic else (None, 0)
+            results += ops.encode_packed(x, dim, self.word, *given, amax)
+        return tuple(results)
 
 
 def spread(m: int, n: int) -> Tensor:
@@ -46,6 +52,8 @@ def spread(m: int, n: int) -> Tensor:
         ("e2m1 1x16 two-level", "sm_100", (96, 160), torch.bfloat16),
         ("e2m1 16x16 two-level", "sm_120", (160, 96), torch.float32),
         ("e2m1 1x16 two-level stochastic", "sm_100", (64, 96), torch.bfloat16),
+        ("e2m1 1x16 two-level hadamard:55272", "sm_120", (96, 160), torch.bfloat16),
+        ("e2m1 1x16 two-level stochastic hadamard:9", "sm_100", (160, 64), torch.float32),
         ("e2m1 1x32 rceil", "sm_100", (96, 160), torch.float16),
         ("e2m1 32x32 even", "sm_100", (160, 192), torch.bfloat16),
         ("e2m1 1x32 floor stochastic", "sm_100", (64, 96), torch.float32),

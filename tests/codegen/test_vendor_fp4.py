@@ -137,6 +137,28 @@ def test_stochastic_casts_keep_their_numbers():
     assert torch.equal(module(x, w, seed), function(x, w, seed))
 
 
+def test_a_transform_is_part_of_the_casts():
+    """Neither the cast nor the search for its largest magnitude reads a transform from memory."""
+    x, dy = spread(64, 96), spread(64, 160)
+    word, signs = f"{NVFP4} hadamard:55272", 55272
+
+    def function(x: Tensor, dy: Tensor) -> Tensor:
+        sides = []
+        for source in (dy, x):
+            rotated = ops.hadamard(source, -2, signs)
+            amax = ops.largest(rotated)
+            cast = ops.encode(rotated, -2, word, None, 0, None, amax)
+            sides.append((cast, ops.known_scale(amax, 0, word, 1)))
+        ((a, sa), left), (b, right) = sides
+        return ops.encoded_mm(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, left * right)
+
+    module, reasons = applied(function, x, dy)
+    assert reasons == []
+    assert not any(count(module, op) for op in (ops.hadamard, ops.largest, ops.encode))
+    assert (count(module, ops.hadamard_largest), count(module, ops.encode_packed)) == (2, 2)
+    assert torch.equal(module(x, dy), function(x, dy))
+
+
 def grouped(x: Tensor, w: Tensor) -> Tensor:
     """Two groups of rows."""
     a, b = ops.encode(x, -1, MXFP4), ops.encode(w.view(2, 64, 16), -2, MXFP4)
@@ -253,4 +275,5 @@ def test_operators_pass_opcheck(shape: tuple[int, int], word: str):
     opcheck(ops.encode_packed, (x, -1, word, None, 0, amax))
     opcheck(ops.encode_packed, (w, -2, word, None, 0, amax))
     a, b = ops.encode_packed(x, -1, word, None, 0, amax), ops.encode_packed(w, -2, word, None, 0, amax)
+    opcheck(ops.hadamard_largest, (x, -1, 9))
     opcheck(ops.packed_mm, (*a, *b, None, torch.bfloat16, word, word, amax, amax))
