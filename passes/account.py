@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import BLOCK, E4M3, E5M2, stored_elem
+from mxcompile.formats import BLOCK, E4M3, E5M2
 from mxcompile.graph.opsets import PICKS, argument, packet
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
@@ -61,13 +61,13 @@ def _held(node: fx.Node, tag: GemmTag, numel: int) -> int:
     """Bytes of `numel` elements of the weight `node`, with the scales of one that is stored quantized."""
     value = value_of(node)
     scaled = tag.stored is not None or value.dtype in (E4M3.dtype, E5M2.dtype)
-    blocks = -(-numel // BLOCK) if scaled else 0
+    blocks = -(-numel // (BLOCK if tag.stored is None else tag.stored.tile.along)) if scaled else 0
     return numel // _per_byte(tag) * value.element_size() + blocks
 
 
 def _per_byte(tag: GemmTag) -> int:
     """How many elements of the weight of `tag` each element of the graph's input holds."""
-    return 1 if tag.stored is None else stored_elem(tag.stored).per_byte
+    return 1 if tag.stored is None else tag.stored.elem.per_byte
 
 
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:

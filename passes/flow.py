@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import Format, stored_form
 from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.graph.transpose import readers
@@ -169,15 +169,15 @@ def _is_transparent(node: fx.Node) -> bool:
     return packet(node) in TRANSPARENT or node.target in _DEQUANTIZE
 
 
-def stored_as(node: fx.Node) -> torch.dtype | None:
-    """The element type in which the input is stored that `node` is dequantized from; None if it is not."""
+def stored_as(node: fx.Node) -> Format | None:
+    """The format in which the input is stored that `node` is dequantized from; None if it is not."""
     while _is_transparent(node) and isinstance(node.args[0], fx.Node):
         if node.target in _DEQUANTIZE:
-            value, values = tensor(origin(node)), Dequantize.of(node)
+            value, values = tensor(node.args[0]), Dequantize.of(node)
             if value is None or origin(node).op != "placeholder":
                 return None
             word = "" if values is None else values.fmt
-            return Format.of(word).elem.stored_dtype if word else value.dtype
+            return Format.of(word) if word else stored_form(value.dtype)
         node = node.args[0]
     return None
 

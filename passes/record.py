@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxcompile import ops
 from mxcompile.errors import VerificationError
-from mxcompile.formats import Format, Rounding, Tile, stored_elem
+from mxcompile.formats import Format
 from mxcompile.graph.opsets import is_matmul_like, packet
 from mxcompile.graph.tags import GemmTag, tags_of
 from mxcompile.policy import Gemm
@@ -79,16 +79,10 @@ def _formats(tag: GemmTag) -> tuple[OperandFormat, ...]:
     )
     if formats or tag.stored is None or "w" not in tag.tensors:
         return formats
-    return (
-        OperandFormat(operand="w", elem=stored_elem(tag.stored).name, block=str(Tile.ROW), rounding=STORED),
-    )
+    stored = tag.stored
+    return (OperandFormat(operand="w", elem=stored.elem.name, block=str(stored.tile), rounding=STORED),)
 
 
 def _is_stored(tag: GemmTag, fmt: Format) -> bool:
-    """Whether a weight to be cast to `fmt` is stored so: then it is read as it is (see `lowering.graph`)."""
-    return (
-        tag.gemm is Gemm.FPROP
-        and fmt.elem.stored_dtype is tag.stored
-        and fmt.tile == Tile.ROW
-        and fmt.rounding is Rounding.RCEIL
-    )
+    """Whether a weight to be cast to `fmt` is stored so: then it is read as it is (see `reuse`)."""
+    return tag.gemm is Gemm.FPROP and fmt == tag.stored and not tag.recast

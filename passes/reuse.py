@@ -2,6 +2,7 @@
 
     quantize(dequantize(q, s)) → q, s                 along the same dimension, in the elements of q, rceil
     encode(dequantize(p, s)) → unpack(p), s           the same of packed codes p
+    encoded_mm(…, encode(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
     quantize(dequantize_tiles(q, s)) → q, rows of s   in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
@@ -9,11 +10,14 @@ so that every element is exact again. Other roundings may change it, and so may 
 the dtype between, FP16 say: those casts stay. A gathered weight is the cast of a source that nobody has, so
 that a cast in the same format is that cast, whatever the rounding; any other use of it is an error, since it
 would read values that the policy did not ask for. Numerics do not change.
+
+Casting two levels again may change elements, since scales are rounded: the codes are what the weight is. A
+product for groups has one scale of the tensor, and casts weights again that have several.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -24,11 +28,20 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Format, Rounding
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten
-from mxcompile.graph.tags import value_of
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import numel, set_tag, tags_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Cast, Dequantize, DequantizeTiles, Encode, arguments_of, results_of
+from mxcompile.ops.view import (
+    Cast,
+    Dequantize,
+    DequantizeTiles,
+    Encode,
+    Product,
+    arguments_of,
+    result_of,
+    results_of,
+)
 
 _EXACT = frozenset({torch.bfloat16, torch.float32})
 """Dtypes that have every stored element times a power of two, extreme scales aside."""
@@ -44,9 +57,11 @@ class Reuse:
         """Replace the casts of `graph` that change nothing by what they are casts of."""
         build = Builder(graph, self.name)
         _read_tiles(graph, build)
+        for product in [node for node in graph.nodes if node.target in _TWO_LEVEL_PRODUCTS]:
+            _read_two_level(Product.read(product), build)
         for cast in [node for node in graph.nodes if node.target in ops.QUANTIZERS]:
             match = _stored(cast)
-            if match is None:
+            if match is None or match[0].global_scale is not None:
                 continue
             dequantize, swapped = match
             with graph.inserting_before(cast):
@@ -54,7 +69,58 @@ class Reuse:
                 operands = [transpose(part, build) if swapped else part for part in parts]
             for place, result in list(results_of(cast)):
                 result.replace_all_uses_with(operands[place])
+        for node in graph.nodes:
+            _note_casts(node)
         dead.eliminate(graph)
+
+
+_TWO_LEVEL_PRODUCTS = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
+
+
+def _read_two_level(product: Product, build: Builder) -> None:
+    """Let `product` take operands that are stored in two levels as they are."""
+    alpha = product.alpha
+    if alpha is None or alpha.target is not aten.mul.Tensor:
+        return
+    sides, scales = [*product.sides], [*alpha.args]
+    with build.graph.inserting_before(product.node):
+        for place, (qdata, _) in enumerate(product.sides):
+            base, swapped = untransposed(qdata)
+            cast, _ = result_of(base)
+            match = _stored(cast) if cast is not None and cast.target is ops.encode else None
+            whole = None if match is None else match[0].global_scale
+            if match is None or whole is None:
+                continue
+            dequantize, turned = match
+            numbers = numel(value_of(whole).shape)
+            if numbers != 1 and product.is_grouped:
+                continue
+            elements, scale = _elements(dequantize, build), dequantize.scale
+            if swapped != turned:
+                elements, scale, whole = (transpose(part, build) for part in (elements, scale, whole))
+            sides[place] = elements, scale
+            if numbers == 1:
+                whole = build.call(aten.reshape.default, whole, [1], like=product.node)
+            scales[place] = build.call(aten.reciprocal.default, whole, like=product.node)
+        if scales == [*alpha.args]:
+            return
+        known = build.call(aten.mul.Tensor, *scales, like=product.node)
+    (a, scale_a), (b, scale_b) = sides
+    product.node.args = product.arguments(a=a, scale_a=scale_a, b=b, scale_b=scale_b, alpha=known)
+    product.node.kwargs = {}
+
+
+def _note_casts(product: fx.Node) -> None:
+    """Note in the tags of `product` that it casts a stored weight again, where it does."""
+    if packet(product) not in ops.PRODUCTS:
+        return
+    tags = tags_of(product)
+    if any(tag.stored is None or "w" not in tag.tensors for tag in tags):
+        return
+    sides = Product.read(product).sides
+    of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
+    recast = [result_of(untransposed(qdata)[0])[0] is not None for qdata in of_weights]
+    set_tag(product, *(replace(tag, recast=each) for tag, each in zip(tags, recast, strict=True)))
 
 
 def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
@@ -62,7 +128,9 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
     cast = Cast.of(node) or Encode.read(node)
     source, swapped = untransposed(cast.x)
     dequantize = Dequantize.of(source)
-    if dequantize is None or dequantize.dtype not in _EXACT or not _is_format(cast, dequantize):
+    if dequantize is None or not _is_format(cast, dequantize):
+        return None
+    if dequantize.dtype not in _EXACT and dequantize.global_scale is None:
         return None
     rank = value_of(dequantize.qdata).ndim
     along = cast.block_dim % rank
@@ -75,9 +143,7 @@ def _stored(node: fx.Node) -> tuple[Dequantize, bool] | None:
 def _is_format(cast: Cast | Encode, stored: Dequantize) -> bool:
     """Whether `cast` is to the format of `stored`, its scales rounded up."""
     if isinstance(cast, Encode):
-        form = cast.form
-        same = bool(stored.fmt) and form.storable and form.elem == Format.of(stored.fmt).elem
-        return same and form.rounding is Rounding.RCEIL and not form.stochastic
+        return bool(stored.fmt) and cast.form == Format.of(stored.fmt)
     same = not stored.fmt and value_of(stored.qdata).dtype is cast.elem_dtype
     return same and not cast.square and cast.rounding == Rounding.RCEIL
 

@@ -9,14 +9,13 @@ passes and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import Format, Tile, stored_form
 from mxcompile.graph.dims import before
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.shapes import operands
@@ -26,7 +25,10 @@ from mxcompile.ops.view import Cast, Encode, Product, Unpack, result_of
 from mxcompile.passes.flow import graph_input
 from mxcompile.policy import Gemm
 
-OTHER_FORMAT = "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, which this {} is not"
+OTHER_FORMAT = (
+    "stored weights are MXFP8 or MXFP4 with a scale for 32 elements along K, or NVFP4 with one for 16, which"
+    " this {} is not"
+)
 """Why a GEMM that quantizes a weight does not have it stored."""
 
 
@@ -35,10 +37,10 @@ class WeightUse:
     """The use of a weight in one forward GEMM, or in the lookup of an embedding.
 
     path: of the parameter, relative to the graph's frame. layer: name of the GEMM. role: of it. block_dim:
-    non-negative dimension of the parameter that is contracted; rank: how many it has. elem_dtype, rounding:
-    of the cast, or of the weight as it is stored; None and "" where the GEMM does not cast the weight as it
-    is. square: whether the cast has scales for 32×32 tiles. reason: for either. is_lookup: whether it is an
-    embedding, `layer` then the path.
+    non-negative dimension of the parameter that is contracted; rank: how many it has. form: of the cast, or
+    of the weight as it is stored; None where the GEMM does not cast the weight as it is. square: whether the
+    cast has scales for square tiles, and `form` is that of one for each row of them. reason: for either.
+    is_lookup: whether it is an embedding, `layer` then the path.
     """
 
     path: str
@@ -47,8 +49,7 @@ class WeightUse:
     reason: str
     block_dim: int = 0
     rank: int = 0
-    elem_dtype: torch.dtype | None = None
-    rounding: str = ""
+    form: Format | None = None
     square: bool = False
     is_lookup: bool = False
 
@@ -81,9 +82,9 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
     unpack = Unpack.of(cast)
     if path := _path(cast if unpack is None else unpack.packed, inputs):
         stored = value_of(cast)
-        elem = None if unpack is None else Format.of(unpack.fmt).elem.stored_dtype
+        form = stored_form(stored.dtype) if unpack is None else Format.of(unpack.fmt)
         known |= {"block_dim": block or 0, "rank": stored.ndim}
-        yield WeightUse(path=path, elem_dtype=elem or stored.dtype, rounding="rceil", **known)
+        yield WeightUse(path=path, form=form, **known)
         return
     cast_node, _ = result_of(cast)
     if cast_node is None:
@@ -101,7 +102,7 @@ def _of_gemm(node: fx.Node, tag: GemmTag, inputs: Sequence[GraphInput]) -> Itera
         return
     whole = value_of(parameter)
     known |= {"block_dim": block, "rank": whole.ndim}
-    yield WeightUse(path=path, elem_dtype=how.elem_dtype, rounding=how.rounding, square=how.square, **known)
+    yield WeightUse(path=path, form=how.form, square=how.square, **known)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +110,7 @@ class _StorableCast:
     """A cast in whose format weights are stored. side: the dimension of blocks, counted from the last."""
 
     side: int
-    elem_dtype: torch.dtype
-    rounding: str
+    form: Format
     square: bool = False
 
 
@@ -118,14 +118,14 @@ def _storable(node: fx.Node) -> _StorableCast | None:
     """The cast that `node` is, None if no weight is stored in its format."""
     cast, encode = Cast.of(node), Encode.of(node)
     if cast is not None:
-        return _StorableCast(
-            side=cast.side, elem_dtype=cast.elem_dtype, rounding=cast.rounding, square=cast.square
-        )
-    if encode is None or not encode.form.storable:
+        form = stored_form(cast.elem_dtype, cast.rounding)
+        return _StorableCast(side=cast.side, form=form, square=cast.square)
+    if encode is None:
         return None
-    dtype = encode.form.elem.stored_dtype
-    assert dtype is not None
-    return _StorableCast(side=encode.side, elem_dtype=dtype, rounding=encode.form.derivation)
+    form, square = encode.form, encode.form.two_level and encode.form.tile.is_square
+    if square:
+        form = replace(form, tile=Tile(1, form.tile.along))
+    return _StorableCast(side=encode.side, form=form, square=square) if form.storable else None
 
 
 def _path(node: Any, inputs: Sequence[GraphInput]) -> str:

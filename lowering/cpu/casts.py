@@ -222,6 +222,8 @@ def dequantize(
         return None
     if len(scale.get_size()) != len(shape):  # tiled
         return None
+    if fmt and Format.of(fmt).two_level:
+        return None
     dim = block_dim % len(shape)
     elem = elem_word(qdata, fmt)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}

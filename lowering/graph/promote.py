@@ -137,7 +137,7 @@ class _Promoter:
         """`operand` in FP32 from its codes, where it is dequantized data; else None."""
         source, swapped = untransposed(operand)
         dequantize = Dequantize.of(source)
-        if dequantize is None:
+        if dequantize is None or dequantize.global_scale is not None:  # FP32 has more of those values
             return None
         value = self._build.call(ops.dequantize, *dequantize.arguments(dtype=torch.float32), like=source)
         return transpose(value, self._build) if swapped else value

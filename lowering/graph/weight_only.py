@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES
+from mxcompile.formats import ELEM_TYPES, Format
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, aten, packet
@@ -126,7 +126,7 @@ class WeightOnly(LoweringPass):
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        readable = weight.dtype in _ELEMENTS or (self._on_cpu and bool(stored_weight.fmt))
+        readable = weight.dtype in _ELEMENTS or (self._on_cpu and _is_packed_mx(stored_weight.fmt))
         if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
@@ -208,6 +208,11 @@ def _operand(product: Product) -> _Weight:
     if unpack is None:
         return _Weight(qdata=qdata, scale=scale, swapped=swapped)
     return _Weight(qdata=unpack.packed, scale=scale, swapped=swapped, fmt=unpack.fmt)
+
+
+def _is_packed_mx(fmt: str) -> bool:
+    """Whether weights stored in the format `fmt` are ones whose packed codes the kernel reads."""
+    return bool(fmt) and not Format.of(fmt).two_level
 
 
 def _is_input(node: Any) -> bool:

@@ -165,14 +165,20 @@ def lower_quantize_dequantize(
 
 @register_lowering(ops.dequantize, type_promotion_kind=None)
 def lower_dequantize(
-    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype, fmt: str = ""
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox,
+    block_dim: int,
+    dtype: torch.dtype,
+    fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Elements times scales, in `dtype`."""
     if (result := cpp.dequantize(qdata, scale, block_dim, dtype, fmt)) is not None:
         return result
     if fmt:
         unpacked = lowerings[ops.unpack](qdata, block_dim, fmt)
-        decoded: ir.TensorBox = lowerings[ops.decode](unpacked, scale, block_dim, fmt, dtype)
+        whole = None, global_scale
+        decoded: ir.TensorBox = lowerings[ops.decode](unpacked, scale, block_dim, fmt, dtype, *whole)
         return decoded
     blocks = ScaleBlocks(qdata, _extents(qdata, (block_dim,)))
     byte_of = scale.make_loader()

@@ -204,14 +204,20 @@ def lower_decode(
     fmt: str,
     dtype: torch.dtype,
     amax: ir.TensorBox | None = None,
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """Elements times scales, without a scale the elements alone. amax: for the scale of the tensor too."""
+    """Elements times scales, without a scale the elements alone.
+
+    amax, or the global scale of a stored weight: for the scale of the tensor too.
+    """
     form = Format.of(fmt)
     blocks = _blocks(qdata, block_dim, form)
     element = elements.loader(qdata, form.elem, of_device(blocks.device))
     times = None if scale is None else _Scaled(qdata, scale, block_dim, form).factor(inverse=False)
     if times is not None and amax is not None:
         times = _of_tensor(times, amax, form)
+    if times is not None and global_scale is not None:
+        times = _over(times, global_scale)
 
     def value(index: Index, block: Index) -> Any:
         element_value = blocks.guarded(index, lambda: element(index))
@@ -224,6 +230,17 @@ def _of_tensor(times: Load, amax: ir.TensorBox, form: Format) -> Load:
     """The factors `times` of blocks, times the scale of their tensor."""
     load = amax.make_loader()
     return lambda block: inductor.mul(times(block), fp32_scale_of(load([sympy.S.Zero]), form))
+
+
+def _over(times: Load, global_scale: ir.TensorBox) -> Load:
+    """The factors `times` of blocks, over that of their tensor."""
+    load, sizes = global_scale.make_loader(), global_scale.get_size()
+
+    def factor(block: Index) -> Any:
+        whole = [sympy.S.Zero if size == 1 else place for place, size in zip(block, sizes, strict=True)]
+        return elements.quotient(times(block), load(whole))
+
+    return factor
 
 
 @register_lowering(ops.unpack, type_promotion_kind=None)

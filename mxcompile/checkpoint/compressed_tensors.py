@@ -1,9 +1,12 @@
 """The layout of compressed-tensors.
 
-    x (E4M3) or x_packed (bytes of two E2M1), x_scale (E8M0 bytes, uint8, [N, K/32])
+    mxfp8-quantized        x (E4M3), x_scale (E8M0 bytes, uint8, [N, K/32])
+    mxfp4-pack-quantized   x_packed (bytes of two E2M1), x_scale as above
+    nvfp4-pack-quantized   x_packed, x_scale (E4M3, [N, K/16]), x_global_scale (FP32 [1], a divisor)
 
-The config.json has a quantization_config that says which modules are in which format. Source:
-compressed_tensors.compressors.mxfp8 and .mxfp4 (0.20).
+The config.json has a quantization_config that says which modules are in which format. It says nothing of
+activations, and what others say of them is not read: a policy says how they are cast. Source:
+compressed_tensors.compressors.mxfp8, .mxfp4 and .nvfp4 (0.20).
 """
 
 from __future__ import annotations
@@ -13,65 +16,121 @@ from typing import Any
 
 import torch
 
-from mxcompile.checkpoint.files import Checkpoint, Entry
-from mxcompile.checkpoint.weight_entries import E2M1, E4M3, FP8, SUFFIX, Named, as_it_is, stored_weight
-from mxcompile.formats import BLOCK, stored_elem
+from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
+from mxcompile.checkpoint.weight_entries import (
+    FP8,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    SUFFIX,
+    Named,
+    as_it_is,
+    ignored,
+    stored_weight,
+)
+from mxcompile.errors import CheckpointError, not_allowed
+from mxcompile.formats import Format, stored_form
 
-_PACKED = "_packed"
+_PACKED, _GLOBAL, _ZERO_POINT = "_packed", "_global_scale", "_zero_point"
 
-_FORMATS = {E4M3: ("mxfp8-quantized", 8), E2M1: ("mxfp4-pack-quantized", 4)}
-"""What compressed-tensors calls a format, and its bits, by element type."""
+_FORMATS = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
+"""What compressed-tensors calls a format."""
 
-_MIXED = "mixed-precision"
+_MIXED, _DENSE = "mixed-precision", "dense"
+_METHOD = "compressed-tensors"
 
 
-def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, torch.dtype]) -> dict[str, Any]:
+def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -> dict[str, Any]:
     """The quantization_config of a compressed-tensors checkpoint.
 
-    ignored: modules left as they are. stored_modules: element types of the others, by module.
+    ignored: modules left as they are. stored_modules: formats of the others, by module.
     """
-    elems = [elem for elem in _FORMATS if elem in stored_modules.values()] or [E4M3]
+    forms = [form for form in _FORMATS if form in stored_modules.values()] or [MXFP8]
     groups: dict[str, Any] = {}
-    for number, elem in enumerate(elems):
-        word, bits = _FORMATS[elem]
-        of_elem = sorted(name for name, each in stored_modules.items() if each is elem)
+    for number, form in enumerate(forms):
+        of_form = sorted(name for name, each in stored_modules.items() if each == form)
+        scale_dtype = str(form.scale.dtype)
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(elems) == 1 else of_elem,
+            "targets": ["Linear"] if len(forms) == 1 else of_form,
             "weights": {
-                "num_bits": bits, "type": "float", "strategy": "group", "group_size": BLOCK,
-                "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+                "num_bits": form.elem.bits, "type": "float",
+                "strategy": "tensor_group" if form.two_level else "group", "group_size": form.tile.along,
+                "symmetric": True, "dynamic": False, "scale_dtype": scale_dtype, "zp_dtype": scale_dtype,
             },
-            "input_activations": None, "output_activations": None, "format": word,
+            "input_activations": None, "output_activations": None, "format": _FORMATS[form],
         }  # fmt: skip
     return {
-        "quant_method": "compressed-tensors",
-        "format": _FORMATS[elems[0]][0] if len(elems) == 1 else _MIXED,
+        "quant_method": _METHOD,
+        "format": _FORMATS[forms[0]] if len(forms) == 1 else _MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(set(ignored)),
     }
 
 
-def parts(name: str, elem: torch.dtype) -> tuple[str, str]:
-    """The names of the elements and scales of the weight `name`."""
-    return name + (_PACKED if stored_elem(elem).packed else ""), name + SUFFIX
+def parts(name: str, form: Format) -> tuple[str, ...]:
+    """The names of the elements and scales of the weight `name`, and of its global scale if it has one."""
+    whole = (name + _GLOBAL,) if form.two_level else ()
+    return (name + (_PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
+
+
+def read(checkpoint: Checkpoint) -> Iterator[Named]:
+    """The weights of `checkpoint`. Raises `CheckpointError`."""
+    _check_config(checkpoint)
+    entries = checkpoint.entries
+    for name, entry in entries.items():
+        if _belongs_to(entries, name):
+            continue
+        if entry.dtype in FP8:
+            yield stored_weight(name, entry, entries.get(name + SUFFIX), stored_form(entry.dtype))
+        elif name.endswith(_PACKED) and entry.dtype is torch.uint8:
+            yield _packed(entries, name.removesuffix(_PACKED), entry)
+        elif _is_of_activations(entries, name):
+            yield ignored(entry)
+        else:
+            yield as_it_is(entry)
+
+
+def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> Named:
+    """The weight `name` whose packed elements are `entry`."""
+    if name + _ZERO_POINT in entries:
+        raise CheckpointError(f"{entry.file}: {entry.name!r} has zero points, which are not read")
+    scale, whole = entries.get(name + SUFFIX), entries.get(name + _GLOBAL)
+    two_level = whole is not None or (scale is not None and scale.dtype is NVFP4.scale.dtype)
+    return stored_weight(name, entry, scale, NVFP4 if two_level else MXFP4, global_scale=whole)
+
+
+def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether `name` is what belongs to the elements of another tensor."""
+    for suffix in (_GLOBAL, SUFFIX):
+        base = name.removesuffix(suffix)
+        if base != name and _dtype_of(entries, base + _PACKED) is torch.uint8:
+            return True
+    base = name.removesuffix(SUFFIX)
+    return base != name and _dtype_of(entries, base) in FP8
 
 
 def _dtype_of(entries: Mapping[str, Entry], name: str) -> torch.dtype | None:
     return entries[name].dtype if name in entries else None
 
 
-def read(checkpoint: Checkpoint) -> Iterator[Named]:
-    """The weights of `checkpoint`. Raises `CheckpointError`."""
-    entries = checkpoint.entries
-    for name, entry in entries.items():
-        base = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else ""
-        if _dtype_of(entries, base) in FP8 or _dtype_of(entries, base + _PACKED) is torch.uint8:
+def _is_of_activations(entries: Mapping[str, Entry], name: str) -> bool:
+    """Whether `name` is the scale of the inputs of a module whose weight is packed."""
+    module, _, attribute = name.rpartition(".")
+    return attribute == f"input{_GLOBAL}" and f"{module}.weight{_PACKED}" in entries
+
+
+def _check_config(checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` for a config.json that puts weights into a format that is not read."""
+    file = checkpoint.path / "config.json"
+    about = read_json(file).get("quantization_config") if file.is_file() else None
+    if not isinstance(about, dict) or about.get("quant_method") != _METHOD:
+        return
+    groups = about.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if weights is None:
             continue
-        if entry.dtype in FP8:
-            yield stored_weight(name, entry, entries.get(name + SUFFIX), entry.dtype)
-        elif name.endswith(_PACKED) and entry.dtype is torch.uint8:
-            base = name.removesuffix(_PACKED)
-            yield stored_weight(base, entry, entries.get(base + SUFFIX), E2M1)
-        else:
-            yield as_it_is(entry)
+        word = group.get("format") or about.get("format")
+        if word not in {None, _MIXED, _DENSE, *_FORMATS.values()}:
+            raise CheckpointError(f"{file}: {name}: {not_allowed('format', word, _FORMATS.values())}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mxcompile.checkpoint.files import Checkpoint
 from mxcompile.checkpoint.layouts import named
-from mxcompile.formats import stored_elem, stored_precision
+from mxcompile.formats import stored_precision
 from mxcompile.report.fold import spelled
 
 
@@ -48,11 +48,12 @@ def contents(path: str | Path) -> Contents:
         elements = checkpoint.entries[weight.elements]
         kind = str(elements.dtype).removeprefix("torch.")
         size, precision = elements.num_bytes, ""
+        if weight.ignored:
+            kind += ", not read"
         if weight.scales:
-            elem = stored_elem(weight.elem)
-            precision = str(stored_precision(elem))
-            kind = f"{precision} {elem}"
-            size += checkpoint.entries[weight.scales].num_bytes
+            precision = str(stored_precision(weight.form))
+            kind = f"{precision} {weight.form.elem}"
+            size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
         alike.setdefault((precision, kind, weight.shape), []).append((weight.name, size))
     groups = tuple(
         TensorGroup(

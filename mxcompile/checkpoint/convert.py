@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint with its policy-chosen weights in MXFP8 or MXFP4, made shard by shard.
+"""`convert`: a checkpoint with its policy-chosen weights in MXFP8, MXFP4 or NVFP4, made shard by shard.
 
     header ─▶ plan;  for each file: read a tensor, cast it, write the file, read it back, measure;  publish
 
@@ -52,7 +52,7 @@ def convert(
     model: LoadedModel | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights in MXFP8 or MXFP4.
+    """Write the checkpoint `source` to the directory `target`, its policy-chosen weights stored quantized.
 
     source: a directory of safetensors with a Hugging Face config.json, or any safetensors of `model`. policy:
     default the preset ``inference``. layout: as for `save_quantized`. progress: show a bar on a terminal. Of
@@ -190,7 +190,7 @@ def _ignored(plan: Conversion) -> list[str]:
     kept = {
         name: torch.empty(entry.shape, device="meta")
         for name, entry in plan.checkpoint.entries.items()
-        if name not in plan.chosen or plan.chosen[name].elem_dtype is None
+        if name not in plan.chosen or plan.chosen[name].form is None
     }
     return [*left_as_they_are(kept), *plan.whole]
 
@@ -215,9 +215,9 @@ def _convert_file(
 
 def _empty(entry: Entry, chosen: StorageChoice | None) -> Tensor:
     """Returns the result of a tensor's conversion, without its values."""
-    if chosen is None or chosen.elem_dtype is None:
+    if chosen is None or chosen.form is None:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-    return empty(entry.shape, -1, chosen.elem_dtype, entry.dtype, "meta")
+    return empty(entry.shape, -1, chosen.form, entry.dtype, "meta")
 
 
 def _converted(
@@ -227,8 +227,8 @@ def _converted(
     for name in names:
         value = plan.checkpoint.read(name)
         chosen = plan.chosen.get(name)
-        if chosen is not None and chosen.elem_dtype is not None:
-            value = cast(value, chosen.block_dim, chosen.elem_dtype, chosen.rounding)
+        if chosen is not None and chosen.form is not None:
+            value = cast(value, chosen.block_dim, chosen.form)
         yield from packed(name, value, plan.layout).items()
         on_tensor()
 

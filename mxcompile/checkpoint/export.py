@@ -1,6 +1,6 @@
 """`export_weights`: the current weights of a model in training, in the bytes that its forward multiplies.
 
-    weight of a layer in MXFP8 or MXFP4    →  codes and scales of the cast that the forward makes of it
+    weight of a layer in MXFP8, MXFP4, NVFP4  →  codes and scales of the cast that the forward makes of it
     any other tensor of the state         →  its values, without scales
 
 A server that multiplies these codes runs what training runs, so samples come from the policy that is trained.
@@ -11,7 +11,7 @@ shard, and codes are gathered: of whole tiles that is the cast of the gathered w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from mxcompile.compiler.policies import compiled_policy
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, is_quantized, stored_elem, stored_precision
+from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_precision
+from mxcompile.formats.encoding import encode_tensors, gain, pack, tensor_amax
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import user_path
@@ -32,7 +33,7 @@ from mxcompile.models.wrappers import FSDP1, users_own
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
 from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import cast
+from mxcompile.serving.weights import cast, empty
 from mxcompile.storage import MXTensor
 
 
@@ -41,12 +42,14 @@ class ExportedTensor(NamedTuple):
 
     name: of a tensor in the published checkpoint of the model. codes: FP8 elements, bytes of two FP4 elements
     each, or the values of a tensor that is not quantized. scales: of blocks of 32 along the last dimension,
-    k/32 for each row; None for such a tensor.
+    k/32 for each row; of NVFP4 E4M3 scales of 16; None for such a tensor. global_scale: FP32 [1], divides the
+    scales of NVFP4.
     """
 
     name: str
     codes: Tensor
     scales: Tensor | None
+    global_scale: Tensor | None = None
 
 
 def export_weights(
@@ -69,7 +72,8 @@ def export_weights(
     dtype; `ExportedWeights.weights` gives the reason.
 
     Raises `ModelError` for a model that was not compiled here or with several policies (pass `policy`), that
-    cannot be traced, or of which nothing runs in MXFP8 or MXFP4, and `CheckpointError` for an unknown layout.
+    cannot be traced, or of which nothing runs in what weights are stored in, and `CheckpointError` for an
+    unknown layout.
     """
     check_module("export_weights", model)
     form, model = layout_of(layout), users_own(model)
@@ -82,7 +86,7 @@ def export_weights(
     exported = ExportedWeights(model, form, {path: _decided(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
-        raise ModelError(f"no weight would be exported in MXFP8 or MXFP4\n{exported.weights}")
+        raise ModelError(f"no weight would be exported in MXFP8, MXFP4 or NVFP4\n{exported.weights}")
     return exported
 
 
@@ -117,10 +121,10 @@ class _Use:
 
 def _decided(own_uses: Sequence[WeightUse]) -> _Use:
     first = own_uses[0]
-    keeping = next((use for use in own_uses if use.elem_dtype is None), None)
+    keeping = next((use for use in own_uses if use.form is None), None)
     if keeping is not None:
         return _Use(role=keeping.role, reason=keeping.reason)
-    if len({(use.block_dim, use.elem_dtype, use.rounding, use.square) for use in own_uses}) > 1:
+    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
         return _Use(role=first.role, reason="its layers cast it in different ways")
     return _Use(role=first.role, reason=first.reason, how=first)
 
@@ -165,10 +169,10 @@ class ExportedWeights:
         if self._layout.config is None:
             raise ModelError(f"{self._layout.name} says what weights are in its files, not in a config.json")
         whole = (row.name for row in self.weights.weights if not row.stored)
-        elems = {name: how.elem_dtype for name, how in self._casts.items() if how.elem_dtype is not None}
+        forms = {name: how.form.stored for name, how in self._casts.items() if how.form is not None}
         return self._layout.config(
             (name.removesuffix(".weight") for name in whole),
-            {name.removesuffix(".weight"): elem for name, elem in elems.items()},
+            {name.removesuffix(".weight"): form for name, form in forms.items()},
         )
 
     def _forward_value(self, name: str, value: Tensor) -> Tensor:
@@ -179,9 +183,9 @@ class ExportedWeights:
 
     def _obstacle(self, name: str, value: Tensor, how: WeightUse) -> str:
         """Why the forward's cast of a weight cannot be exported, "" if it can."""
-        assert how.elem_dtype is not None
+        assert how.form is not None
         dim = how.block_dim - how.rank
-        reason = self._layout.obstacle(name, tuple(value.shape), dim, how.elem_dtype)
+        reason = self._layout.obstacle(name, tuple(value.shape), dim, how.form)
         return reason or _cut(value, how)
 
 
@@ -198,10 +202,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
     num_bytes, precision = value.numel() * value.element_size(), ""
-    if use.how is not None and use.how.elem_dtype is not None and not reason:
-        elem = stored_elem(use.how.elem_dtype)
-        num_bytes = value.numel() // elem.per_byte + value.numel() // BLOCK
-        precision = str(stored_precision(elem))
+    if use.how is not None and use.how.form is not None and not reason:
+        form = use.how.form
+        num_bytes = empty(value.shape, -1, form, torch.bfloat16, "meta").stored_bytes
+        precision = str(stored_precision(form))
     return StoredWeight(
         name=name,
         role=use.role,
@@ -215,7 +219,9 @@ def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
 
 
 def _cut(value: Any, how: WeightUse) -> str:
-    """Why shards of `value` cannot be cast each by itself, "" if they can or there are none."""
+    """Why shards of `value` cannot be cast each by itself, "" if they can or are not to be."""
+    if how.form is not None and how.form.two_level:
+        return ""
     parts = [1] * value.ndim
     for placement, ranks in zip(getattr(value, "placements", ()), _mesh_shape(value), strict=True):
         if hasattr(placement, "dim"):  # a shard, strided or not
@@ -236,25 +242,40 @@ def _mesh_shape(value: Any) -> tuple[int, ...]:
 
 
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """The whole of `value`, stored; of a DTensor every rank casts its shard."""
-    assert how.elem_dtype is not None
+    """The whole of `value`, stored; of a DTensor every rank casts its shard, of two levels the whole."""
+    form = how.form
+    assert form is not None
+    if form.two_level:
+        return _two_level(_whole(value), how, form)
     shard = local(value)
     shard = shard.master if isinstance(shard, MasterWeight) else shard
     if how.square:
-        codes, tiles = TileCast(name=name, elem_dtype=how.elem_dtype, rounding=how.rounding)(shard)
+        codes, tiles = TileCast(name=name, elem_dtype=form.stored_dtype, rounding=form.derivation)(shard)
         scales = tiles.repeat_interleave(BLOCK, -2)[..., : shard.shape[-2], :]
     else:
-        quantized = cast(shard, -1, how.elem_dtype, how.rounding)
+        quantized = cast(shard, -1, form)
         codes, scales = quantized.qdata, quantized.scale_bytes
     blocks = torch.Size((*value.shape[:-1], value.shape[-1] // BLOCK))
-    held = torch.Size((*value.shape[:-1], value.shape[-1] // stored_elem(how.elem_dtype).per_byte))
+    held = torch.Size((*value.shape[:-1], value.shape[-1] // form.elem.per_byte))
     whole = _gathered(value, codes.view(torch.uint8), held)
     return MXTensor(
-        whole.view(how.elem_dtype),
+        whole.view(form.stored_dtype),
         _gathered(value, scales, blocks).view(torch.float8_e8m0fnu),
         -1,
         value.dtype,
     )
+
+
+def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
+    """`value`, stored in `form`; of tiles that are square each row of one has its scale."""
+    if not how.square:
+        return cast(value, -1, form)
+    tiles = replace(form, tile=Tile(form.tile.along, form.tile.along))
+    amax = tensor_amax(value)
+    codes, scale = encode_tensors(value, -1, tiles, amax=amax)
+    rows = scale.repeat_interleave(form.tile.along, -2)[..., : value.shape[-2], :].contiguous()
+    elements = pack(codes, -1, form.elem)
+    return MXTensor(elements.view(form.stored_dtype), rows, -1, value.dtype, gain(amax, form))
 
 
 def _gathered(like: Any, part: Tensor, shape: torch.Size) -> Tensor:

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import torch
 
 from mxcompile.checkpoint.files import Checkpoint, Entry
-from mxcompile.checkpoint.weight_entries import E2M1, Named, as_it_is
+from mxcompile.checkpoint.weight_entries import MXFP4, Named, as_it_is
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import BLOCK, stored_elem
+from mxcompile.formats import BLOCK
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def is_blocks(entry: Entry) -> bool:
     """Whether `entry` has the elements of experts as GPT-OSS's files hold them."""
-    bytes_ = BLOCK // stored_elem(E2M1).per_byte
+    bytes_ = BLOCK // MXFP4.elem.per_byte
     return entry.name.endswith(_BLOCKS) and entry.dtype is torch.uint8 and entry.shape[3:] == (bytes_,)
 
 
@@ -42,7 +42,7 @@ def read(checkpoint: Checkpoint) -> Iterator[Named]:
                 shape=(experts, blocks * BLOCK, n),
                 elements=name,
                 scales=scale.name,
-                elem=E2M1,
+                form=MXFP4,
                 turned=True,
             )
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in entries):

@@ -34,10 +34,11 @@ Readers = dict[str, Callable[[], Tensor]]
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A model with the weights of the checkpoint at `path`, those in MXFP8 or MXFP4 as `MXTensor`s.
+    """A model with the weights of the checkpoint at `path`, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
 
     path: a safetensors file or a directory of them, in the layout of compressed-tensors
-    (``mxfp8-quantized``, ``mxfp4-pack-quantized``), of torchao, or of GPT-OSS, whose experts stay in MXFP4.
+    (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of GPT-OSS,
+    whose experts stay in MXFP4.
     model: what to load into, on the meta device or any other; its parameters are replaced. Without it, the
     Hugging Face model of the directory's config.json, in evaluation mode. dtype: of the values that stored
     weights stand for, where neither config.json nor the checkpoint says; default what all its other weights
@@ -49,8 +50,8 @@ def load_quantized(
     checkpoint = Checkpoint.open(path)
     if named(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
-            f"{path}: no weight is stored in MXFP8 or MXFP4: `mxcompile convert` stores them, and an ordinary"
-            " checkpoint is read by from_pretrained or load_state_dict"
+            f"{path}: no weight is stored in MXFP8, MXFP4 or NVFP4: `mxcompile convert` stores them, and an"
+            " ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
         _assign(users_own(model), stored(checkpoint, dtype or _common_dtype(checkpoint)))

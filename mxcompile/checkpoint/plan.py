@@ -22,12 +22,12 @@ from mxcompile.checkpoint.layouts import FileLayout, layout_of
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import num_blocks, stored_elem, stored_precision
+from mxcompile.formats import Format, stored_precision
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
 from mxcompile.serving.choose import TABLE, StorageChoice
 from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import chosen_weights
+from mxcompile.serving.weights import chosen_weights, empty
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,7 +40,7 @@ class Conversion:
 
     checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
     embedding in it, by name there. config: the config.json, if there is one. whole: linear layers of the
-    model whose weights stay as they are. stored_modules: element types of the others, by their names in the
+    model whose weights stay as they are. stored_modules: formats of the others, by their names in the
     checkpoint and in the model.
     """
 
@@ -49,7 +49,7 @@ class Conversion:
     chosen: dict[str, StorageChoice]
     config: dict[str, Any]
     whole: tuple[str, ...]
-    stored_modules: dict[str, torch.dtype]
+    stored_modules: dict[str, Format]
 
     def table(self) -> StoredWeights:
         """Returns the entries of the result, from headers alone."""
@@ -67,10 +67,8 @@ def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
     """Returns the row of one tensor, with its bytes after the conversion."""
     numel = torch.Size(entry.shape).numel()
     num_bytes, precision = entry.num_bytes, ""
-    if chosen.elem_dtype is not None:
-        elem = stored_elem(chosen.elem_dtype)
-        scales = numel // max(1, entry.shape[-1]) * num_blocks(entry.shape[-1])
-        num_bytes, precision = numel // elem.per_byte + scales, str(stored_precision(elem))
+    if chosen.form is not None:
+        num_bytes, precision = _stored_bytes(entry, chosen.form), str(stored_precision(chosen.form))
     return StoredWeight(
         name=entry.name,
         role=chosen.role,
@@ -81,6 +79,10 @@ def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
         bytes_bf16=2 * numel,
         precision=precision,
     )
+
+
+def _stored_bytes(entry: Entry, form: Format) -> int:
+    return empty(entry.shape, -1, form, torch.bfloat16, "meta").stored_bytes
 
 
 def make_plan(
@@ -106,12 +108,13 @@ def make_plan(
     for name, (path, reason) in places.items():
         if path in decided:
             choices[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
-    elems = {name: each.elem_dtype for name, each in choices.items() if each.elem_dtype is not None}
-    if not elems:
+    forms = {name: each.form for name, each in choices.items() if each.form is not None}
+    if not forms:
         raise CheckpointError(
-            f"{source}: none of its weights can be stored in MXFP8 or MXFP4: {_reasons(choices, decided)}"
+            f"{source}: none of its weights can be stored in MXFP8, MXFP4 or NVFP4:"
+            f" {_reasons(choices, decided)}"
         )
-    in_model = {places[name][0]: elem for name, elem in elems.items()}
+    in_model = {places[name][0]: form for name, form in forms.items()}
     parameters = given.model.named_parameters(remove_duplicate=False)
     stored = {id(value) for path, value in parameters if path in in_model}
     whole = linears(given.model, lambda weight: id(weight) not in stored)
@@ -121,13 +124,13 @@ def make_plan(
         chosen=choices,
         config=config,
         whole=tuple(whole),
-        stored_modules={name.removesuffix(".weight"): elem for name, elem in {**elems, **in_model}.items()},
+        stored_modules={name.removesuffix(".weight"): form for name, form in {**forms, **in_model}.items()},
     )
 
 
 def _reasons(choices: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:
     """Why no tensor is stored: what keeps those that the policy would store, else what it says."""
-    wanted = any(each.elem_dtype is not None for each in decided.values())
+    wanted = any(each.form is not None for each in decided.values())
     policies = {each.reason for each in decided.values()}
     reasons = Counter(each.reason for each in choices.values() if not wanted or each.reason not in policies)
     return (
@@ -187,12 +190,12 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
 
 def _for_file(entry: Entry, chosen: StorageChoice, lost: str, layout: FileLayout) -> StorageChoice:
     """`chosen`, of a parameter, for the tensor of the file."""
-    if chosen.elem_dtype is None:
+    if chosen.form is None:
         return chosen
     reason = lost
     if chosen.apart:  # a checkpoint has one tensor for both
         reason = f"{chosen.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
-    reason = reason or layout.obstacle(entry.name, entry.shape, chosen.block_dim, chosen.elem_dtype)
-    return replace(chosen, elem_dtype=None, reason=reason) if reason else replace(chosen, block_dim=-1)
+    reason = reason or layout.obstacle(entry.name, entry.shape, chosen.block_dim, chosen.form)
+    return replace(chosen, form=None, reason=reason) if reason else replace(chosen, block_dim=-1)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import INDEX
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
 from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import Format
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
@@ -28,10 +28,11 @@ def save_quantized(
 ) -> None:
     """Write `model` to `directory`, which must not exist: weights, and a Hugging Face model's configs.
 
-    layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``; what Transformers and vLLM
-    load) or ``torchao``. The directory appears whole or not at all. Hugging Face models are written under the
-    names of their published checkpoints. Raises `CheckpointError` for a model without a stored weight, if the
-    directory exists or cannot be written, and if the layout cannot hold a weight.
+    layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``;
+    what Transformers and vLLM load) or ``torchao``, without NVFP4. The directory appears whole or not at all.
+    Hugging Face models are written under the names of their published checkpoints. Raises `CheckpointError`
+    for a model without a stored weight, if the directory exists or cannot be written, and if the layout
+    cannot hold a weight.
     """
     form = layout_of(layout)
     model, target = users_own(model), Path(directory).absolute()
@@ -40,7 +41,7 @@ def save_quantized(
     state = _state(model)
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(
-            "no weight of the model is stored in MXFP8 or MXFP4: quantize_weights_ stores them, and"
+            "no weight of the model is stored in MXFP8, MXFP4 or NVFP4: quantize_weights_ stores them, and"
             " save_pretrained or safetensors writes an ordinary model"
         )
     with (
@@ -96,7 +97,7 @@ def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str
     """Returns the entries of a file for the tensors `state` of a model, and its metadata."""
     parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
     kinds = {
-        name: (value.elem_dtype, value.dtype) if isinstance(value, MXTensor) else None
+        name: (value.form, value.dtype) if isinstance(value, MXTensor) else None
         for name, value in state.items()
     }
     return parts, layout.metadata(kinds)
@@ -165,10 +166,10 @@ def linears(model: nn.Module, among: Callable[[Tensor], bool]) -> list[str]:
     return [name for name, each in modules if isinstance(each, nn.Linear) and among(each.weight)]
 
 
-def stored_modules(weights: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The element types of the stored ones of `weights`, by module; names may end in ``.weight``."""
+def stored_modules(weights: Mapping[str, Tensor]) -> dict[str, Format]:
+    """The formats of the stored ones of `weights`, by module; names may end in ``.weight``."""
     stored = {name: value for name, value in weights.items() if isinstance(value, MXTensor)}
-    return {name.removesuffix(".weight"): value.elem_dtype for name, value in stored.items()}
+    return {name.removesuffix(".weight"): value.form for name, value in stored.items()}
 
 
 def left_as_they_are(state: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import E2M1, E4M3, FP8, Kind, Named, as_it_is, stored_weight
+from mxcompile.checkpoint.weight_entries import (
+    E2M1,
+    FP8,
+    MXFP4,
+    MXFP8,
+    Kind,
+    Named,
+    as_it_is,
+    stored_weight,
+)
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import BLOCK
+from mxcompile.formats import BLOCK, Format, stored_form
 
 MARK = "tensor_names"
 """The key of a file's metadata that tells the layout."""
@@ -22,7 +31,7 @@ MARK = "tensor_names"
 _E2M1_WORD = str(E2M1).removeprefix("torch.")
 
 
-def parts(name: str, elem: torch.dtype) -> tuple[str, str]:
+def parts(name: str, form: Format) -> tuple[str, str]:
     """The names of the elements and scales of the weight `name`."""
     module, _, attribute = name.rpartition(".")
     return f"{module}._{attribute}_qdata", f"{module}._{attribute}_scale"
@@ -37,7 +46,8 @@ def metadata_of(tensors: Mapping[str, Kind]) -> dict[str, str]:
 def _entry(kind: Kind) -> dict[str, Any]:
     if kind is None:
         return {"_type": "Tensor"}
-    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in kind)
+    dtypes = kind[0].elem.stored_dtype, kind[1]
+    elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in dtypes)
     data = {
         "elem_dtype": elem,
         "block_size": BLOCK,
@@ -74,7 +84,7 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Name
         raise CheckpointError(f"{what} is a torchao {about.get('_type')}, not MXFP8 or MXFP4")
     if data.get("is_swizzled_scales"):
         raise CheckpointError(f"{what} has swizzled scales, which are not read")
-    elements, scales = map(checkpoint.entries.get, parts(name, E4M3))
+    elements, scales = map(checkpoint.entries.get, parts(name, MXFP8))
     word = (data.get("elem_dtype") or {}).get("_data")
     is_packed = elements is not None and elements.dtype is torch.uint8 and word == _E2M1_WORD
     if elements is None or scales is None or not (elements.dtype in FP8 or is_packed):
@@ -82,7 +92,7 @@ def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Name
     dtype = getattr(torch, str((data.get("orig_dtype") or {}).get("_data")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"{what} has no floating-point dtype")
-    return stored_weight(name, elements, scales, E2M1 if is_packed else elements.dtype, dtype)
+    return stored_weight(name, elements, scales, MXFP4 if is_packed else stored_form(elements.dtype), dtype)
 
 
 def _parsed(checkpoint: Checkpoint, metadata: Mapping[str, str], key: str, kind: type) -> Any:

@@ -38,3 +38,4 @@ from mxcompile.formats.types import num_blocks as num_blocks
 from mxcompile.formats.types import rounding as rounding
 from mxcompile.formats.types import scale_layout as scale_layout
 from mxcompile.formats.types import stored_elem as stored_elem
+from mxcompile.formats.types import stored_form as stored_form

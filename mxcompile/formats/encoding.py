@@ -7,7 +7,8 @@
     element  E8M0: RNE(x · 2^(127 − byte)).  FP32: RNE(x / scale).  Two levels: RNE(x · 1/(scale · 1/G)).
              All saturated to ±max. Of formats with stochastic elements rounded so instead (see `stochastic`),
              by the cast's seed and stream
-    value    element · scale, in FP32; of two levels times the scale of the tensor, its amax / (448 · max)
+    value    element · scale, in FP32; of two levels times the scale of the tensor, its amax / (448 · max); of
+             a weight stored in two levels element · (scale / G), since G is what is stored
 
 An amax may be a percentile of the tile (see `amax`), and a scale may come from calls before: then what is not
 finite becomes NaN by itself, not by its scale.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
 from mxcompile.formats.numerics import inverse_scale_value, quantize_tensors, scale_bytes, scale_value
-from mxcompile.formats.types import E4M3, WHOLE, ElemType, Format, Rounding, Tile, rounding
+from mxcompile.formats.types import E4M3, WHOLE, ElemType, Format, Rounding, Tile
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -100,32 +101,37 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.to(torch.float32).abs().amax().reshape(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
-def _gain(amax: Tensor, fmt: Format) -> Tensor:
+def gain(amax: Tensor, fmt: Format) -> Tensor:
     """G of a tensor: the largest value of two levels / amax, 1 where that is 0, NaN where not finite."""
     largest = torch.full_like(amax, fmt.largest)  # a number over a tensor is its reciprocal, times that
-    gain = (largest / amax).clamp(max=FP32_MAX)
-    return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, gain), torch.nan)
+    over = (largest / amax).clamp(max=FP32_MAX)
+    return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, over), torch.nan)
 
 
 def e4m3_scale(tile_amax: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     """E4M3 scales of the maxima `tile_amax` in a tensor whose largest magnitude is `amax`, [1]."""
-    over = tile_amax * (_gain(amax, fmt) * (1 / fmt.elem.max))
+    over = tile_amax * (gain(amax, fmt) * (1 / fmt.elem.max))
     return over.clamp(max=E4M3.max).to(E4M3.dtype)
 
 
 def inverse_e4m3_scale(scale: Tensor, amax: Tensor, fmt: Format) -> Tensor:
     """Returns the FP32 factors of elements under E4M3 scales, to be rounded after that."""
-    return (1.0 / (scale.to(torch.float32) * (1.0 / _gain(amax, fmt)))).clamp(max=FP32_MAX)
+    return (1.0 / (scale.to(torch.float32) * (1.0 / gain(amax, fmt)))).clamp(max=FP32_MAX)
 
 
-def scale_factors(scale: Tensor, fmt: Format, amax: Tensor | None = None) -> Tensor:
+def scale_factors(
+    scale: Tensor, fmt: Format, amax: Tensor | None = None, global_scale: Tensor | None = None
+) -> Tensor:
     """Returns the FP32 factors that elements under `scale` have in values.
 
-    amax: of the tensor, for formats of two levels; without it the factors lack its scale.
+    amax: of the tensor, for formats of two levels; or global_scale: G of one that is stored, of as many
+    dimensions as `scale`, of the same sizes or 1. Without either the factors lack the scale of the tensor.
     """
     if fmt.rounding is not None:
         return scale_value(scale.to(torch.int32))
     factors = scale.to(torch.float32)
+    if global_scale is not None:
+        return factors / global_scale
     return factors if amax is None else factors * fp32_scale(amax, fmt)
 
 
@@ -231,13 +237,14 @@ def decode_tensors(
     fmt: Format,
     dtype: torch.dtype,
     amax: Tensor | None = None,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns the values of `qdata` and `scale`, rounded once from FP32 to `dtype`; contiguous.
 
-    amax: see `scale_factors`.
+    amax, global_scale: see `scale_factors`.
     """
     tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
-    return _whole(tiles * _spread(scale_factors(scale, fmt, amax)), qdata.shape).to(dtype)
+    return _whole(tiles * _spread(scale_factors(scale, fmt, amax, global_scale)), qdata.shape).to(dtype)
 
 
 def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
@@ -263,15 +270,30 @@ def unpack(packed: Tensor, dim: int, elem: ElemType) -> Tensor:
     return codes
 
 
-def encode_stored(x: Tensor, block_dim: int, elem: ElemType, mode: str) -> tuple[Tensor, Tensor]:
-    """A weight as it is stored: elements, packed where the type has `packed`, and scale bytes.
+class Encoded(NamedTuple):
+    """A weight as it is stored.
 
-    mode: rounding of the scales. Raises `FormatError` for a length that `ElemType.unstorable` refuses.
+    elements: packed where the type has `packed`. scale_bytes: uint8. global_scale: G of two levels, FP32, of
+    as many dimensions as the weight, all of size 1; None for other formats.
     """
-    if elem.packed is None:
-        return quantize_tensors(x, block_dim, elem.dtype, mode)
-    codes, scale = encode_tensors(x, block_dim, Format(elem=elem, rounding=rounding(mode)))
-    return pack(codes, block_dim, elem), scale
+
+    elements: Tensor
+    scale_bytes: Tensor
+    global_scale: Tensor | None = None
+
+
+def encode_stored(x: Tensor, block_dim: int, form: Format, amax: Tensor | None = None) -> Encoded:
+    """A weight as it is stored in `form`. amax: of two levels, where `x` is a part of the weight.
+
+    Raises `FormatError` for a length that `ElemType.unstorable` refuses.
+    """
+    if form.elem.packed is None:
+        return Encoded(*quantize_tensors(x, block_dim, form.elem.dtype, form.derivation))
+    if form.two_level and amax is None:
+        amax = tensor_amax(x)
+    codes, scale = encode_tensors(x, block_dim, form, amax=amax)
+    whole = None if amax is None else gain(amax, form).reshape([1] * x.ndim)
+    return Encoded(pack(codes, block_dim, form.elem), scale.view(torch.uint8), whole)
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:

@@ -261,10 +261,10 @@ def labels(words: Iterable[str]) -> str:
     return " and ".join(row.label for row in rows if row.name in precisions) or rows[0].label
 
 
-def stored_precision(elem: ElemType) -> Precision:
-    """The row that weights stored in `elem` are of: E8M0 scales, each of 32 elements along K."""
-    mx_rows = (row for row in PRECISIONS.values() if row.scale is ScaleType.E8M0 and elem in row.elems)
-    return next(row for row in mx_rows if any(tiles.w == Tile.ROW for tiles in row.tiles.values()))
+def stored_precision(form: Format) -> Precision:
+    """The row that weights stored in `form` are of."""
+    rows = (row for row in PRECISIONS.values() if row.scale is form.scale and form.elem in row.elems)
+    return next(row for row in rows if any(tiles.w == form.tile for tiles in row.tiles.values()))
 
 
 def elem_words() -> tuple[str, ...]:

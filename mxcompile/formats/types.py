@@ -59,6 +59,11 @@ class ScaleType(StrEnum):
         """The dtype of the tensor that holds scales: E8M0 as bytes."""
         return _SCALE_DTYPES[self]
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Torch's own dtype for it, which the scales of stored weights have."""
+        return torch.float8_e8m0fnu if self is ScaleType.E8M0 else self.dtype
+
 
 _SCALE_DTYPES = {
     ScaleType.E8M0: torch.uint8,
@@ -162,6 +167,7 @@ class Tile:
     along: int
 
     ROW: ClassVar[Tile]
+    TWO_LEVEL_ROW: ClassVar[Tile]
     SQUARE: ClassVar[Tile]
     CHANNEL: ClassVar[Tile]
     TENSOR: ClassVar[Tile]
@@ -187,6 +193,7 @@ class Tile:
 
 
 Tile.ROW = Tile(1, BLOCK)
+Tile.TWO_LEVEL_ROW = Tile(1, 16)
 Tile.SQUARE = Tile(BLOCK, BLOCK)
 Tile.CHANNEL = Tile(1, WHOLE)
 Tile.TENSOR = Tile(WHOLE, WHOLE)
@@ -289,9 +296,24 @@ class Format:
 
     @property
     def storable(self) -> bool:
-        """Whether weights are stored in it: E8M0 blocks of 32 of elements that torch has a dtype for."""
-        along_rows = self.scale is ScaleType.E8M0 and self.tile == Tile.ROW
-        return along_rows and self.elem.stored_dtype is not None and self.amax == MAX
+        """Whether weights are stored in it, whatever the rounding of its scales (see `stored_form`)."""
+        if self.elem.stored_dtype is None or self.amax != MAX or self.hadamard is not None:
+            return False
+        if self.two_level:
+            return self.elem.packed is not None and self.tile == Tile.TWO_LEVEL_ROW
+        return self.scale is ScaleType.E8M0 and self.tile == Tile.ROW
+
+    @property
+    def stored(self) -> Format:
+        """The format of weights that a cast to it has stored: nothing tells how they were rounded."""
+        return self if self.rounding is None else replace(self, rounding=Rounding.RCEIL)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Torch's dtype for the elements of weights stored in it."""
+        dtype = self.elem.stored_dtype
+        assert dtype is not None, f"no weight is stored in {self}"
+        return dtype
 
     @property
     def mx_elem(self) -> ElemType | None:
@@ -364,6 +386,18 @@ def stored_elem(dtype: torch.dtype) -> ElemType:
     return by_dtype[dtype]
 
 
+def stored_form(dtype: torch.dtype, derivation: str = Rounding.RCEIL) -> Format:
+    """The format of weights stored as `dtype`, scales derived so: by a `Rounding`, or `TWO_LEVEL`.
+
+    E8M0 blocks of 32; or, of packed elements, E4M3 blocks of 16 under one FP32 number for the tensor.
+    `FormatError` if no weight is stored so.
+    """
+    elem = stored_elem(dtype)
+    if derivation == TWO_LEVEL and elem.packed is not None:
+        return Format(elem=elem, rounding=None, tile=Tile.TWO_LEVEL_ROW, scale=ScaleType.E4M3)
+    return Format(elem=elem, rounding=rounding(derivation))
+
+
 def rounding(word: str) -> Rounding:
     """The rounding called `word`; `FormatError` if there is none such."""
     try:
@@ -380,6 +414,6 @@ def scale_layout(word: str) -> ScaleLayout:
         raise FormatError(not_allowed("scale layout", word, list(ScaleLayout))) from None
 
 
-def num_blocks(length: int) -> int:
-    """⌈length / 32⌉, also for a symbolic length."""
-    return (length + BLOCK - 1) // BLOCK
+def num_blocks(length: int, block: int = BLOCK) -> int:
+    """⌈length / block⌉, also for a symbolic length."""
+    return (length + block - 1) // block

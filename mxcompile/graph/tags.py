@@ -56,10 +56,11 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". stored: element type of a weight that is stored quantized. block: where
-    the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint. role,
-    evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or a part, from
-    the model's plan; None where the graph shows all of it. choice, formats (of the operands; None unless the
+    operand are: "x", "w" or "dy". stored: format of a weight that is stored quantized. recast: whether the
+    GEMM casts such a weight again. block: where the layer lies among the model's repeated ones. batch, m, n,
+    k: sizes, symbolic ones by their hint. role, evidence: from `classify`. whole: n and k of the layer of
+    which this GEMM computes a shard or a part, from the model's plan; None where the graph shows all of it.
+    choice, formats (of the operands; None unless the
     GEMM goes to MXFP8), saved, sent, weights: from `decide`. kernel: from the lowering. fallbacks: from there
     too, the reasons why a kernel that is for such a GEMM does not run it.
     """
@@ -72,7 +73,8 @@ class GemmTag:
     gemm: Gemm
     kind: Kind
     tensors: tuple[str, str]
-    stored: torch.dtype | None = None
+    stored: Format | None = None
+    recast: bool = False
     block: Block | None = None
     batch: int = 1
     m: int = 0

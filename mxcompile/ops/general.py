@@ -15,7 +15,9 @@
 Scales are E8M0 bytes, FP32 or E4M3, one a tile of the format: ⌈n/extent⌉ along a dimension, 1 along one that
 a tile spans whole. `block_dim` is the contraction dimension. Elements without a torch dtype are codes, one a
 byte. Casts to formats of two levels read the amax of the tensor, FP32 [1] (`largest`). Products of them are
-multiplied by `alpha`, the product of the scales of both tensors, FP32 [1] (`known_scale` of the amax). Casts
+multiplied by `alpha`, the product of the scales of both tensors, FP32 [1] (`known_scale` of the amax). Of a
+weight that is stored in two levels the scale of the tensor is 1 over its global scale, by which `decode`
+divides the scales of blocks; `alpha` has the shape of the product, or 1, in each dimension then. Casts
 to stochastic elements read a seed; `stream` tells apart those that share it. A cast whose scale is known
 before its tensor is given it (see `state`).
 """
@@ -89,10 +91,11 @@ def _decode(
     fmt: str,
     dtype: torch.dtype,
     amax: Tensor | None = None,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     if scale is None:
         return element_values(qdata, Format.of(fmt).elem).to(dtype).contiguous()
-    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype, amax)
+    return decode_tensors(qdata, scale, block_dim, Format.of(fmt), dtype, amax, global_scale)
 
 
 def _spec_decode(
@@ -228,8 +231,8 @@ encode = define(
     _spec_encode,
 )
 decode = define(
-    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None)"
-    " -> Tensor",
+    "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"
+    " Tensor? global_scale=None) -> Tensor",
     _decode,
     _spec_decode,
 )

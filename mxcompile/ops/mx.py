@@ -10,7 +10,8 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     quantize_two         the same of x, then of y, which are computed from the same tensors
     quantize_operands    for x, then y if there is one, along −1, then −2: qdata and scale, or the value, or
                          that of squares, or nothing (one read); what is not asked for is empty
-    dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x
+    dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x;
+                         one of two levels has a global scale, without which x is that many times as large
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
@@ -157,10 +158,18 @@ def _spec_quantize_operands(
     return specs
 
 
-def _dequantize(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = "") -> Tensor:
+def _dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    block_dim: int,
+    dtype: torch.dtype,
+    fmt: str = "",
+    global_scale: Tensor | None = None,
+) -> Tensor:
     if fmt:
         form = Format.of(fmt)
-        return decode_tensors(unpack(qdata, block_dim, form.elem), scale, block_dim, form, dtype)
+        codes = unpack(qdata, block_dim, form.elem)
+        return decode_tensors(codes, scale, block_dim, form, dtype, global_scale=global_scale)
     if qdata.ndim == 2 and scale.ndim == 1:
         rows, blocks = qdata.shape[1 - block_dim % 2], num_blocks(qdata.shape[block_dim])
         scale = untile_scale(scale, rows, blocks)
@@ -176,7 +185,7 @@ def unpacked_shape(packed: Tensor, dim: int, fmt: str) -> list[Any]:
 
 
 def _spec_dequantize(
-    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = ""
+    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, fmt: str = "", *_: Any
 ) -> list[Spec]:
     return [(unpacked_shape(qdata, block_dim, fmt) if fmt else qdata.shape, dtype)]
 
@@ -360,7 +369,8 @@ quantize_operands = define(
     _spec_quantize_operands,
 )
 dequantize = define(
-    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype, str fmt='') -> Tensor",
+    "dequantize(Tensor qdata, Tensor scale, int block_dim, ScalarType dtype, str fmt='',"
+    " Tensor? global_scale=None) -> Tensor",
     _dequantize,
     _spec_dequantize,
 )

@@ -152,13 +152,14 @@ class EncodeTransposed(View):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dequantize(View):
-    """Values of MXFP8 data, or of a weight stored in the format `fmt`."""
+    """Values of MXFP8 data, or of a weight stored in the format `fmt`. global_scale: of one of two levels."""
 
     qdata: fx.Node
     scale: fx.Node
     block_dim: int
     dtype: torch.dtype
     fmt: str = ""
+    global_scale: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({dequantize})
 
 

@@ -1,4 +1,4 @@
-"""Which weights of a model a policy stores in MXFP8 or MXFP4, and along which dimension: asked of the passes.
+"""Which weights of a model a policy stores quantized, and along which dimension: asked of the passes.
 
     model ─▶ trace without gradients (compiler/uses) ─▶ what its products cast (passes/weights)
 
@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from mxcompile.compiler.uses import uses
 from mxcompile.errors import PolicyError
-from mxcompile.formats import PRECISIONS, is_quantized
+from mxcompile.formats import Format, is_quantized, stored_precision
 from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
 from mxcompile.policy import Layer, Policy, Role
 from mxcompile.rules import check_mistakes
@@ -30,16 +29,14 @@ class StorageChoice:
     """The decision for one parameter.
 
     role: of its layers, the first of several. reason: why it is stored quantized, or why not. block_dim: the
-    dimension its blocks run along, negative. elem_dtype: of its elements; None where it is not stored so.
-    rounding: of its scales. apart: whether its layers get a stored copy, because an embedding reads it too,
-    as it is.
+    dimension its blocks run along, negative. form: what it is cast to; None where it is not stored so. apart:
+    whether its layers get a stored copy, because an embedding reads it too, as it is.
     """
 
     role: str
     reason: str
     block_dim: int = -1
-    elem_dtype: torch.dtype | None = None
-    rounding: str = ""
+    form: Format | None = None
     apart: bool = False
 
 
@@ -60,7 +57,7 @@ def choose(
     chosen = {
         path: _decided(each, _asking(policy, tables.get(path))) for path, each in model_uses.by_path.items()
     }
-    if any(each.elem_dtype for each in chosen.values()):
+    if any(each.form for each in chosen.values()):
         return chosen
     precisions = {gemm.precision for gemm in model_uses.gemms if is_quantized(gemm.precision)}
     others = {OTHER_FORMAT.format(word) for word in precisions} & {each.reason for each in chosen.values()}
@@ -84,10 +81,10 @@ def _asking(policy: Policy, table: Layer | None) -> str:
 
 
 def _along_rows(use: WeightUse) -> WeightUse:
-    """`use`, without a cast if its scales are of 32×32 tiles."""
-    if not use.square:
+    """`use`, without a cast if its scales are of square tiles."""
+    if not use.square or use.form is None:
         return use
-    return replace(use, elem_dtype=None, reason=OTHER_FORMAT.format(PRECISIONS["mxfp8"]))
+    return replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))
 
 
 def _decided(weight_uses: Sequence[WeightUse], asking: str) -> StorageChoice:
@@ -97,23 +94,22 @@ def _decided(weight_uses: Sequence[WeightUse], asking: str) -> StorageChoice:
     """
     weight_uses = [_along_rows(use) for use in weight_uses]
     layers = [use for use in weight_uses if not use.is_lookup]
-    apart = 0 < len(layers) < len(weight_uses) and not asking and all(use.elem_dtype for use in layers)
+    apart = 0 < len(layers) < len(weight_uses) and not asking and all(use.form for use in layers)
     weight_uses = layers if apart else weight_uses
     first = weight_uses[0]
-    keeping = next((use for use in weight_uses if use.elem_dtype is None), None)
+    keeping = next((use for use in weight_uses if use.form is None), None)
     if keeping is not None:
-        wanted = asking or next((use.reason for use in weight_uses if use.elem_dtype is not None), "")
+        wanted = asking or next((use.reason for use in weight_uses if use.form is not None), "")
         obstacle = TABLE if keeping.is_lookup else f"{keeping.layer} keeps it"
         reason = f"{wanted}, but {obstacle}" if wanted else keeping.reason
         return StorageChoice(role=keeping.role, reason=reason)
-    formats = {(use.block_dim, use.elem_dtype, use.rounding) for use in weight_uses}
+    formats = {(use.block_dim, use.form) for use in weight_uses}
     if len(formats) > 1:
         return StorageChoice(role=first.role, reason="its layers cast it in different ways")
     return StorageChoice(
         role=first.role,
         reason=f"{first.reason}; the embedding keeps its table" if apart else first.reason,
         block_dim=first.block_dim - first.rank,
-        elem_dtype=first.elem_dtype,
-        rounding=first.rounding,
+        form=first.form,
         apart=apart,
     )

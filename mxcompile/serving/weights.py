@@ -1,4 +1,4 @@
-"""`quantize_weights_`: a model's weights become MXFP8 or MXFP4 storage, in place.
+"""`quantize_weights_`: a model's weights become MXFP8, MXFP4 or NVFP4 storage, in place.
 
     parameter w of a layer that the policy sends there in forward  →  MXTensor, quantize(w along K)
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.errors import ModelError
-from mxcompile.formats import num_blocks, stored_elem, stored_precision
-from mxcompile.formats.encoding import encode_stored
+from mxcompile.formats import Format, num_blocks, stored_precision
+from mxcompile.formats.encoding import encode_stored, gain, tensor_amax
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
 from mxcompile.models.names import Owner, owners
@@ -43,7 +43,7 @@ def quantize_weights_(
     kwargs: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> StoredWeights:
-    """Store the weights of `model` that `policy` sends to MXFP8 or MXFP4 in forward, in place.
+    """Store the weights of `model` that `policy` sends to MXFP8, MXFP4 or NVFP4 in forward, in place.
 
     model: on any device; on the meta device too, where nothing but types changes. policy: a preset, file,
     dict or `Policy`; default the preset ``inference``. args, kwargs: what the model is called with: the roles
@@ -56,7 +56,7 @@ def quantize_weights_(
 
     Returns what became of every weight. Raises `ModelError` for a model that is sharded (DTensor), that
     cannot be traced, or that needs `args` or `kwargs`, and `PolicyError` for a policy that quantizes weights,
-    but none to MXFP8 or MXFP4 with blocks of 32; nothing is changed then.
+    but none to a format that they are stored in; nothing is changed then.
     """
     check_module("quantize_weights_", model)
     model = users_own(model)
@@ -95,7 +95,7 @@ def _refuse_sharded(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
             raise ModelError(
                 f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
-                " or load a checkpoint that holds them in MXFP8 or MXFP4"
+                " or load a checkpoint that holds them stored"
             )
 
 
@@ -108,12 +108,12 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
     tables = [place for place in places if isinstance(place[0], nn.Embedding)] if chosen.apart else []
     places = [place for place in places if place not in tables]
     if isinstance(parameter, MXTensor):
-        reason, stored = f"stored in {stored_precision(parameter.elem)} already", parameter
-    elif chosen.elem_dtype is not None:
+        reason, stored = f"stored in {stored_precision(parameter.form)} already", parameter
+    elif chosen.form is not None:
         obstacle = TABLE if chosen.apart and not (tables and places) else _obstacle(parameter, chosen)
         reason = obstacle or reason
         if not obstacle:
-            stored = cast(parameter.detach(), chosen.block_dim, chosen.elem_dtype, chosen.rounding)
+            stored = cast(parameter.detach(), chosen.block_dim, chosen.form)
             replacement = nn.Parameter(stored, requires_grad=False)
             for module, name in places:
                 module._parameters[name] = replacement
@@ -125,7 +125,7 @@ def _store(path: str, places: Sequence[Owner], chosen: StorageChoice) -> StoredW
         reason=reason,
         num_bytes=before if stored is None else stored.stored_bytes + (before if tables else 0),
         bytes_bf16=2 * parameter.numel(),
-        precision="" if stored is None else str(stored_precision(stored.elem)),
+        precision="" if stored is None else str(stored_precision(stored.form)),
     )
 
 
@@ -135,31 +135,40 @@ def _obstacle(parameter: Tensor, chosen: StorageChoice) -> str:
         return f"its type is {type(parameter).__name__}"
     if parameter.dtype not in _SOURCES:
         return f"its dtype is {str(parameter.dtype).removeprefix('torch.')}"
-    assert chosen.elem_dtype is not None
-    return stored_elem(chosen.elem_dtype).unstorable(parameter.shape[chosen.block_dim])
+    assert chosen.form is not None
+    return chosen.form.elem.unstorable(parameter.shape[chosen.block_dim])
 
 
-def cast(x: Tensor, block_dim: int, elem_dtype: torch.dtype, rounding: str) -> MXTensor:
+def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
     """`mxcompile.quantize` with temporaries of a few rows; `x` and the result are all that is large."""
-    dim, elem = block_dim % x.ndim, stored_elem(elem_dtype)
-    result = empty(x.shape, dim, elem_dtype, x.dtype, x.device)
+    dim = block_dim % x.ndim
+    result = empty(x.shape, dim, form, x.dtype, x.device)
+    amax = _amax(x, dim) if form.two_level else None
     for rows in pieces(x, dim):
-        elements, scales = encode_stored(x[rows], dim, elem, rounding)
-        result.qdata[rows] = elements
-        result.scale_bytes[rows] = scales
+        encoded = encode_stored(x[rows], dim, form, amax)
+        result.qdata[rows] = encoded.elements
+        result.scale_bytes[rows] = encoded.scale_bytes
+    if result.global_scale is not None and amax is not None:
+        result.global_scale.copy_(gain(amax, form).reshape(result.global_scale.shape))
     return result
 
 
+def _amax(x: Tensor, dim: int) -> Tensor:
+    """The largest magnitude of `x`, FP32 [1]."""
+    return torch.cat([tensor_amax(x[rows]) for rows in pieces(x, dim)] or [tensor_amax(x)]).amax().reshape(1)
+
+
 def empty(
-    shape: Sequence[int], dim: int, elem_dtype: torch.dtype, dtype: torch.dtype, device: torch.device | str
+    shape: Sequence[int], dim: int, form: Format, dtype: torch.dtype, device: torch.device | str
 ) -> MXTensor:
     """A stored weight of `shape` whose values are not set, blocks along `dim`, standing for `dtype`."""
+    whole = torch.empty([1] * len(shape), dtype=torch.float32, device=device) if form.two_level else None
     elements, blocks = list(shape), list(shape)
-    elements[dim] //= stored_elem(elem_dtype).per_byte
-    blocks[dim] = num_blocks(blocks[dim])
-    qdata = torch.empty(elements, dtype=elem_dtype, device=device)
-    scale = torch.empty(blocks, dtype=torch.float8_e8m0fnu, device=device)
-    return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype)
+    elements[dim] //= form.elem.per_byte
+    blocks[dim] = num_blocks(blocks[dim], form.tile.along)
+    qdata = torch.empty(elements, dtype=form.stored_dtype, device=device)
+    scale = torch.empty(blocks, dtype=form.scale.stored_dtype, device=device)
+    return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype, whole)
 
 
 def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:

@@ -6,6 +6,7 @@ all. A part that cuts blocks is a tensor of values by then, and travels as that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ Part = Callable[[Any], Tensor]
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
     """The tensors of one rank into those of all others."""
-    return tensors, _both(lambda part: func(_parts(tensors, part), *args, **kwargs))
+    return tensors, _each(tensors, lambda part: func(_parts(tensors, part), *args, **kwargs))
 
 
 def _scatter(
@@ -36,14 +37,16 @@ def _scatter(
     def send(part: Part) -> Any:
         return func(_parts(outputs, part), [_parts(row, part) for row in inputs], *args, **kwargs)
 
-    return outputs, _both(send)
+    return outputs, _each(outputs, send)
 
 
-def _both(send: Callable[[Part], Any]) -> Any:
-    """Runs `send` for codes, then for scale bytes. Returns the work of the second."""
-    _, work = send(_codes)
-    work.wait()
-    _, work = send(_scale_bytes)
+def _each(tensors: Sequence[MXTensor], send: Callable[[Part], Any]) -> Any:
+    """Runs `send` for each part of `tensors`, one after the other. Returns the work of the last."""
+    last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
+    for place in range(last):
+        _, work = send(functools.partial(_part, place=place))
+        work.wait()
+    _, work = send(functools.partial(_part, place=last))
     return work
 
 
@@ -53,12 +56,10 @@ def _parts(tensors: Sequence[Any], part: Part) -> list[Tensor]:
     raise FormatError("tensors in MXFP8 and others cannot be sent together")
 
 
-def _codes(x: MXTensor) -> Tensor:
-    return x.qdata.view(torch.uint8)
-
-
-def _scale_bytes(x: MXTensor) -> Tensor:
-    return x.scale_bytes
+def _part(x: MXTensor, place: int) -> Tensor:
+    """One of the parts of `x`, FP8 as bytes."""
+    part = x.parts[place]
+    return part if part.dtype is torch.float32 else part.view(torch.uint8)
 
 
 if distributed.is_available():

@@ -5,7 +5,8 @@
     f(MX(q, s)) = f(dequantize(q, s))  every other operator
 
 A slice along the blocked dimension is one of the first kind where it starts and ends with a block: elements
-that share a byte are neighbours along that dimension. Nothing may change an `MXTensor` in place but `copy_`,
+that share a byte are neighbours along that dimension. A global scale follows where it has more than one
+number along the dimensions that change. Nothing may change an `MXTensor` in place but `copy_`,
 which quantizes what is not in its format yet.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, num_blocks
+from mxcompile.formats import num_blocks
 from mxcompile.formats.encoding import encode_stored
 from mxcompile.storage.handlers import handles
 from mxcompile.storage.tensor import MXTensor, dense
@@ -75,8 +76,9 @@ def _squeeze(func: Any, x: MXTensor, dim: int) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
         return NotImplemented
-    gone = x.shape[at] == 1 and at < block
-    return x.with_parts(lambda part: func(part, at), block - gone)
+    if x.shape[at] != 1:
+        return x.with_parts(lambda part: func(part, at), block, lambda whole: whole)
+    return x.with_parts(lambda part: func(part, at), block - (at < block))
 
 
 @handles(aten.select.int)
@@ -84,7 +86,11 @@ def _select(func: Any, x: MXTensor, dim: int, index: int) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
         return NotImplemented
-    return x.with_parts(lambda part: func(part, at, index), block - (at < block))
+
+    def of_whole(whole: Tensor) -> Tensor:
+        return whole.select(at, 0 if whole.shape[at] == 1 else index)
+
+    return x.with_parts(lambda part: func(part, at, index), block - (at < block), of_whole)
 
 
 @handles(aten.unbind.int)
@@ -92,27 +98,42 @@ def _unbind(func: Any, x: MXTensor, dim: int = 0) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at == block:
         return NotImplemented
-    return _paired(x, func(x.qdata, at), func(x.scale_bytes, at), block - (at < block))
+    whole = x.global_scale
+    wholes = None if whole is None else whole.expand(_along(x, whole, at)).unbind(at)
+    return _paired(x, func(x.qdata, at), func(x.scale_bytes, at), block - (at < block), wholes)
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at != block:
-        return _paired(x, func(x.qdata, sizes, at), func(x.scale_bytes, sizes, at), block)
+        whole = x.global_scale
+        wholes = None if whole is None or whole.shape[at] == 1 else func(whole, sizes, at)
+        return _paired(x, func(x.qdata, sizes, at), func(x.scale_bytes, sizes, at), block, wholes)
     every = [sizes] if isinstance(sizes, int) else sizes[:-1]
-    if any(size % BLOCK for size in every):
+    if any(size % x.block for size in every):
         return NotImplemented
-    blocks = sizes // BLOCK if isinstance(sizes, int) else [num_blocks(size) for size in sizes]
-    per_byte = x.elem.per_byte
+    blocks = sizes // x.block if isinstance(sizes, int) else [num_blocks(size, x.block) for size in sizes]
+    per_byte = x.form.elem.per_byte
     held = sizes // per_byte if isinstance(sizes, int) else [size // per_byte for size in sizes]
     return _paired(x, func(x.qdata, held, at), func(x.scale_bytes, blocks, at), block)
 
 
+def _along(x: MXTensor, whole: Tensor, *dims: int) -> list[int]:
+    """The shape of `whole`, a global scale, with the sizes of `x` in `dims`."""
+    return [x.shape[dim] if dim in dims else size for dim, size in enumerate(whole.shape)]
+
+
 def _paired(
-    x: MXTensor, elements: Sequence[Tensor], scales: Sequence[Tensor], block_dim: int
+    x: MXTensor,
+    elements: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    block_dim: int,
+    wholes: Sequence[Tensor] | None = None,
 ) -> list[MXTensor]:
-    return [x.of_parts(q, s, block_dim) for q, s in zip(elements, scales, strict=True)]
+    """wholes: the global scales, where they are not that of `x`."""
+    own: Sequence[Tensor | None] = [x.global_scale] * len(elements) if wholes is None else wholes
+    return [x.of_parts(q, s, block_dim, w) for q, s, w in zip(elements, scales, own, strict=True)]
 
 
 @handles(aten.slice.Tensor)
@@ -121,14 +142,18 @@ def _slice(
 ) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
     if at != block:
-        return x.with_parts(lambda part: func(part, at, start, end, step), block)
-    length = x.shape[at]
+        return x.with_parts(
+            lambda part: func(part, at, start, end, step),
+            block,
+            lambda whole: whole if whole.shape[at] == 1 else func(whole, at, start, end, step),
+        )
+    length, per_byte = x.shape[at], x.form.elem.per_byte
     first, last, _ = slice(start, end).indices(length)
-    if step != 1 or first % BLOCK or (last % BLOCK and last != length) or last < first:
+    if step != 1 or first % x.block or (last % x.block and last != length) or last < first:
         return NotImplemented
-    scales = func(x.scale_bytes, at, first // BLOCK, num_blocks(last))
-    elements = func(x.qdata, at, first // x.elem.per_byte, last // x.elem.per_byte)
-    return x.of_parts(elements, scales, block)
+    scales = func(x.scale_bytes, at, first // x.block, num_blocks(last, x.block))
+    elements = func(x.qdata, at, first // per_byte, last // per_byte)
+    return x.of_parts(elements, scales, block, x.global_scale)
 
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -143,13 +168,26 @@ def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> An
     if elements.shape[-1] != x.qdata.shape[-1]:
         return NotImplemented
     blocks = [*elements.shape[:-1], x.scale_bytes.shape[-1]]
-    return x.of_parts(elements, func(x.scale_bytes, blocks, **kwargs), elements.ndim - 1)
+    whole = x.global_scale
+    if whole is not None and whole.numel() == 1:
+        whole = whole.reshape([1] * elements.ndim)
+    elif whole is not None and func is aten.expand.default:
+        whole = whole.expand([*elements.shape[:-1], 1])
+    elif whole is not None:
+        whole = whole.expand([*x.shape[:-1], 1]).reshape([*elements.shape[:-1], 1])
+    return x.of_parts(elements, func(x.scale_bytes, blocks, **kwargs), elements.ndim - 1, whole)
 
 
 @handles(aten.index_select.default)
 def _index_select(func: Any, x: MXTensor, dim: int, index: Tensor) -> Any:
     at, block = dim % x.ndim, x.block_dim % x.ndim
-    return NotImplemented if at == block else x.with_parts(lambda part: func(part, at, index), block)
+    if at == block:
+        return NotImplemented
+    return x.with_parts(
+        lambda part: func(part, at, index),
+        block,
+        lambda whole: whole if whole.shape[at] == 1 else func(whole, at, index),
+    )
 
 
 @handles(aten.index.Tensor)
@@ -160,14 +198,19 @@ def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
     if len(indices) >= x.ndim:
         return NotImplemented
-    return x.with_parts(lambda part: func(part, indices), -1)
+
+    def of_whole(whole: Tensor) -> Tensor:
+        rows: Tensor = func(whole.expand(_along(x, whole, *range(len(indices)))), indices)
+        return rows
+
+    return x.with_parts(lambda part: func(part, indices), -1, of_whole)
 
 
 @handles(aten.embedding.default)
 def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> Any:
     if x.block_dim % x.ndim != 1:
         return NotImplemented
-    rows = x.with_parts(lambda part: part[indices], -1)
+    rows = _index(aten.index.Tensor, x, [indices])
     return rows.dequantize(x.dtype)
 
 
@@ -177,13 +220,24 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
     if not all(isinstance(x, MXTensor) for x in tensors):
         return NotImplemented
-    formats = {(x.elem, x.block_dim % x.ndim, x.ndim, x.dtype) for x in tensors}
+    formats = {(x.form, x.block_dim % x.ndim, x.ndim, x.dtype) for x in tensors}
     block, stacks = first.block_dim % first.ndim, func is aten.stack.default
     at = dim % (first.ndim + stacks)
     if len(formats) > 1 or (not stacks and at == block):
         return NotImplemented
     elements, scales = (func([part(x) for x in tensors], at) for part in (_elements, _scales))
-    return first.of_parts(elements, scales, block + (stacks and at <= block))
+    whole = None if first.global_scale is None else func(_alike(tensors, None if stacks else at), at)
+    return first.of_parts(elements, scales, block + (stacks and at <= block), whole)
+
+
+def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
+    """The global scales of `tensors` in one shape, but in dimension `at` each as long as its tensor."""
+    wholes = [x.global_scale for x in tensors if x.global_scale is not None]
+    shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
+    return [
+        whole.expand([x.shape[dim] if dim == at else size for dim, size in enumerate(shape)])
+        for x, whole in zip(tensors, wholes, strict=True)
+    ]
 
 
 def _elements(x: MXTensor) -> Tensor:
@@ -201,12 +255,22 @@ def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
         return func(x, dense(source) if isinstance(source, MXTensor) else source, non_blocking)
     if source.shape != x.shape:
         source = source.expand(x.shape)
-    alike = isinstance(source, MXTensor) and source.elem == x.elem
-    if alike and source.block_dim % x.ndim == x.block_dim % x.ndim:  # type: ignore[attr-defined]
-        parts = source.qdata, source.scale_bytes  # type: ignore[attr-defined]
+    if isinstance(source, MXTensor) and _holds(x, source):
+        parts = source.parts
     else:
         high = dense(source) if isinstance(source, MXTensor) else source
-        parts = encode_stored(high, x.block_dim, x.elem, "rceil")
-    func(x.qdata, parts[0], non_blocking)
-    func(x.scale_bytes, parts[1], non_blocking)
+        encoded = encode_stored(high, x.block_dim, x.form)
+        parts = tuple(part for part in encoded if part is not None)
+    for own, part in zip(x.parts, parts, strict=True):
+        func(own, part, non_blocking)
     return x
+
+
+def _holds(x: MXTensor, source: MXTensor) -> bool:
+    """Whether the parts of `source` fit those of `x`."""
+    if source.form != x.form or source.block_dim % x.ndim != x.block_dim % x.ndim:
+        return False
+    if x.global_scale is None or source.global_scale is None:
+        return True
+    sizes = zip(x.global_scale.shape, source.global_scale.shape, strict=True)
+    return all(other in (1, own) for own, other in sizes)

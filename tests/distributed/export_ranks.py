@@ -66,7 +66,7 @@ def run(way: Callable[[Model], tuple[nn.Module, Any]]) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     steps = []
     for _ in range(2):
-        found = {name: (codes, scales) for name, codes, scales in exported}
+        found = {name: (codes, scales) for name, codes, scales, _ in exported}
         whole = {name: plain(value) for name, value in model.state_dict().items()}
         reasons = {row.name: row.reason for row in exported.weights.weights if not row.stored}
         steps.append({"exported": found, "whole": whole, "reasons": reasons})

@@ -23,13 +23,18 @@ def alone():
     dist.destroy_process_group()
 
 
+NVFP4 = {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"}
+
+
+@pytest.mark.parametrize("how", [{}, NVFP4], ids=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
-def test_codes_and_scales_are_sent(alone: None, placement: Shard | Replicate):
-    weight = mxcompile.quantize(torch.randn(48, 64))
+def test_codes_and_scales_are_sent(alone: None, placement: Shard | Replicate, how: dict):
+    weight = mxcompile.quantize(torch.randn(48, 64), **how)
     part = distribute_tensor(weight, init_device_mesh("cpu", (1,)), [placement]).to_local()
     assert isinstance(part, mxcompile.MXTensor)
     assert torch.equal(part.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
     assert torch.equal(part.scale_bytes, weight.scale_bytes)
+    assert torch.equal(part.dequantize(), weight.dequantize())
 
 
 def test_collectives_that_would_lose_their_result_are_refused(alone: None):

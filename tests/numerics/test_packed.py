@@ -9,8 +9,15 @@ from torch.library import opcheck
 import mxcompile
 from mxcompile import MXTensor, ops
 from mxcompile.errors import FormatError
-from mxcompile.formats import Format, stored_elem
-from mxcompile.formats.encoding import decode_tensors, encode_stored, encode_tensors, pack, unpack
+from mxcompile.formats import Format, ScaleType, Tile, stored_elem
+from mxcompile.formats.encoding import (
+    decode_tensors,
+    element_values,
+    encode_stored,
+    encode_tensors,
+    pack,
+    unpack,
+)
 from mxcompile.formats.types import E2M1, Rounding
 
 BF16 = torch.bfloat16
@@ -83,7 +90,7 @@ def test_any_even_length(shape: tuple[int, ...]):
 def test_an_odd_length_is_an_error():
     for refused in (
         lambda: mxcompile.quantize(torch.randn(2, 33), elem_dtype=torch.float4_e2m1fn_x2),
-        lambda: encode_stored(torch.randn(33, 2), 0, E2M1, "rceil"),
+        lambda: encode_stored(torch.randn(33, 2), 0, Format(elem=E2M1)),
         lambda: pack(torch.zeros(2, 33, dtype=torch.uint8), -1, E2M1),
     ):
         with pytest.raises(FormatError, match="2 e2m1 elements share a byte, and k=33 is odd"):
@@ -105,7 +112,7 @@ def test_others_read_this_packing():
 
 
 def test_operators_pass_opcheck():
-    packed, scales = encode_stored(torch.randn(6, 70), -1, E2M1, "rceil")
+    packed, scales, _ = encode_stored(torch.randn(6, 70), -1, Format(elem=E2M1))
     opcheck(ops.unpack, (packed, -1, WORD))
     opcheck(ops.dequantize, (packed, scales, -1, BF16, WORD))
     x = torch.randn(3, 70)
@@ -113,3 +120,45 @@ def test_operators_pass_opcheck():
         opcheck(ops.weight_only_mm, (x, packed, scales, bias, BF16, WORD))
     exact = x @ ops.dequantize(packed, scales, -1, torch.float32, WORD).t()
     assert torch.equal(ops.weight_only_mm(x, packed, scales, None, torch.float32, WORD), exact)
+
+
+NVFP4 = Format(elem=E2M1, rounding=None, tile=Tile(1, 16), scale=ScaleType.E4M3)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_two_levels_are_the_cast_of_the_precision_over_its_factor(dim: int, dtype: torch.dtype):
+    """Codes and scales are those of a cast in a graph; values element · (scale / G), each rounded to FP32."""
+    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 3, 80)
+    weight = mxcompile.quantize(x, block_dim=dim, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level")
+    amax = x.abs().max()
+    codes, scales = encode_tensors(x, dim, NVFP4, amax=amax.reshape(1))
+    assert torch.equal(unpack(weight.qdata, dim, E2M1), codes)
+    assert torch.equal(weight.scale.view(torch.uint8), scales.view(torch.uint8))
+    assert torch.equal(weight.global_scale, torch.full([1, 1], 2688.0) / amax)
+    over = (scales.double() / weight.global_scale.double()).float().double().repeat_interleave(16, dim)
+    exact = (element_values(codes, E2M1).double() * over).float()
+    assert torch.equal(weight.dequantize(dtype), exact.to(dtype))
+    assert (weight.dequantize(torch.float32) - x).norm() < 0.12 * x.norm()
+
+
+def test_two_levels_of_zeros_and_of_what_is_not_finite():
+    how = {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"}
+    assert torch.equal(
+        mxcompile.quantize(torch.zeros(2, 32), **how).dequantize(), torch.zeros(2, 32).to(BF16)
+    )
+    for value in (torch.inf, torch.nan):
+        weight = mxcompile.quantize(torch.tensor([[1.0, value]]), **how)
+        assert weight.dequantize().isnan().all()
+    with pytest.raises(FormatError, match="rounding"):
+        mxcompile.quantize(torch.zeros(2, 32), rounding="two-level")
+
+
+def test_operators_of_two_levels_pass_opcheck():
+    packed, scales, whole = encode_stored(torch.randn(6, 70), -1, NVFP4)
+    arguments = packed, scales.view(torch.float8_e4m3fn), -1, BF16, str(NVFP4)
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the others compare what CPUs cannot, FP8
+    opcheck(ops.dequantize, (*arguments, whole), test_utils=checks)
+    opcheck(ops.dequantize, arguments, test_utils=checks)
+    codes = ops.unpack(packed, -1, str(NVFP4))
+    opcheck(ops.decode, (codes, arguments[1], -1, str(NVFP4), BF16, None, whole), test_utils=checks)

@@ -9,9 +9,12 @@ import torch
 from by_hand import Hand, calls, run
 from torch import fx
 
+import mxcompile
 from mxcompile import ops
 from mxcompile.errors import PolicyError
+from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten
+from mxcompile.graph.tags import tag_of
 from mxcompile.passes.reuse import Reuse
 
 E4M3, E5M2, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
@@ -61,6 +64,68 @@ def test_other_casts_stay(graph: fx.Graph):
     before = str(graph)
     Reuse().apply(graph)
     assert str(graph) == before
+
+
+def two_level(
+    form: str = "e2m1 1x16 two-level",
+    dim: int = -1,
+    global_shape: tuple[int, ...] = (1, 1),
+    *,
+    groups: int = 0,
+) -> fx.Graph:
+    """The product of x [32, 64] and a stored weight [48, 64], or a stack of `groups`, cast in the graph."""
+    hand, stored_form = Hand(), "e2m1 1x16 two-level"
+    stack = (groups,) if groups else ()
+    packed = hand.input("packed", *stack, 48, 32, dtype=torch.uint8)
+    scales = hand.input("scales", *stack, 48, 4, dtype=E4M3)
+    whole = hand.input("whole", *global_shape)
+    x = hand.input("x", 32, 64)
+    values = hand.call(ops.dequantize, packed, scales, -1, FP32, stored_form, whole)
+    sides, known = [], []
+    for source, along, word in ((x, -1, stored_form), (values, dim, form)):
+        amax = hand.call(ops.largest, source)
+        cast = hand.call(ops.encode, source, along, word, None, 0, None, amax)
+        parts = [hand.call(operator.getitem, cast, part) for part in (0, 1)]
+        known.append(hand.call(ops.known_scale, amax, 0, word, 1))
+        sides += parts
+    sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
+    alpha = hand.call(aten.mul.Tensor, *known)
+    ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
+    what = ops.encoded_grouped_mm if groups else ops.encoded_mm
+    stored = Format.of(stored_form)
+    return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, alpha, stored=stored))
+
+
+@pytest.mark.parametrize("global_shape", [(1, 1), (48, 1)])
+def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...]):
+    """Under scales that no cast of their values has; a row may have a global scale of its own."""
+    graph = two_level(global_shape=global_shape)
+    Reuse().apply(graph)
+    assert len(calls(graph, ops.encode)) == 1
+    assert not calls(graph, ops.dequantize)
+    (product,) = calls(graph, ops.encoded_mm)
+    assert not tag_of(product).recast
+    torch.manual_seed(0)
+    packed = torch.randint(4, (48, 32), dtype=torch.uint8) * 0x11
+    scales, whole = torch.rand(48, 4).to(E4M3), torch.rand(global_shape) + 1
+    x = torch.randn(32, 64)
+    (found,) = run(graph, packed, scales, whole, x)
+    values = mxcompile.quantize(x, elem_dtype=torch.float4_e2m1fn_x2, rounding="two-level").dequantize(FP32)
+    weight = ops.dequantize(packed, scales, -1, FP32, "e2m1 1x16 two-level", whole)
+    assert torch.allclose(found, values @ weight.t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [two_level("e2m1 16x16 two-level"), two_level(global_shape=(2, 1, 1), groups=2)],
+    ids=["square tiles", "a global scale for each group"],
+)
+def test_other_casts_of_two_levels_stay_and_are_noted(graph: fx.Graph):
+    before = str(graph)
+    Reuse().apply(graph)
+    assert str(graph) == before
+    (product,) = (*calls(graph, ops.encoded_mm), *calls(graph, ops.encoded_grouped_mm))
+    assert tag_of(product).recast
 
 
 def gathered(rounding: str) -> fx.Graph:

@@ -14,6 +14,7 @@ import mxcompile
 from mxcompile import MXTensor
 from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.errors import CheckpointError
+from mxcompile.formats import stored_form
 from mxcompile.formats.encoding import pack, unpack
 from mxcompile.formats.types import E2M1
 
@@ -158,7 +159,8 @@ def config_of(raw: dict):
 def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
     from mxcompile.checkpoint.compressed_tensors import config_entry
 
-    config = config_of(config_entry(["lm_head"], {"a": elem, "b": elem}))
+    form = stored_form(elem)
+    config = config_of(config_entry(["lm_head"], {"a": form, "b": form}))
     group = config.config_groups["group_0"]
     assert group.targets == ["Linear"]
     assert group.weights.model_dump() == their_scheme(elem).weights.model_dump()
@@ -170,7 +172,8 @@ def test_the_config_entry_is_one_that_compressed_tensors_knows(elem):
 def test_of_two_formats_each_has_its_group():
     from mxcompile.checkpoint.compressed_tensors import config_entry
 
-    config = config_of(config_entry([], {"a": FP4, "b": FP8, "c": FP4}))
+    mxfp8, mxfp4 = stored_form(FP8), stored_form(FP4)
+    config = config_of(config_entry([], {"a": mxfp4, "b": mxfp8, "c": mxfp4}))
     groups = config.config_groups
     assert config.format == "mixed-precision"
     assert {name: group.targets for name, group in groups.items()} == {
@@ -460,7 +463,7 @@ def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
     """Both ways, for a model of Hugging Face and any other: neither is silently something else."""
     model = llama() if whole else small()
     with pytest.raises(
-        CheckpointError, match="no weight of the model is stored in MXFP8 or MXFP4: quantize_weights_"
+        CheckpointError, match="no weight of the model is stored in MXFP8, MXFP4 or NVFP4: quantize_weights_"
     ):
         mxcompile.save_quantized(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -470,7 +473,7 @@ def test_what_holds_no_mxfp8_is_refused(tmp_path, whole):
         (tmp_path / "plain").mkdir()
         save_file({"0.weight": model[0].weight.detach()}, tmp_path / "plain/model.safetensors")
     with pytest.raises(
-        CheckpointError, match="plain: no weight is stored in MXFP8 or MXFP4: `mxcompile convert`"
+        CheckpointError, match="plain: no weight is stored in MXFP8, MXFP4 or NVFP4: `mxcompile convert`"
     ):
         mxcompile.load_quantized(tmp_path / "plain", *([] if whole else [model]))
 

@@ -33,7 +33,7 @@ def inductor(model: nn.Module, policy: Any) -> Any:
 
 def put(model: nn.Module, exported: mxcompile.ExportedWeights, dtype: torch.dtype) -> None:
     """Give `model` what is exported, and nothing else."""
-    for name, codes, scales in exported:
+    for name, codes, scales, _ in exported:
         owner, _, attribute = name.rpartition(".")
         value = codes.clone()
         if scales is not None:
@@ -86,7 +86,7 @@ def test_tiles_are_exported_as_the_forward_casts_them():
     model = small()
     eager(model, TILES)(ROWS)
     exported = {
-        name: (codes, scales) for name, codes, scales in mxcompile.export_weights(model, args=(ROWS,))
+        name: (codes, scales) for name, codes, scales, _ in mxcompile.export_weights(model, args=(ROWS,))
     }
     codes, scales = exported["0.weight"]
     elements, repeated = ops.quantize(model[0].weight, -1, torch.float8_e4m3fn, "floor", True)
@@ -141,7 +141,7 @@ def test_a_weight_that_the_layout_cannot_hold_keeps_its_dtype_and_says_why():
     first, second = exported.weights.weights
     assert second.stored
     assert not first.stored
-    assert first.reason == "compressed-tensors has e4m3 and e2m1 only"
+    assert first.reason == "compressed-tensors has MXFP8 e4m3, MXFP4 e2m1 and NVFP4 e2m1 only"
     assert exported.quantization_config()["ignore"] == ["0"]
     found = {
         each.name: each for each in mxcompile.export_weights(small(), "torchao", policy=policy, args=(ROWS,))

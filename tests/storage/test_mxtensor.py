@@ -21,7 +21,10 @@ from mxcompile.errors import FormatError
 
 BF16, F32 = torch.bfloat16, torch.float32
 E2M1 = torch.float4_e2m1fn_x2
-ELEMS = pytest.mark.parametrize("elem", [torch.float8_e4m3fn, E2M1], ids=["mxfp8", "mxfp4"])
+FORMATS = {"mxfp8": {}, "mxfp4": {"elem_dtype": E2M1}, "nvfp4": {"elem_dtype": E2M1, "rounding": "two-level"}}
+"""What `quantize` is told; of packed elements something."""
+
+ALL_FORMATS = pytest.mark.parametrize("how", FORMATS.values(), ids=FORMATS)
 
 
 def spread(*shape: int) -> Tensor:
@@ -88,22 +91,23 @@ DENSE = {
 }
 
 
-@ELEMS
+@ALL_FORMATS
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_keeps_blocks_whole_stays_stored(name, elem):
-    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
+def test_what_keeps_blocks_whole_stays_stored(name, how):
+    w = mxcompile.quantize(spread(6, 100), **how)
     found, dense = KEEPING[name](w), KEEPING[name](w.dequantize(BF16))
     assert isinstance(found, MXTensor)
     assert equal(found, dense)
-    assert found.elem_dtype is elem
-    assert found.stride() == (found.qdata.stride() if elem is not E2M1 else dense.stride())
-    MXTensor(found.qdata.view(elem), found.scale, found.block_dim)  # the parts belong together
+    assert found.form == w.form
+    assert found.stride() == (dense.stride() if how else found.qdata.stride())
+    qdata, whole = found.qdata.view(found.elem_dtype), found.global_scale
+    MXTensor(qdata, found.scale, found.block_dim, global_scale=whole)  # the parts belong together
 
 
-@ELEMS
+@ALL_FORMATS
 @pytest.mark.parametrize("name", DENSE)
-def test_everything_else_sees_the_values(name, elem):
-    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
+def test_everything_else_sees_the_values(name, how):
+    w = mxcompile.quantize(spread(6, 100), **how)
     found = DENSE[name](w)
     assert not isinstance(found, MXTensor)
     assert equal(found, DENSE[name](w.dequantize(BF16)))
@@ -111,13 +115,13 @@ def test_everything_else_sees_the_values(name, elem):
 
 @pytest.mark.parametrize("shape", [(2, 40, 70), (1, 64, 32), (3, 1, 5)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
-@ELEMS
-def test_blocks_along_any_dimension_of_a_stack(shape, dim, elem):
-    if elem is E2M1 and shape[dim] % 2:
+@ALL_FORMATS
+def test_blocks_along_any_dimension_of_a_stack(shape, dim, how):
+    if how and shape[dim] % 2:
         with pytest.raises(FormatError, match=f"2 e2m1 elements share a byte, and k={shape[dim]} is odd"):
-            mxcompile.quantize(spread(*shape), block_dim=dim, elem_dtype=elem)
+            mxcompile.quantize(spread(*shape), block_dim=dim, **how)
         return
-    w = mxcompile.quantize(spread(*shape), block_dim=dim, elem_dtype=elem)
+    w = mxcompile.quantize(spread(*shape), block_dim=dim, **how)
     dense = w.dequantize(BF16)
     for move in (
         lambda x: x[0], lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x.unsqueeze(1),
@@ -127,9 +131,9 @@ def test_blocks_along_any_dimension_of_a_stack(shape, dim, elem):
         assert equal(move(w), move(dense))
 
 
-@ELEMS
-def test_values_keep_the_strides_of_the_codes(elem):
-    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem).t()
+@ALL_FORMATS
+def test_values_keep_the_strides_of_the_codes(how):
+    w = mxcompile.quantize(spread(6, 100), **how).t()
     assert w.dequantize().stride() == w.stride() == (1, 100)
 
 
@@ -151,31 +155,29 @@ def test_changes_in_place_are_refused(change):
     assert torch.equal(w.dequantize(), before)
 
 
-@ELEMS
-def test_copy_takes_codes_or_quantizes(elem):
-    w, other = (mxcompile.quantize(spread(2, 64), elem_dtype=elem) for _ in range(2))
+@ALL_FORMATS
+def test_copy_takes_codes_or_quantizes(how):
+    w, other = (mxcompile.quantize(spread(2, 64), **how) for _ in range(2))
     w.copy_(other)
     assert equal(w, other.dequantize())
     dense = spread(2, 64)
     w.copy_(dense)
-    assert equal(w, mxcompile.quantize(dense, elem_dtype=elem).dequantize())
+    assert equal(w, mxcompile.quantize(dense, **how).dequantize())
     for source in (
-        mxcompile.quantize(dense, block_dim=0, elem_dtype=elem),
+        mxcompile.quantize(dense, block_dim=0, **how),
         mxcompile.quantize(dense, elem_dtype=torch.float8_e5m2),
     ):
         w.copy_(source)
-        assert equal(w, mxcompile.quantize(source.dequantize(F32), elem_dtype=elem).dequantize())
+        assert equal(w, mxcompile.quantize(source.dequantize(), **how).dequantize())
     w.copy_(other)
     plain = torch.empty(2, 64, dtype=BF16).copy_(other)
     assert torch.equal(plain, other.dequantize())
 
 
-def stored_linear(
-    n: int = 64, k: int = 100, elem: torch.dtype = torch.float8_e4m3fn
-) -> tuple[nn.Linear, nn.Linear]:
+def stored_linear(n: int = 64, k: int = 100, how: dict = FORMATS["mxfp8"]) -> tuple[nn.Linear, nn.Linear]:
     """A layer with a stored weight, and the dense layer of its values."""
     stored, dense = (nn.Linear(k, n, dtype=BF16) for _ in range(2))
-    weight = mxcompile.quantize(spread(n, k), elem_dtype=elem)
+    weight = mxcompile.quantize(spread(n, k), **how)
     stored.weight = nn.Parameter(weight, requires_grad=False)
     dense.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     dense.bias = stored.bias
@@ -200,9 +202,9 @@ def test_the_input_of_a_layer_has_a_gradient():
     assert torch.equal(*gradients)
 
 
-@ELEMS
-def test_it_is_a_parameter_of_a_module(elem):
-    stored, _ = stored_linear(elem=elem)
+@ALL_FORMATS
+def test_it_is_a_parameter_of_a_module(how):
+    stored, _ = stored_linear(how=how)
     assert isinstance(stored.weight, nn.Parameter)
     assert dict(stored.named_parameters())["weight"] is stored.weight
     assert not stored.weight.requires_grad
@@ -217,9 +219,9 @@ def test_it_is_a_parameter_of_a_module(elem):
     assert not stored.weight.scale_bytes.is_meta
 
 
-@ELEMS
-def test_copies_and_pickles(elem):
-    stored, dense = stored_linear(elem=elem)
+@ALL_FORMATS
+def test_copies_and_pickles(how):
+    stored, dense = stored_linear(how=how)
     x = torch.randn(3, 100, dtype=BF16)
     copied = copy.deepcopy(stored)
     assert torch.equal(copied(x), dense(x))
@@ -243,16 +245,16 @@ def test_who_writes_safetensors_is_told_what_can():
         save_model(stored, "never written")
 
 
-@ELEMS
-def test_loads_under_weights_only(elem):
-    stored, dense = stored_linear(elem=elem)
+@ALL_FORMATS
+def test_loads_under_weights_only(how):
+    stored, dense = stored_linear(how=how)
     file = io.BytesIO()
     torch.save(stored.state_dict(), file)
-    assert file.tell() < 64 * 100 * (1.0 if elem is E2M1 else 1.5) + 4000
+    assert file.tell() < 64 * 100 * (1.0 if how else 1.5) + 4000
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert isinstance(state["weight"], MXTensor)
-    fresh, _ = stored_linear(elem=elem)
+    fresh, _ = stored_linear(how=how)
     fresh.load_state_dict(state)
     x = torch.randn(3, 100, dtype=BF16)
     assert torch.equal(fresh(x), dense(x))
@@ -279,22 +281,22 @@ def test_tied_weights_stay_tied():
     assert copied[0].weight is copied[1].weight
 
 
-@ELEMS
-def test_fake_and_meta(elem):
-    w = mxcompile.quantize(spread(6, 100), elem_dtype=elem)
+@ALL_FORMATS
+def test_fake_and_meta(how):
+    w = mxcompile.quantize(spread(6, 100), **how)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(w)
         assert isinstance(fake, MXTensor)
         assert (torch.ones(2, 100, dtype=BF16) @ fake.t()).shape == (2, 6)
-    meta = mxcompile.quantize(torch.empty(4, 70, device="meta"), elem_dtype=elem)
+    meta = mxcompile.quantize(torch.empty(4, 70, device="meta"), **how)
     assert meta.shape == (4, 70)
-    assert meta.scale.shape == (4, 3)
+    assert meta.scale.shape == (4, 5 if "rounding" in how else 3)
 
 
-@ELEMS
+@ALL_FORMATS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_graphs_have_codes_and_scales(backend, elem):
-    stored, dense = stored_linear(elem=elem)
+def test_compiled_graphs_have_codes_and_scales(backend, how):
+    stored, dense = stored_linear(how=how)
     x = torch.randn(3, 100, dtype=BF16)
     compiled = torch.compile(stored, backend=backend, fullgraph=True)
     with torch.no_grad():
@@ -302,9 +304,9 @@ def test_compiled_graphs_have_codes_and_scales(backend, elem):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export copies its own
-@ELEMS
-def test_exports(elem):
-    stored, dense = stored_linear(elem=elem)
+@ALL_FORMATS
+def test_exports(how):
+    stored, dense = stored_linear(how=how)
     x = torch.randn(3, 100, dtype=BF16)
     program = torch.export.export(stored, (x,))
     assert torch.equal(program.module()(x), dense(x))
@@ -319,3 +321,75 @@ def test_prints():
     packed = mxcompile.quantize(spread(6, 100), elem_dtype=E2M1)
     assert str(packed) == "MXTensor((6, 100), mxfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
     assert packed.stored_bytes == 6 * 50 + 6 * 4
+    packed = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    assert str(packed) == "MXTensor((6, 100), nvfp4 e2m1, block_dim=-1, dtype=torch.bfloat16)"
+    assert packed.stored_bytes == 6 * 50 + 6 * 7 + 4
+
+
+MOVES = {
+    "row": lambda w: w[3],
+    "rows": lambda w: w[2:5],
+    "chosen rows": lambda w: w[torch.tensor([4, 0, 0])],
+    "index_select": lambda w: w.index_select(0, torch.tensor([1, 5])),
+    "columns": lambda w: w[..., 32:96],
+    "split": lambda w: w.split(5)[1],
+    "split in blocks": lambda w: w.split(32, -1)[1],
+    "unbind": lambda w: w.unbind(0)[7],
+    "view": lambda w: w.view(2, -1, w.shape[-1]),
+    "view of a copy": lambda w: w.view(2, -1, w.shape[-1]).transpose(0, 1).reshape(-1, w.shape[-1]),
+    "expand": lambda w: w.expand(3, *w.shape),
+    "transpose": lambda w: w.mT[:, 1:3],
+    "squeeze": lambda w: w[2:3].squeeze(0),
+    "squeeze of more": lambda w: w.squeeze(0),
+    "cat": lambda w: torch.cat([w, w[1:2]]),
+    "stack": lambda w: torch.stack([w, w], 1),
+    "embedding": lambda w: F.embedding(torch.tensor([[3, 1], [0, 5]]), w),
+    "copy": lambda w: torch.empty_like(w).copy_(w),
+    "deepcopy": lambda w: copy.deepcopy(w),
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_rows_keep_the_global_scale_that_they_came_with(name):
+    """Of tensors that were joined, whose numbers differ by 2^9."""
+    first, second = (mxcompile.quantize(spread(6, 100) * size, **FORMATS["nvfp4"]) for size in (1, 512))
+    joined = torch.cat([first, second])
+    assert joined.global_scale.shape == (12, 1)
+    assert torch.equal(joined.dequantize(), torch.cat([first.dequantize(), second.dequantize()]))
+    found = MOVES[name](joined)
+    assert equal(found, MOVES[name](joined.dequantize()))
+    if isinstance(found, MXTensor):
+        qdata, whole = found.qdata.view(found.elem_dtype), found.global_scale
+        MXTensor(qdata, found.scale, found.block_dim, global_scale=whole)
+
+
+def test_a_global_scale_of_one_number_stays_one():
+    w = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    stack = torch.stack([w, w])
+    for found in (w[1:3], w.t(), w.view(2, 3, 100), w[torch.tensor([1])], w.split(2)[1], stack, stack[0]):
+        assert found.global_scale.numel() == (2 if found is stack else 1)
+        assert found.global_scale.ndim == found.ndim
+
+
+def _nvfp4(**changes):
+    w = mxcompile.quantize(spread(6, 100), **FORMATS["nvfp4"])
+    parts = {"qdata": w.qdata.view(E2M1), "scale": w.scale, "global_scale": w.global_scale}
+    return MXTensor(**parts | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_scale": None}, "scale must be torch.float8_e8m0fnu without a global scale"),
+        ({"scale": torch.ones(6, 7).to(torch.float8_e8m0fnu)}, "scale must be torch.float8_e4m3fn beside"),
+        ({"scale": torch.ones(6, 4).to(torch.float8_e4m3fn)}, "in blocks of 16 along dimension -1 needs"),
+        ({"global_scale": torch.ones(1, dtype=BF16)}, "global_scale must be torch.float32"),
+        ({"global_scale": torch.ones(1, 7)}, "takes one number, or sizes 1 or those of"),
+        ({"global_scale": torch.ones(6)}, "takes one number, or sizes 1 or those of"),
+        ({"qdata": torch.ones(6, 100).to(torch.float8_e4m3fn)}, "rounding"),
+    ],
+)
+def test_parts_of_nvfp4_that_do_not_belong_together(changes, message):
+    with pytest.raises(FormatError, match=message):
+        _nvfp4(**changes)

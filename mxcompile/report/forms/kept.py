@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mxcompile.formats import elem_named, is_quantized, labels, stored_precision
+from mxcompile.formats import (
+    TWO_LEVEL,
+    Precision,
+    elem_named,
+    is_quantized,
+    labels,
+    stored_form,
+    stored_precision,
+)
 from mxcompile.policy import ATTENTION_PRODUCTS, Code
 from mxcompile.report.forms.words import count, is_stored, own_dtype
-from mxcompile.report.record import GemmRecord, Summary
+from mxcompile.report.record import GemmRecord, OperandFormat, Summary
 
 LITTLE = 0.5
 """A share of FLOPs in MXFP8 below which the report says why it is not more."""
@@ -40,12 +48,20 @@ def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
         return []
     share = sum(map(_weight, stored)) / (sum(map(_weight, layers)) or 1)
     codes = sum(is_quantized(gemm.precision) or _READS_CODES in gemm.kernel for gemm in stored)
-    elems = (form.elem for gemm in stored for form in gemm.formats if form.operand == "w")
-    precisions = labels(str(stored_precision(elem_named(elem))) for elem in elems)
+    forms = (form for gemm in stored for form in gemm.formats if form.operand == "w")
+    precisions = labels(str(_stored_in(form)) for form in forms)
     return [
         f"weights stored in {precisions}: {len(stored)} of {count(len(layers), 'layer')}, {share:.1%} of"
         f" their elements; products read the codes of {codes} and dequantized values of {len(stored) - codes}"
     ]
+
+
+def _stored_in(form: OperandFormat) -> Precision:
+    """The precision of a weight that is stored in `form`, by its element type and the block of a scale."""
+    dtype = elem_named(form.elem).stored_dtype
+    assert dtype is not None
+    mx = stored_form(dtype)
+    return stored_precision(mx if form.block == str(mx.tile) else stored_form(dtype, TWO_LEVEL))
 
 
 def _weight(gemm: GemmRecord) -> int:

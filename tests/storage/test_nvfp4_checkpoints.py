@@ -1,0 +1,333 @@
+"""Checkpoints in compressed-tensors' ``nvfp4-pack-quantized``, held to the values of its own code."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import mxcompile
+from mxcompile import MXTensor
+from mxcompile.checkpoint.contents import contents
+from mxcompile.checkpoint.convert import convert
+from mxcompile.cli import main
+from mxcompile.errors import CheckpointError
+
+BF16 = torch.bfloat16
+FP4 = torch.float4_e2m1fn_x2
+NVFP4 = {
+    "version": 1,
+    "preset": "inference",
+    "rules": [{"match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]}, "use": "nvfp4"}],
+}
+TOKENS = torch.arange(10)[None]
+
+
+def quantize(x: torch.Tensor) -> MXTensor:
+    return mxcompile.quantize(x, elem_dtype=FP4, rounding="two-level")
+
+
+def scheme(activations: bool = False):
+    from compressed_tensors.quantization import QuantizationScheme, quant_scheme
+
+    kind = quant_scheme.NVFP4 if activations else quant_scheme.NVFP4A16
+    return QuantizationScheme(targets=["Linear"], **kind)
+
+
+def theirs(weight: torch.Tensor, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """The tensors that compressed-tensors makes of `weight`."""
+    from compressed_tensors.compressors import NVFP4PackedCompressor
+    from compressed_tensors.quantization.utils import generate_gparam
+
+    whole = generate_gparam(weight.min(), weight.max()) * factor
+    largest = weight.float().unflatten(-1, (-1, 16)).abs().amax(-1)
+    scale = (largest / 6 * whole).to(torch.float8_e4m3fn)
+    parts = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_global_scale": whole}
+    return NVFP4PackedCompressor.compress(parts, scheme())
+
+
+def decompressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    from compressed_tensors.compressors import NVFP4PackedCompressor
+
+    return NVFP4PackedCompressor.decompress(parts, scheme())["weight"]
+
+
+def layer(n: int = 96, k: int = 64) -> nn.ModuleDict:
+    return nn.ModuleDict({"m": nn.Linear(k, n, bias=False, dtype=BF16)})
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({f"m.{name}": value for name, value in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_are_those_that_compressed_tensors_decompresses(tmp_path, seed):
+    """Bit for bit in BF16, of what either has written, whatever the global scale."""
+    torch.manual_seed(seed)
+    dense = torch.randn(256, 512) * torch.logspace(-3, 2, 512)
+    parts = theirs(dense.to(BF16), factor=1 - seed / 7)
+    model = mxcompile.load_quantized(write(tmp_path / "theirs", parts), layer(256, 512))
+    weight = model["m"].weight
+    assert isinstance(weight, MXTensor)
+    assert torch.equal(weight.dequantize(), decompressed(parts))
+    assert torch.equal(weight.global_scale.reshape(1), parts["weight_global_scale"])
+
+    model["m"].weight = nn.Parameter(quantize(dense), requires_grad=False)
+    mxcompile.save_quantized(model, tmp_path / "ours")
+    found = load_file(tmp_path / "ours/model.safetensors")
+    ours = {name.removeprefix("m."): value for name, value in found.items()}
+    assert {name: (v.dtype, v.shape) for name, v in ours.items()} == {
+        name: (v.dtype, v.shape) for name, v in parts.items()
+    }
+    assert torch.equal(decompressed(ours), model["m"].weight.dequantize())
+
+
+def test_what_is_read_is_written_again_byte_for_byte(tmp_path):
+    folder = write(tmp_path / "in", theirs(torch.randn(96, 64, dtype=BF16), factor=0.7))
+    model = mxcompile.load_quantized(folder, layer())
+    mxcompile.save_quantized(model, tmp_path / "out")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, dtype="bfloat16",
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, dtype="bfloat16",
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
+
+
+def store_blocks(model: nn.Module, attention: str = "two-level") -> nn.Module:
+    """All matrices inside the blocks stored, but for routers. attention: how its scales are derived."""
+    for name, parameter in list(model.named_parameters()):
+        if ".layers." in name and parameter.ndim > 1 and "mlp.gate.weight" not in name:
+            rounding = attention if "_attn." in name else "two-level"
+            weight = mxcompile.quantize(parameter.detach(), elem_dtype=FP4, rounding=rounding)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # Transformers and compressed-tensors comment on themselves
+@pytest.mark.parametrize("attention", ["two-level", "rceil"], ids=["nvfp4", "beside mxfp4"])
+def test_transformers_loads_what_we_write(tmp_path, attention):
+    model = store_blocks(llama(), attention)
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded, info = type(model).from_pretrained(tmp_path / "out", dtype=BF16, output_loading_info=True)
+    assert not any(info.values()), info
+    ours = mxcompile.load_quantized(tmp_path / "out")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        assert torch.equal(loaded(TOKENS).logits, expected)
+        assert torch.equal(ours(TOKENS).logits, expected)
+    for name, value in model.named_parameters():
+        dense = value.dequantize() if isinstance(value, MXTensor) else value
+        assert torch.equal(loaded.get_parameter(name), dense), name
+
+
+def test_the_config_entry_is_that_of_compressed_tensors_scheme():
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from mxcompile.checkpoint.compressed_tensors import config_entry
+
+    raw = config_entry(["lm_head"], {"a": quantize(torch.ones(2, 32)).form})
+    config = QuantizationConfig.model_validate({k: v for k, v in raw.items() if k != "quant_method"})
+    group = config.config_groups["group_0"]
+    assert config.format == group.format == "nvfp4-pack-quantized"
+    assert group.weights.model_dump() == scheme().weights.model_dump()
+    assert group.input_activations is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_round_trip(tmp_path):
+    """A stack has one global scale for all experts when it is stored here; each its own when it is read."""
+    model = store_blocks(mixtral())
+    mxcompile.save_quantized(model, tmp_path / "out")
+    loaded = mxcompile.load_quantized(tmp_path / "out")
+    for name, value in model.named_parameters():
+        found = loaded.get_parameter(name)
+        assert isinstance(found, MXTensor) == isinstance(value, MXTensor)
+        assert torch.equal(found + 0, value + 0)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    files = load_file(tmp_path / "out/model.safetensors")
+    for name, value in files.items():
+        if name.endswith("0.block_sparse_moe.experts.2.w3.weight_global_scale"):
+            files[name] = value * 2
+    save_file(files, tmp_path / "out/model.safetensors", metadata={"format": "pt"})
+    again = mxcompile.load_quantized(tmp_path / "out")
+    experts = again.model.layers[0].mlp.experts.gate_up_proj
+    before = loaded.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(experts[2, 96:].dequantize() * 2, before[2, 96:].dequantize())
+    assert torch.equal(experts[2, :96].dequantize(), before[2, :96].dequantize())
+    mxcompile.save_quantized(again, tmp_path / "again")
+    last = load_file(tmp_path / "again/model.safetensors")
+    assert files.keys() == last.keys()
+    assert all(torch.equal(files[name].view(torch.uint8), last[name].view(torch.uint8)) for name in files)
+
+
+def test_scales_of_activations_are_left_out_and_said(tmp_path, caplog, capsys):
+    """As W4A4 checkpoints have them."""
+    parts = theirs(torch.randn(96, 64, dtype=BF16)) | {"input_global_scale": torch.ones(1)}
+    folder = write(tmp_path / "in", parts)
+    with caplog.at_level(logging.WARNING, logger="mxcompile"):
+        model = mxcompile.load_quantized(folder, layer())
+    assert "1 scales of activations are not read" in caplog.text
+    assert torch.equal(model["m"].weight.dequantize(), decompressed(parts))
+    assert main(["inspect", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "layout: compressed-tensors" in printed
+    assert "nvfp4 e2m1" in printed
+    assert "float32, not read" in printed
+
+
+def test_inspect_counts_the_scales_too(tmp_path):
+    mxcompile.save_quantized(store_blocks(llama()), tmp_path / "out")
+    found = contents(tmp_path / "out")
+    assert found.num_bytes == sum(v.nbytes for v in load_file(tmp_path / "out/model.safetensors").values())
+    packed = [group for group in found.groups if group.precision == "nvfp4"]
+    assert {group.shape for group in packed} == {(64, 64), (32, 64), (96, 64), (64, 96)}
+    assert found.stored_bytes == sum(group.num_bytes for group in packed)
+
+
+def test_a_checkpoint_is_converted(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "in")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(json.dumps(NVFP4))
+    out = tmp_path / "out"
+    command = ["convert", str(tmp_path / "in"), str(out), "--policy", str(policy)]
+    assert main([*command, "--dry-run"]) == 0
+    foreseen = capsys.readouterr().out.splitlines()[0]
+    assert foreseen.startswith("14 of 16 weights in NVFP4: ")
+    table = convert(tmp_path / "in", out, policy=policy, progress=False)
+    assert str(table).splitlines()[0] == foreseen
+    before, loaded = load_file(tmp_path / "in/model.safetensors"), mxcompile.load_quantized(out)
+    for row in (row for row in table.weights if row.stored):
+        weight = loaded.get_parameter(row.name)
+        assert torch.equal(weight.dequantize(), quantize(before[row.name]).dequantize())
+        assert row.precision == "nvfp4"
+        assert row.num_bytes == weight.stored_bytes
+        assert 15 < row.sqnr_db < 30
+
+
+def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    parts = theirs(torch.randn(96, 64, dtype=BF16)) | changes
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+DAMAGE = {
+    "no global scale": ({"weight_global_scale": None}, "E4M3 scales but no global scale"),
+    "no scale": ({"weight_scale": None}, "'m.weight_scale' is missing: not an NVFP4 weight"),
+    "zero": ({"weight_global_scale": torch.zeros(1)}, "m.weight_global_scale' is 0.0, not a positive number"),
+    "negative": ({"weight_global_scale": -torch.ones(1)}, r"is -1\.0, not a positive number"),
+    "NaN": ({"weight_global_scale": torch.full([1], torch.nan)}, "is nan, not a positive number"),
+    "infinity": ({"weight_global_scale": torch.full([1], torch.inf)}, "is inf, not a positive number"),
+    "two global scales": ({"weight_global_scale": torch.ones(2)}, r"of shape \(2,\), not one FP32 number"),
+    "BF16 global scale": ({"weight_global_scale": torch.ones(1, dtype=BF16)}, "not one FP32 number"),
+    "E8M0 scales": ({"weight_scale": torch.ones(96, 4, dtype=torch.uint8)}, "of torch.uint8, not E4M3"),
+    "scales of blocks of 32": (
+        {"weight_scale": torch.ones(96, 2).to(torch.float8_e4m3fn)}, "which scales of .* do not fit",
+    ),
+    "zero points": ({"weight_zero_point": torch.zeros(96, 4)}, "zero points, which are not read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_refused_in_one_line(tmp_path, how):
+    changes, message = DAMAGE[how]
+    folder = write(tmp_path / "in", damaged(**changes))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        mxcompile.load_quantized(folder, layer())
+    assert "\n" not in str(caught.value)
+
+
+def test_groups_in_other_formats_are_refused(tmp_path):
+    folder = write(tmp_path / "in", damaged())
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4}, "format": "pack-quantized"}
+    about = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {"a": group}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": about}))
+    with pytest.raises(CheckpointError, match=r"config\.json: a: .*'pack-quantized'.*nvfp4-pack-quantized"):
+        mxcompile.load_quantized(folder, layer())
+
+
+@pytest.mark.parametrize(
+    ("k", "message"), [(40, r"whole blocks of 16 only \(k=40\)"), (64, "torchao has MXFP8 e4m3, .* only")]
+)
+def test_what_a_layout_cannot_hold_is_refused(tmp_path, k, message):
+    model = layer(96, k)
+    model["m"].weight = nn.Parameter(quantize(model["m"].weight), requires_grad=False)
+    with pytest.raises(CheckpointError, match=message):
+        mxcompile.save_quantized(
+            model, tmp_path / "out", layout="torchao" if k == 64 else "compressed-tensors"
+        )
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_torchaos_own_tensors_are_refused(tmp_path):
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    made = NVFP4Tensor.to_nvfp4(torch.randn(64, 64, dtype=BF16))
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": made})
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"'m\.weight' is a torchao NVFP4Tensor"):
+        mxcompile.load_quantized(tmp_path / "theirs.safetensors", layer(64, 64))
+
+
+@pytest.mark.parametrize("tile", ["1x16", "16x16"])
+def test_weights_in_training_are_exported_as_its_forward_casts_them(tile):
+    """Of tiles that are square every row of one has its scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 40, dtype=BF16), nn.ReLU(), nn.Linear(40, 64, dtype=BF16))
+    use = {"precision": "nvfp4", "weight_block": tile}
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-1, 1, 40)[:, None])
+    rules = [{"match": {"name": "0"}, "use": use}, {"match": {"name": "2"}, "use": "bf16"}]
+    policy = {"version": 1, "rules": rules}
+    exported = mxcompile.export_weights(model, policy=policy, args=(torch.randn(16, 64, dtype=BF16),))
+    found = {each.name: each for each in exported}["0.weight"]
+    weight = model[0].weight.detach()
+    assert torch.equal(found.global_scale, 2688 / weight.float().abs().max().reshape(1))
+    if tile == "1x16":
+        expected = quantize(weight)
+        assert torch.equal(found.codes, expected.qdata)
+        assert torch.equal(found.scales.view(torch.uint8), expected.scale_bytes)
+    else:
+        scales = found.scales.float()
+        assert torch.equal(scales[:16], scales[:1].expand(16, -1))
+        assert not torch.equal(scales[15], scales[16])
+        largest = weight[32:].float().abs().unflatten(1, (4, 16)).amax((0, 2))
+        wanted = (largest * (found.global_scale * (1 / 6))).clamp(max=448).to(torch.float8_e4m3fn)
+        assert torch.equal(scales[32], wanted.float())
+    names = ("weight_packed", "weight_scale", "weight_global_scale")
+    parts = dict(zip(names, found[1:], strict=True))
+    error = (decompressed(parts) - weight).float().norm() / weight.float().norm()
+    assert error < 0.15
+    (row,) = (row for row in exported.weights.weights if row.name == "0.weight")
+    assert row.precision == "nvfp4"
+    assert row.num_bytes == sum(part.nbytes for part in parts.values())
+    groups = exported.quantization_config()["config_groups"].values()
+    assert [group["format"] for group in groups] == ["nvfp4-pack-quantized"]
