@@ -67,7 +67,7 @@ class VendorFP4(LoweringPass):
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products and name their kernel in their tags. Returns why others are not replaced."""
         reasons: dict[fx.Node, str] = {}
-        casts = _Casts(Builder(graph, self.name))
+        casts = _PackedCasts(Builder(graph, self.name))
         for node in list(self.candidates(graph)):
             reason = _unmet(Product.read(node))
             if reason:
@@ -126,7 +126,7 @@ def _cast_of(qdata: fx.Node, scale: fx.Node) -> tuple[Encode, bool] | None:
     return encode, swapped
 
 
-def _replace(product: Product, casts: _Casts) -> None:
+def _replace(product: Product, casts: _PackedCasts) -> None:
     node, build = product.node, casts.build
     with build.graph.inserting_before(node):
         sides = [part for place, side in enumerate(product.sides) for part in casts.packed(*side, place)]
@@ -138,7 +138,7 @@ def _replace(product: Product, casts: _Casts) -> None:
     build.replace(node, result)
 
 
-class _Casts:
+class _PackedCasts:
     """The packed casts made so far."""
 
     def __init__(self, build: Builder) -> None:

@@ -92,7 +92,11 @@ NATIVE = {"as_mx", "native", "fuse", "pair"}
         ("cpu_fp32", [], {"weight_only", "promote"}),
         ("sm_80", [], {"weight_only", "collect", "couple"}),
         ("gfx950", ["vendor_fp8"], NATIVE | {"vendor_fp8", "fp8_layouts"}),
-        ("sm_100", ["tile_scales", "vendor_fp8"], NATIVE | {"couple", "vendor_fp8", "fp8_layouts"}),
+        (
+            "sm_100",
+            ["tile_scales", "vendor_fp8", "vendor_fp4"],
+            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "vendor_fp4"},
+        ),
     ],
 )
 def test_passes_of_a_target(monkeypatch, target: str, joint: list[str], others: set[str]):
