@@ -99,7 +99,7 @@ def _unmet(product: Product) -> str:
     if product.forms[0].two_level and _tensor_scales(product.alpha) is None:
         return "the scales of both tensors are not at hand"
     if any(_cast_of(*side) is None for side in product.sides):
-        return "an operand was cast outside of the graph, one code a byte"
+        return "an operand is stored, or was cast in another graph"
     return ""
 
 

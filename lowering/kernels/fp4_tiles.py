@@ -145,8 +145,8 @@ def _joined(low, high):
 
 @triton.jit
 def word(index, stream, seed):
-    """The random word of an element, uint32: `formats.stochastic.philox`. index: its place in the tensor."""
-    left = index.to(tl.uint32)  # its lower half
+    """The random word of an element, uint32: `formats.stochastic.philox`. index: its place, modulo 2^32."""
+    left = index.to(tl.uint32)
     right = tl.full(index.shape, 0, tl.uint32) + stream.to(tl.uint32)
     key = tl.full(index.shape, 0, tl.uint32) + seed.to(tl.uint32)
     for _ in tl.static_range(_ROUNDS):

@@ -191,7 +191,7 @@ def given_alpha(x: Tensor, w: Tensor) -> Tensor:
     [
         (grouped, (32, 64), "the FP4 GEMM multiplies two matrices, not batches or groups"),
         (batched, (32, 64), "the FP4 GEMM multiplies two matrices, not batches or groups"),
-        (given_codes, (32, 64), "an operand was cast outside of the graph, one code a byte"),
+        (given_codes, (32, 64), "an operand is stored, or was cast in another graph"),
         (given_alpha, (32, 64), "the scales of both tensors are not at hand"),
         (
             lambda x, w: product(x, w, (NVFP4, NVFP4), None, torch.float32),

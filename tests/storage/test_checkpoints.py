@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import mixtral
 from torch import nn
 
 import mxcompile
@@ -210,17 +211,6 @@ def test_a_tied_head_that_a_rule_stores_is_a_weight_of_its_own(tmp_path):
     assert isinstance(loaded.lm_head.weight, MXTensor)
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
-
-
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, dtype="bfloat16",
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
 
 
 def llava():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import mixtral
 from torch import nn
 
 import mxcompile
@@ -109,17 +110,6 @@ def llama():
     return LlamaForCausalLM._from_config(config, dtype=BF16).eval()
 
 
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, dtype="bfloat16",
-        bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
-
-
 def store_blocks(model: nn.Module, attention: str = "two-level") -> nn.Module:
     """All matrices inside the blocks stored, but for routers. attention: how its scales are derived."""
     for name, parameter in list(model.named_parameters()):
@@ -164,7 +154,7 @@ def test_the_config_entry_is_that_of_compressed_tensors_scheme():
 @pytest.mark.filterwarnings("ignore")
 def test_experts_round_trip(tmp_path):
     """A stack has one global scale for all experts when it is stored here; each its own when it is read."""
-    model = store_blocks(mixtral())
+    model = store_blocks(mixtral(layers=1))
     mxcompile.save_quantized(model, tmp_path / "out")
     loaded = mxcompile.load_quantized(tmp_path / "out")
     for name, value in model.named_parameters():

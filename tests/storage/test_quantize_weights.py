@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
-from importlib import import_module
 
 import pytest
 import torch
+from small_models import TOKENS, Block, Model, dense_copy, quantized, stored_names
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mxcompile
@@ -25,50 +23,6 @@ from mxcompile.storage import tensor
 
 BF16, FP4 = torch.bfloat16, torch.float4_e2m1fn_x2
 ALL = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
-
-
-class Block(nn.Module):
-    """A gated feed-forward network with a residual, its output layer as wide as it is long."""
-
-    def __init__(self, width: int = 96, hidden: int = 128) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width, dtype=BF16)
-        self.gate = nn.Linear(width, hidden, bias=False, dtype=BF16)
-        self.up = nn.Linear(width, hidden, bias=False, dtype=BF16)
-        self.down = nn.Linear(hidden, width, dtype=BF16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Model(nn.Module):
-    """An embedding, blocks that repeat, and a head tied to the embedding."""
-
-    def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 96, dtype=BF16)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(96, 64, bias=False, dtype=BF16)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-TOKENS = torch.arange(12).view(2, 6)
-
-
-def stored_names(model: nn.Module) -> set[str]:
-    return {name for name, value in model.named_parameters() if isinstance(value, MXTensor)}
-
-
-def quantized(model: nn.Module | None = None, policy=None) -> tuple[nn.Module, mxcompile.StoredWeights]:
-    model = Model() if model is None else model
-    return model, mxcompile.quantize_weights_(model, policy, args=(TOKENS,), progress=False)
 
 
 def test_blocks_are_stored_and_the_rest_is_not():
@@ -95,14 +49,6 @@ def test_blocks_are_stored_and_the_rest_is_not():
 def test_of_repeated_blocks_every_one_is_stored():
     model, _ = quantized(Model(blocks=7))
     assert len(stored_names(model)) == 21
-
-
-def dense_copy(model: nn.Module) -> nn.Module:
-    """The model of the values of the stored weights."""
-    dense = Model(blocks=len(model.blocks))
-    dense.load_state_dict(model.state_dict())
-    assert not stored_names(dense)
-    return dense.requires_grad_(False)
 
 
 def test_a_rule_of_blocks_counts_those_that_are_not_traced_too():
@@ -242,176 +188,6 @@ def test_of_several_formats_those_of_32_elements_are_stored():
     reasons = {w.name.split(".")[2]: w.reason for w in table.weights if w.name.startswith("blocks.0")}
     assert "which this mxfp8 is not" in reasons["up"]
     assert "which this mxfp6_e2m3 is not" in reasons["gate"]
-
-
-def test_weights_in_mxfp4_take_a_quarter_and_are_those_of_the_precision():
-    """Beside others in MXFP8; rounding as the rule says."""
-    rules = [
-        {"match": {"name": "*.gate"}, "use": "mxfp8"},
-        {"match": {"name": "*.up"}, "use": {"precision": "mxfp4", "rounding": "even"}},
-        {"match": {"name": "*.down"}, "use": "mxfp4"},
-    ]
-    policy = {"version": 1, "preset": "inference", "rules": rules}
-    model = Model()
-    dense = {name: value.detach().clone() for name, value in model.named_parameters()}
-    _, table = quantized(model, policy)
-    for name, rounding in (("up", "even"), ("down", "rceil")):
-        weight = getattr(model.blocks[0], name).weight
-        assert weight.elem_dtype is FP4
-        source = dense[f"blocks.0.{name}.weight"]
-        expected = mxcompile.quantize(source, elem_dtype=FP4, rounding=rounding)
-        assert torch.equal(weight.qdata, expected.qdata)
-        assert torch.equal(weight.scale_bytes, expected.scale_bytes)
-        assert weight.stored_bytes == source.numel() // 2 + source.numel() // 32
-    assert str(table).startswith("6 of 7 weights in MXFP8 and MXFP4: ")
-    assert {w.name.split(".")[2]: w.precision for w in table.weights if w.stored} == {
-        "gate": "mxfp8", "up": "mxfp4", "down": "mxfp4",
-    }  # fmt: skip
-    assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
-    _, again = quantized(model, policy)
-    assert {w.reason for w in again.weights if w.stored} == {
-        "stored in mxfp8 already", "stored in mxfp4 already",
-    }  # fmt: skip
-
-
-def test_an_odd_length_stays_and_says_why():
-    policy = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "*"}, "use": "mxfp4"}]}
-    model = nn.Sequential(nn.Linear(97, 64, dtype=BF16), nn.ReLU(), nn.Linear(64, 64, dtype=BF16))
-    table = mxcompile.quantize_weights_(model, policy, args=(torch.randn(2, 97, dtype=BF16),), progress=False)
-    assert stored_names(model) == {"2.weight"}
-    assert table.weights[0].reason == "2 e2m1 elements share a byte, and k=97 is odd"
-
-
-@pytest.mark.parametrize("policy", ["bf16", "mxfp4"])
-def test_compiled_with_weights_in_mxfp4_it_is_the_model_of_dense_weights(policy):
-    """Few rows read the packed codes; under the policy that stored them activations are MXFP4 too.
-
-    The lowering of GPUs takes the place of the CPU's where both are used in a process.
-    """
-    import_module("mxcompile.lowering.templates.weight_only")
-    wanted = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "mxfp4"}]}
-    model, _ = quantized(policy=wanted)
-    dense = dense_copy(model)
-    report = mxcompile.explain(model, TOKENS, policy="bf16" if policy == "bf16" else wanted, training=False)
-    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
-    (weight,) = (form for form in record.formats if form.operand == "w")
-    assert str(weight) == "w:e2m1 1x32 stored"
-    assert record.precision == policy
-    assert record.kernel == "mx_weight_only_mm C++"
-    blocks = 6 * 96 * 128
-    head = 64 * 96 * 2
-    assert report.summary.weight_bytes == blocks // 2 + blocks // 32 + head
-    assert "weights stored in MXFP4: 6 of 7 layers" in " ".join(str(report).split())
-    options = {"policy": "bf16" if policy == "bf16" else wanted}
-    with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-        torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-    error = (found - expected).float().norm() / expected.float().norm()
-    assert error < 1e-2
-
-
-NVFP4 = {"version": 1, "preset": "inference", "rules": [{"match": {"name": "blocks.*"}, "use": "nvfp4"}]}
-
-
-def test_weights_in_nvfp4_are_those_of_the_precision():
-    model = Model()
-    dense = {name: value.detach().clone() for name, value in model.named_parameters()}
-    _, table = quantized(model, NVFP4)
-    assert str(table).startswith("6 of 7 weights in NVFP4: ")
-    for name in ("gate", "up", "down"):
-        weight = getattr(model.blocks[1], name).weight
-        expected = mxcompile.quantize(dense[f"blocks.1.{name}.weight"], elem_dtype=FP4, rounding="two-level")
-        assert weight.form == expected.form
-        assert torch.equal(weight.qdata, expected.qdata)
-        assert torch.equal(weight.scale_bytes, expected.scale_bytes)
-        assert torch.equal(weight.global_scale, expected.global_scale)
-        assert weight.stored_bytes == weight.numel() // 2 + weight.numel() // 16 + 4
-    assert table.num_bytes == sum(w.stored_bytes for w in model.parameters() if isinstance(w, MXTensor))
-    _, again = quantized(model, NVFP4)
-    assert {w.reason for w in again.weights if w.stored} == {"stored in nvfp4 already"}
-    squares = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}], "preset": "nvfp4"}
-    squares["rules"][0]["use"] = {"precision": "nvfp4", "weight_block": "16x16"}
-    with pytest.raises(PolicyError, match="or NVFP4 with one for 16, which this nvfp4 is not"):
-        quantized(policy=squares)
-
-
-@pytest.mark.parametrize("policy", ["bf16", "nvfp4"])
-def test_compiled_with_weights_in_nvfp4_it_is_the_model_of_dense_weights(policy):
-    """The record says which product runs; codes are taken as they are where activations are NVFP4 too."""
-    chosen = "bf16" if policy == "bf16" else NVFP4
-    model, _ = quantized(policy=NVFP4)
-    report = mxcompile.explain(model, TOKENS, policy=chosen, training=False)
-    record = next(gemm for gemm in report.gemms if gemm.name == "blocks.1.down")
-    (weight,) = (form for form in record.formats if form.operand == "w")
-    assert str(weight) == "w:e2m1 1x16 stored"
-    assert record.precision == policy
-    found = record.kernel.split(" (")[0]
-    assert found == ("aten.addmm" if policy == "bf16" else "aten.mm"), record.kernel
-    assert ("scaled after" in record.kernel) == (policy == "nvfp4")
-    assert "weights stored in NVFP4: 6 of 7 layers" in " ".join(str(report).split())
-    blocks = 6 * 96 * 128
-    assert report.summary.weight_bytes == blocks // 2 + blocks // 16 + 64 * 96 * 2
-    dense = dense_copy(model)
-    options = {"policy": chosen}
-    with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-        torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(TOKENS)
-    error = (found - expected).float().norm() / expected.float().norm()
-    assert error < (1e-2 if policy == "bf16" else 5e-2)
-
-
-def test_a_product_takes_the_codes_of_nvfp4_weights_as_they_are():
-    """They are no cast of their own values: codes that another tool chose, small ones under large scales."""
-    torch.manual_seed(0)
-    layer = nn.Linear(80, 48)
-    x = torch.randn(5, 80)
-    rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}]}
-    codes = torch.randint(4, (48, 40), dtype=torch.uint8) * 0x11 | 0x80
-    scale = torch.logspace(-2, 2, 48 * 5).view(48, 5).to(torch.float8_e4m3fn)
-    weight = MXTensor(codes.view(FP4), scale, -1, torch.float32, torch.tensor(3.7))
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    with torch.no_grad():
-        found = torch.compile(layer, backend="mxfp8", options={"policy": rule}, fullgraph=True)(x)
-    values = mxcompile.quantize(x, elem_dtype=FP4, rounding="two-level").dequantize(torch.float64)
-    exact = values @ weight.dequantize(torch.float64).t() + layer.bias
-    again = mxcompile.quantize(weight.dequantize(torch.float32), elem_dtype=FP4, rounding="two-level")
-    recast = values @ again.dequantize(torch.float64).t() + layer.bias
-    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
-    assert (recast - exact).abs().max() > 1e-3 * exact.abs().max()
-
-
-@pytest.mark.parametrize("policy", ["bf16", "nvfp4"])
-def test_experts_in_nvfp4_are_decoded_or_cast_again_and_the_record_says_which(policy):
-    """A stack whose experts have a global scale each, as checkpoints do."""
-    rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": policy}]}
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            each = [torch.randn(48, 64, dtype=BF16) * 4**i for i in range(3)]
-            stored = [mxcompile.quantize(w, elem_dtype=FP4, rounding="two-level") for w in each]
-            self.weight = nn.Parameter(torch.stack(stored), requires_grad=False)
-
-        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-            return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
-
-    model = Experts()
-    assert isinstance(model.weight, MXTensor)
-    inputs = torch.randn(48, 64, dtype=BF16), torch.tensor([16, 32, 48], dtype=torch.int32)
-    report = mxcompile.explain(model, *inputs, policy=rule, training=False)
-    (record,) = report.gemms
-    (weight,) = (form for form in record.formats if form.operand == "w")
-    assert str(weight) == f"w:e2m1 1x16 {'stored' if policy == 'bf16' else 'two-level'}"
-    dense = copy.deepcopy(model)
-    dense.weight = nn.Parameter(model.weight.dequantize(), requires_grad=False)
-    options = {"policy": rule}
-    with torch.no_grad():
-        found = torch.compile(model, backend="mxfp8", options=options, fullgraph=True)(*inputs)
-        torch._dynamo.reset()
-        expected = torch.compile(dense, backend="mxfp8", options=options, fullgraph=True)(*inputs)
-    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
 
 
 def test_the_headline_counts_what_stays_as_it_was():

@@ -7,7 +7,7 @@ import torch
 from helpers.operands import assert_within, operand, product, values
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout
+from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout, ScaleType
 from mxcompile.formats.numerics import quantize_tensors
 from mxcompile.lowering import pipeline, targets
 from mxcompile.lowering.kernels import configs
@@ -134,3 +134,31 @@ def test_weight_only_mm(shape, dtype, chip):
     assert_within(out, *product(x, w.values), k)
     again = generated(ops.weight_only_mm, x, *w.left, None, F32)
     assert torch.equal(out, again)  # the parts of a split K are summed in one order
+
+
+@pytest.mark.parametrize("shape", [(33, 64, 48), (300, 4096, 512)])
+def test_fp4_casts_and_products(chip, shape):
+    if ScaleType.E4M3 not in chip.fp4_scales:
+        pytest.skip(f"{chip.name} has no FP4 GEMM")
+    from mxcompile.lowering.templates.vendor_fp4 import mx_vendor_nvfp4_mm
+
+    m, k, n = shape
+    word = "e2m1 1x16 two-level"
+
+    def packed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.encode_packed(x, -1, word, None, 0, ops.largest(x))
+
+    sides = []
+    for rows in (m, n):
+        x = torch.randn(rows, k, dtype=BF16)
+        cast, reference = torch.compile(packed)(x), packed(x.cpu())
+        for result, expected in zip(cast, reference, strict=True):
+            assert torch.equal(result.cpu(), expected)
+        sides.append((cast, ops.known_scale(ops.largest(x), 0, word, 1)))
+    (a, tensor_a), (b, tensor_b) = sides
+    result = mx_vendor_nvfp4_mm(*a, *b, tensor_a, tensor_b, out_dtype=BF16)
+    on_cpu = [each.cpu() for each in (*a, *b)]
+    expected = ops.packed_mm(*on_cpu, None, F32, word, word, tensor_a.cpu(), tensor_b.cpu())
+    torch.testing.assert_close(
+        result.cpu().float(), expected, rtol=2**-7, atol=1e-3 * float(expected.abs().max())
+    )

@@ -1,0 +1,76 @@
+"""Small models whose weights are stored quantized, and what is asked of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mxcompile
+from mxcompile import MXTensor
+
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    """A gated feed-forward network with a residual, its output layer as wide as it is long."""
+
+    def __init__(self, width: int = 96, hidden: int = 128) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=BF16)
+        self.gate = nn.Linear(width, hidden, bias=False, dtype=BF16)
+        self.up = nn.Linear(width, hidden, bias=False, dtype=BF16)
+        self.down = nn.Linear(hidden, width, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    """An embedding, blocks that repeat, and a head tied to the embedding."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 96, dtype=BF16)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(96, 64, bias=False, dtype=BF16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def stored_names(model: nn.Module) -> set[str]:
+    return {name for name, value in model.named_parameters() if isinstance(value, MXTensor)}
+
+
+def quantized(model: nn.Module | None = None, policy=None) -> tuple[nn.Module, mxcompile.StoredWeights]:
+    model = Model() if model is None else model
+    return model, mxcompile.quantize_weights_(model, policy, args=(TOKENS,), progress=False)
+
+
+def dense_copy(model: nn.Module) -> nn.Module:
+    """The model of the values of the stored weights."""
+    dense = Model(blocks=len(model.blocks))
+    dense.load_state_dict(model.state_dict())
+    assert not stored_names(dense)
+    return dense.requires_grad_(False)
+
+
+def mixtral(layers: int = 2) -> nn.Module:
+    """A Mixtral of four experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, dtype="bfloat16",
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return MixtralForCausalLM._from_config(config, dtype=BF16).eval()
