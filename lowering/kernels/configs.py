@@ -130,6 +130,7 @@ class FP4Tile:
 
 
 _FP4 = FP4Tile(across=64, along=128, num_warps=8)
+_FP4_AMD = FP4Tile(across=64, along=128, num_warps=4)
 _NO_FP4 = Absent(reason="no GEMM of packed FP4 operands to cast for")
 
 FP4_CAST: dict[str, FP4Tile | Absent] = {
@@ -140,7 +141,7 @@ FP4_CAST: dict[str, FP4Tile | Absent] = {
     "sm_103": _FP4,
     "sm_120": _FP4,
     "gfx942": _NO_FP4,
-    "gfx950": _NO_FP4,
+    "gfx950": _FP4_AMD,
 }
 """Target → tile of casts to packed FP4."""
 

@@ -223,12 +223,3 @@ def largest(low, high):
     """The largest magnitude of a tile, FP32 [1]; NaN if one is NaN."""
     bits = tl.maximum(tiles.magnitude_bits(low), tiles.magnitude_bits(high))
     return tl.max(tl.max(bits, 1), 0, keep_dims=True).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def store_scale(ptr, byte, rows, blocks, R, BLOCKS):
-    """Store bytes [rows, blocks] in tiles, of an operand of `R` rows and `BLOCKS` blocks; padding is 0."""
-    row, block = rows[:, None], blocks[None, :]
-    inside = (row < (R + 127) // 128 * 128) & (block < (BLOCKS + 3) // 4 * 4)
-    byte = tl.where((row < R) & (block < BLOCKS), byte, 0)
-    tl.store(ptr + tiles.swizzled_offset(row, block, BLOCKS), byte, mask=inside)

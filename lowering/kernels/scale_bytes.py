@@ -19,15 +19,14 @@ from mxcompile.lowering.kernels import tiles
 
 
 @triton.jit
-def store_rowwise(ptr, scale, rows, blocks, M, N, TILED: tl.constexpr):
+def store_rowwise(ptr, scale, rows, blocks, M, N, TILED: tl.constexpr, BLOCK: tl.constexpr = tiles.BLOCK):
     """Store bytes [rows, blocks] of a matrix [M, N] cast along N; tiled, those of padding as 0."""
-    num_blocks = (N + tiles.BLOCK - 1) // tiles.BLOCK
+    num_blocks = (N + BLOCK - 1) // BLOCK
     row, block = rows[:, None], blocks[None, :]
     if TILED:
         inside = (row < (M + 127) // 128 * 128) & (block < (num_blocks + 3) // 4 * 4)
-        tl.store(
-            ptr + tiles.swizzled_offset(row, block, num_blocks), tl.where(row < M, scale, 0), mask=inside
-        )
+        scale = tl.where((row < M) & (block < num_blocks), scale, 0)
+        tl.store(ptr + tiles.swizzled_offset(row, block, num_blocks), scale, mask=inside)
     else:
         tl.store(ptr + row.to(tl.int64) * num_blocks + block, scale, mask=(row < M) & (block < num_blocks))
 
