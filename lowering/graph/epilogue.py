@@ -49,7 +49,7 @@ def _last(product: fx.Node, use: fx.Node) -> bool:
         for node in pending.pop().all_input_nodes:
             if node in seen or not product < node:
                 continue
-            if packet(node) in ops.MX_PRODUCTS:
+            if packet(node) in ops.NATIVE_PRODUCTS:
                 return False
             seen.add(node)
             pending.append(node)
