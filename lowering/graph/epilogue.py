@@ -4,6 +4,7 @@
     product → silu, · → casts                               in the cast's kernel
     product → + → the sum of a row, of a norm               in the kernel of the sum
     product + product                                       in the kernel of the last
+    product → SwiGLU's two gradients, stored                in a kernel of their own (see `is_heavy`)
 
 Views of the whole result do not count. Asked of graphs as they are lowered.
 """
@@ -25,7 +26,43 @@ def has_epilogue(product: fx.Node) -> bool:
     """Whether elementwise operators alone read `product`, and what reads them wants their result stored."""
     uses = {use for use, _ in readers(product, _is_whole_view)}
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
-    return fusible and any(map(_is_stored, uses))
+    return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
+
+
+_FEW = 2
+
+
+def is_heavy(product: fx.Node) -> bool:
+    """Whether what is behind `product` reads or stores more than two tensors of its size beside the result.
+
+    It then is no epilogue. It takes more registers than a thread has beside a tile, and on a B200 its memory
+    traffic takes longer than the product, which would wait for it.
+    """
+    pending, fused = _users(product), {product}
+    while pending:
+        node = pending.pop()
+        if node not in fused and _elementwise(node):
+            fused.add(node)
+            pending |= _users(node)
+    behind = fused - {product}
+    read = {_source(given) for node in behind for given in node.all_input_nodes} - fused
+    stored = [node for node in behind if any(map(_wants_stored, _users(node) - fused))]
+    return sum(_size(node) == _size(product) for node in read) + len(stored) - 1 > _FEW
+
+
+def _users(node: fx.Node) -> set[fx.Node]:
+    return {use for use, _ in readers(node, _is_whole_view)}
+
+
+def _wants_stored(use: fx.Node) -> bool:
+    return packet(use) not in _CASTS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The tensor that `node` is a view of all of."""
+    while _is_whole_view(node):
+        node = argument(node)
+    return node
 
 
 def _is_whole_view(node: fx.Node) -> bool:

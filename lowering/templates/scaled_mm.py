@@ -206,9 +206,13 @@ def _choices(
     tried = defaults.ALL
     if not configs.autotuning():
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
-        fused = has_epilogue(V.graph.current_node)
         product = defaults.MXProduct(
-            kind=defaults.DENSE, precision=coding.precision, m=m, n=n, k=k * coding.per_byte, epilogue=fused
+            kind=defaults.DENSE,
+            precision=coding.precision,
+            m=m,
+            n=n,
+            k=k * coding.per_byte,
+            epilogue=has_epilogue(V.graph.current_node),
         )
         form = defaults.default(product, target, runs).form
         tried, tiled = frozenset({form}), defaults.tile_of(form, tiled)
