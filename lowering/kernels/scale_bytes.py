@@ -62,6 +62,14 @@ def typed(ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def of_type(byte, BLOCK: tl.constexpr):
+    """Scale bytes in registers as scales of that type."""
+    if BLOCK < 16:
+        byte = byte.to(tl.float8e4nv, bitcast=True)
+    return byte
+
+
+@triton.jit
 def load_words(
     ptr, first_row, step, rows, across, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -106,9 +114,7 @@ def load_tiled(
     """
     across = tl.cdiv(K, 4 * BLOCK)
     if WORDS and (BLOCKS <= 4 or BLOCKS % 4 == 0):
-        scale = load_words(ptr, first_row, step, rows, across, ROWS, BLOCKS, EVEN)
-        if BLOCK < 16:
-            scale = scale.to(tl.float8e4nv, bitcast=True)
+        scale = of_type(load_words(ptr, first_row, step, rows, across, ROWS, BLOCKS, EVEN), BLOCK)
     elif ROWS % 128 == 0 and BLOCKS % 4 == 0:
         DOWN: tl.constexpr = ROWS // 128
         ACROSS: tl.constexpr = BLOCKS // 4
