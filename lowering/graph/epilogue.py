@@ -35,8 +35,8 @@ _FEW = 2
 def is_heavy(product: fx.Node) -> bool:
     """Whether what is behind `product` reads or stores more than two tensors of its size beside the result.
 
-    It then is no epilogue. It takes more registers than a thread has beside a tile, and on a B200 its memory
-    traffic takes longer than the product, which would wait for it.
+    Such operators get a kernel of their own. They take more registers than a thread has beside a tile, and on
+    a B200 their memory traffic takes longer than the product, which would wait for it.
     """
     pending, fused = _users(product), {product}
     while pending:

@@ -33,7 +33,7 @@ class ProductKernel(TritonTemplateKernel):
     """A kernel of a product, which is timed on scales that are not 0."""
 
     def codegen_kernel_benchmark(self, num_gb: float | None) -> Any:
-        """The functions that time it, as Inductor writes them; arrays of bytes are scales."""
+        """The functions that time it, as Inductor writes them; arrays of bytes are scales or packed codes."""
         call, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
         written = super().codegen_kernel_benchmark(num_gb)
         return written.map(lambda line: line + end if str(line).endswith(call) else line)

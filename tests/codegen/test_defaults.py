@@ -20,6 +20,8 @@ from mxcompile.lowering.templates.defaults import (
     ALONG_K,
     BATCHED,
     DENSE,
+    MXFP4,
+    NVFP4,
     PERSISTENT,
     POINTERS,
     ROWS,
@@ -59,6 +61,21 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
         (MXProduct(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
         (MXProduct(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
+        (MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (
+            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096, epilogue=True),
+            (*OURS, VENDOR),
+            SPECIALIZED,
+        ),
+        (
+            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=8192, epilogue=True),
+            (*OURS, VENDOR),
+            VENDOR,
+        ),
+        (MXProduct(kind=DENSE, precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (MXProduct(kind=DENSE, precision=MXFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), SPECIALIZED),
+        (MXProduct(kind=ROWS, precision=NVFP4, m=8192, n=4096, k=4096), OURS, PERSISTENT),
+        (MXProduct(kind=ALONG_K, precision=NVFP4, m=4096, n=4096, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
 )
@@ -83,16 +100,23 @@ def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, fl
     assert optional.has_mslk() == built
 
 
+def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
+    product = MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096)
+    assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
+    small = MXProduct(kind=DENSE, precision=NVFP4, m=512, n=512, k=4096)
+    assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
+
+
 def test_every_kind_ends_with_what_runs_anything():
     last = {row.kind: row for row in defaults.TABLE}
-    assert {row.form for row in last.values()} == {POINTERS}
+    assert {(row.form, row.precisions) for row in last.values()} == {(POINTERS, defaults.EVERY)}
     assert set(last) == {DENSE, BATCHED, ROWS, ALONG_K}
 
 
 def test_the_page_has_every_row_with_its_reason():
     page = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for row in defaults.TABLE:
-        assert f"| {row.kind} | {row.when} | {row.form} | {row.reason} |" in page
+        assert f"| {row.kind} | {row.operands} | {row.when} | {row.form} | {row.reason} |" in page
 
 
 class Layers(nn.Module):
