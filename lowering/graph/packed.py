@@ -11,8 +11,8 @@
 
 `templates.defaults` says which kernel multiplies. Casts of matrices write scales in the tiles that the
 chip reads, others write rows. The scales of a stored weight lie in rows. A large product has them tiled
-first, which moves a quarter of the weight's bytes again, so that the forms on tiles can run it. Other
-products read rows.
+first, which moves at most a quarter of the weight's bytes again, so that the forms on tiles can run it.
+Other products read rows.
 
 Runs on the joint graph, so that what is kept for backward is packed. Left to `as_mx` and `expand`, with the
 reason: an operand that was cast elsewhere, or is stored with another dimension innermost.
@@ -42,7 +42,7 @@ from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import stored
 from mxcompile.lowering.targets import Target
-from mxcompile.lowering.templates import defaults
+from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Encode, Product, Unpack, result_of
 
 FP4 = ("templates.fp4_casts", "templates.packed_mm")
@@ -171,7 +171,7 @@ class _PackedOperands:
         if value_of(product.node).ndim == 2 and not product.is_grouped:
             layout = self._target.scale_layout
         if isinstance(side.source, Unpack):
-            tiles = layout is ScaleLayout.TILED_128X4 and self._is_large(product)
+            tiles = layout is ScaleLayout.TILED_128X4 and self._reads_tiles(product)
             layout = layout if tiles else ScaleLayout.ROW_MAJOR
             return side.source.packed, self._stored_scale(side.scale, layout)
         key = side.source.node, side.dim, side.source.fmt, layout
@@ -179,10 +179,12 @@ class _PackedOperands:
             self._casts[key] = self._cast(side.source, side.dim, layout)
         return self._casts[key]
 
-    def _is_large(self, product: Product) -> bool:
-        """Whether `product` has so many tiles that a form on tiled scales is to run it."""
-        m, n = map(hint, value_of(product.node).shape)
-        return defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=1).is_large(self._target)
+    def _reads_tiles(self, product: Product) -> bool:
+        """Whether `product` is large and has a form that must have its scales tiled."""
+        m, n, k = map(hint, (*value_of(product.node).shape, value_of(product.a).shape[-1]))
+        size, form = defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=k), product.forms[0]
+        ours = configs.tiled_products(self._target, m, n, k // form.elem.per_byte)
+        return size.is_large(self._target) and bool(ours or form.scale in self._target.library_fp4)
 
     def _stored_scale(self, scale: fx.Node, layout: ScaleLayout) -> fx.Node:
         """The scales of a stored weight as bytes in `layout`."""

@@ -75,7 +75,7 @@ def tile_product(
     row, column: of the tile's elements, vectors of the integer type that offsets are computed in. in_m, in_n:
     which of them there are. begin, end: elements of K. length: bytes of K. BLOCK: bytes that share a scale.
     BLOCK_K: bytes of a step. WHOLE_K: begin is 0, end is all, and BLOCK_K divides length. SPAN: begin and end
-    may be any.
+    may be any; else they are all of K, or nothing.
 
     Of packed elements the loop has whole chunks, and one more step those that other groups have a part of: so
     no load is of less than a chunk, and few bytes are taken apart.
@@ -86,7 +86,7 @@ def tile_product(
     rk, rs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
     first, low, high = begin // BLOCK * BLOCK, begin, end
     if PACK > 1:
-        first, low, high = 0, 0, tl.cdiv(end, PACK)
+        first, low, high = 0, 0, tl.where(begin < end, length, 0)
     if CHUNKS:
         low, high = tl.cdiv(begin, 2 * CHUNK) * CHUNK, end // (2 * CHUNK) * CHUNK
         first = low // BLOCK_K * BLOCK_K

@@ -256,19 +256,22 @@ def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
     assert torch.equal(module(x, *parts), function(x, *parts))
 
 
-def test_a_large_product_has_the_scales_of_its_weight_tiled():
-    """So that the persistent form, or the library's, can run it; a chip that reads rows does not."""
-    function, parts = stored_product(NVFP4)
+@pytest.mark.parametrize(
+    ("target", "word", "tiled"),
+    [
+        ("sm_100", NVFP4, True), ("sm_100", MXFP4, True), ("sm_120", NVFP4, True), ("sm_120", MXFP4, False),
+        ("gfx950", MXFP4, False),
+    ],
+)  # fmt: skip
+def test_a_large_product_has_the_scales_of_its_weight_tiled(target: str, word: str, tiled: bool):
+    """So that the persistent form, or the library's, can run it; where there is neither, rows are read."""
+    function, parts = stored_product(word)
     wide = [torch.empty(8192, *part.shape[1:], dtype=part.dtype) if part.ndim > 1 else part for part in parts]
-    wide[2] = parts[2]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(each) for each in (torch.empty(8192, 64), *wide)]
-        module, reasons = applied(function, *fakes)
+        fakes = [mode.from_tensor(each) for each in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
+        module, reasons = applied(function, *fakes, target=target)
     assert reasons == []
-    assert count(module, ops.tile_scales) == 1
-    function, parts = stored_product(MXFP4)
-    module, _ = applied(function, spread(30, 64), *parts, target="gfx950")
-    assert not count(module, ops.tile_scales)
+    assert count(module, ops.tile_scales) == tiled
 
 
 def test_a_weight_with_a_scale_for_every_row():
