@@ -176,7 +176,7 @@ Results = tuple[ir.TensorBox, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Copy:
+class _PackedCopy:
     """One copy: its format, and the amax of the tensor for two levels."""
 
     form: Format
@@ -196,8 +196,8 @@ def lower_encode_packed(
     """Bytes of two codes, and scale bytes in `scale_layout`."""
     form, rank = Format.of(fmt), len(x.get_size())
     if block_dim % rank == rank - 2:
-        return _cast(x, {"columns": _Copy(form=form, amax=amax)}, seed, stream, scale_layout)
-    return _cast(x, {"rows": _Copy(form=form, amax=amax)}, seed, stream, scale_layout)
+        return _cast(x, {"columns": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
+    return _cast(x, {"rows": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
 
 
 @register_lowering(ops.encode_packed_both, type_promotion_kind=None)
@@ -211,14 +211,14 @@ def lower_encode_packed_both(
 ) -> Results:
     """Bytes and scale bytes in rows, then in columns."""
     copies = {
-        "rows": _Copy(form=Format.of(row_fmt), amax=row_amax),
-        "columns": _Copy(form=Format.of(column_fmt), amax=column_amax),
+        "rows": _PackedCopy(form=Format.of(row_fmt), amax=row_amax),
+        "columns": _PackedCopy(form=Format.of(column_fmt), amax=column_amax),
     }
     return _cast(x, copies, None, 0, scale_layout)
 
 
 def _cast(
-    x: ir.TensorBox, copies: dict[str, _Copy], seed: ir.TensorBox | None, stream: int, scale_layout: str
+    x: ir.TensorBox, copies: dict[str, _PackedCopy], seed: ir.TensorBox | None, stream: int, scale_layout: str
 ) -> Results:
     """Bytes and scale bytes of each of `copies`."""
     *batch, _, _ = x.get_size()
