@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -35,13 +36,15 @@ BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
 LOW, HIGH = 0.75, 1.33
 """Measured ÷ estimate of a point that is met."""
 
-STREAM, LOOP, SPLIT, SMALL, PRODUCT = "stream", "loop over rows", "split reduction", "few rows", "product"
+STREAM, LOOP, SPLIT, SMALL = "stream", "loop over rows", "split reduction", "few rows"
+FP4, TILES, PRODUCT = "FP4 cast", "loop over tiles", "product"
 """Classes of kernels."""
 
 KNOWN_BAD = {
     LOOP: "a block reduces each of its rows before it takes the next; on an A100 that costs more than the sum"
     " of its parts",
-    SPLIT: "a reduction in two kernels, whose loads start ahead of their use, which the model does not see",
+    SPLIT: "a reduction in two kernels; loads that start while others are used count as a wait each",
+    TILES: "one block of few warps has a processor, whose instructions wait for each other",
     SMALL: "so few rows that a last turn of programs is not full, or that a launch is most of the time",
 }
 """Classes whose points may be missed, and why."""
@@ -49,6 +52,7 @@ KNOWN_BAD = {
 _LIGER = "Liger-Kernel, benchmark/data/all_benchmark_data.csv"
 _CUDNN = "cudnn-frontend, benchmark/norms/results (torch_compile)"
 _AO = "torchao, docs/source/workflows/training.md"
+_AO_FP4 = "torchao, benchmarks/prototype/nvfp4_training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,7 @@ def compiled() -> Iterator[Point]:
     yield from tqdm(_norms(), desc="norms of Inductor")
     yield from tqdm(_products(), desc="products")
     yield from _casts()
+    yield from tqdm(_fp4_casts(), desc="FP4 casts")
 
 
 def _liger() -> Iterator[Point]:
@@ -200,19 +205,15 @@ def _norms() -> Iterator[Point]:
                 layer = module(width).bfloat16()
                 x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
             target = chip(on)
-            result = codegen(layer, x, target=target.name, policy="bf16")
+            with mock.patch.dict(TARGETS, {target.name: target}):
+                result = codegen(layer, x, target=target.name, policy="bf16")
             for phase, each in zip(("forward", "backward"), times, strict=True):
                 works = tuple(launch.work for launch in result.phase(phase) if launch.work)
-                scale = TARGETS[target.name].processors / target.processors
                 yield Point(
                     kind=STREAM if phase == "forward" and kind != SMALL else kind,
                     kernel=f"{name} {phase} of Inductor", source=_CUDNN, chip=on, shape=f"{rows}×{width}",
-                    measured_us=each[on], plus=tuple(_on_more_processors(work, scale) for work in works),
+                    measured_us=each[on], plus=works,
                 )  # fmt: skip
-
-
-def _on_more_processors(work: Work, scale: float) -> Work:
-    return dataclasses.replace(work, issue_us=work.issue_us * scale, round_trips=work.round_trips * scale)
 
 
 def _products() -> Iterator[Point]:
@@ -248,6 +249,21 @@ def _by_bytes(kernel: str, source: str, on: str, elements: int, each: float, us:
     return Point(
         kind=STREAM, kernel=kernel, source=source, chip=on, shape=f"{side}²", measured_us=us,
         plus=(Work(num_bytes=elements * each),),
+    )  # fmt: skip
+
+
+def _fp4_casts() -> Iterator[Point]:
+    import calibration_kernels as kernels
+
+    yield Point(
+        kind=FP4, kernel="NVFP4 cast along rows", source="pytorch #167098", chip="B200", shape="16384²",
+        measured_us=206.8, plus=(kernels.cast_to_nvfp4(16384).work(chip("B200")),),
+    )  # fmt: skip
+    target, rates = chip("GB200"), rates_of("GB200")
+    works = [each.work(target) for each in kernels.casts_of_weights(2048, 28672, target.processors)]
+    yield Point(
+        kind=TILES, kernel="NVFP4 cast of 16×16, both layouts", source=_AO_FP4, chip="GB200",
+        shape="2048×28672", measured_us=232.2, plus=(min(works, key=lambda work: work.estimate(rates).us),),
     )  # fmt: skip
 
 
@@ -316,23 +332,34 @@ def _spread(same: list[Point]) -> str:
 
 
 def draw(found: list[Point], output: Path) -> None:
-    """Measured over estimate of every point, by its measured time."""
+    """Measured over estimate of every point, by its measured time; those that are missed have their names."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=120)
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=120)
     axes = figure.subplots()
-    axes.axhspan(LOW, HIGH, color="#e8eef7")
-    axes.axhline(1, color="#8a8f98", linewidth=0.8)
-    for index, kind in enumerate(dict.fromkeys(point.kind for point in found)):
+    axes.axhspan(LOW, HIGH, color="#e8eef7", zorder=0)
+    axes.axhline(1, color="#8a8f98", linewidth=0.8, zorder=1)
+    for kind, marker in zip(dict.fromkeys(point.kind for point in found), "osDv^P*", strict=True):
         same = [point for point in found if point.kind == kind]
         axes.scatter(
             [point.measured_us for point in same], [point.ratio for point in same],
-            label=kind, color=f"C{index}", s=22,
+            label=f"{kind}, {sum(point.met for point in same)} of {len(same)}",
+            marker=marker, s=30, alpha=0.85,
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="measured, µs", ylabel="measured ÷ estimate")
-    axes.set_yticks([0.5, 0.75, 1, 1.33, 2], ["0.5", "0.75", "1", "1.33", "2"])
+    for point in found:
+        if not point.met:
+            axes.annotate(
+                f"{point.kernel.partition(',')[0]}, {point.chip}, {point.shape}",
+                (point.measured_us, point.ratio), xytext=(6, 4 if point.ratio > 1 else -9),
+                textcoords="offset points", fontsize=7,
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="measured, µs", ylabel="measured ÷ estimate", ylim=(0.5, 3))
+    axes.set_xlim(2, 3000)
+    axes.set_xticks([3, 10, 30, 100, 300, 1000], ["3", "10", "30", "100", "300", "1,000"])
+    axes.set_yticks([0.5, LOW, 1, HIGH, 2, 3], ["0.5", "0.75", "1", "1.33", "2", "3"])
     axes.minorticks_off()
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title="within 0.75–1.33", loc="upper left", fontsize=8, title_fontsize=8)
     figure.savefig(output)
 
 

@@ -45,12 +45,15 @@ def test_ratios_by_hand(calibration):
 
 @pytest.mark.slow
 def test_a_kernel_compiles_to_the_work_that_is_kept(calibration):
-    """One of each way: a row a program, and rows one after the other."""
+    """One of each way: a row a program, a tile of FP4, and rows one after the other."""
     kernels = importlib.import_module("calibration_kernels")
     kept = {(point.kernel, point.chip, point.shape): point for point in calibration.points()}
     forward = kernels.by_rows(kernels.rms_norm, 2048, 16384, element="bf16", operands=2)
     (work,) = kept["rms_norm forward", "A100", "2048×16384"].plus
     assert forward.work(calibration.chip("A100")).as_data() == pytest.approx(work.as_data(), rel=0.02)
+    (work,) = kept["NVFP4 cast along rows", "B200", "16384²"].plus
+    cast = kernels.cast_to_nvfp4(16384).work(calibration.chip("B200"))
+    assert cast.as_data() == pytest.approx(work.as_data(), rel=0.02)
     target = calibration.chip("A100")
     backward = kernels.looping(
         kernels.rms_norm_backward, 2048, 16384, target.processors, element="bf16", sums=1
