@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from unittest import mock
 import common
 import torch
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.lowering.targets import TARGETS, Target
@@ -37,13 +38,14 @@ LOW, HIGH = 0.75, 1.33
 """Measured ÷ estimate of a point that is met."""
 
 STREAM, LOOP, SPLIT, SMALL = "stream", "loop over rows", "split reduction", "few rows"
-FP4, TILES, PRODUCT = "FP4 cast", "loop over tiles", "product"
+CAST, PAIRS, TILES, PRODUCT = "cast", "loads of pairs", "loop over tiles", "product"
 """Classes of kernels."""
 
 KNOWN_BAD = {
     LOOP: "a block reduces each of its rows before it takes the next; on an A100 that costs more than the sum"
     " of its parts",
     SPLIT: "a reduction in two kernels; loads that start while others are used count as a wait each",
+    PAIRS: "elements of a byte are read apart, each load every second one; that costs more than its slots",
     TILES: "one block of few warps has a processor, whose instructions wait for each other",
     SMALL: "so few rows that a last turn of programs is not full, or that a launch is most of the time",
 }
@@ -125,7 +127,7 @@ def compiled() -> Iterator[Point]:
     yield from tqdm(_norms(), desc="norms of Inductor")
     yield from tqdm(_products(), desc="products")
     yield from _casts()
-    yield from tqdm(_fp4_casts(), desc="FP4 casts")
+    yield from tqdm(_generated_casts(), desc="casts of torchao")
 
 
 def _liger() -> Iterator[Point]:
@@ -204,16 +206,24 @@ def _norms() -> Iterator[Point]:
             with torch.device("meta"):
                 layer = module(width).bfloat16()
                 x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
-            target = chip(on)
-            with mock.patch.dict(TARGETS, {target.name: target}):
-                result = codegen(layer, x, target=target.name, policy="bf16")
+            works = _generated(layer, x, on)
             for phase, each in zip(("forward", "backward"), times, strict=True):
-                works = tuple(launch.work for launch in result.phase(phase) if launch.work)
                 yield Point(
                     kind=STREAM if phase == "forward" and kind != SMALL else kind,
                     kernel=f"{name} {phase} of Inductor", source=_CUDNN, chip=on, shape=f"{rows}×{width}",
-                    measured_us=each[on], plus=works,
+                    measured_us=each[on], plus=works[phase],
                 )  # fmt: skip
+
+
+def _generated(module: nn.Module, x: Tensor, on: str) -> dict[str, tuple[Work, ...]]:
+    """What Inductor's code of `module` has to do, by phase."""
+    target = chip(on)
+    with mock.patch.dict(TARGETS, {target.name: target}):
+        launches = codegen(module, x, target=target.name, policy="bf16").launches
+    works: defaultdict[str, tuple[Work, ...]] = defaultdict(tuple)
+    for launch in launches:
+        works[launch.phase] += (launch.work,) if launch.work else ()
+    return works
 
 
 def _products() -> Iterator[Point]:
@@ -252,12 +262,38 @@ def _by_bytes(kernel: str, source: str, on: str, elements: int, each: float, us:
     )  # fmt: skip
 
 
-def _fp4_casts() -> Iterator[Point]:
-    import calibration_kernels as kernels
+class _Cast(nn.Module):
+    def __init__(self, cast: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.cast = cast
 
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scales, codes = self.cast(x)
+        return scales.view(torch.uint8), codes
+
+
+def _generated_casts() -> Iterator[Point]:
+    """torchao's, from its source by Inductor, from their algebra, or from its kernel."""
+    import calibration_kernels as kernels
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    size = 16384
+    x = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
+    mode, e4m3 = ScaleCalculationMode, torch.float8_e4m3fn
+    for kind, codes, us, source, cast in (
+        (CAST, "MXFP8 (floor)", 125.9, _AO, lambda x: to_mx(x, e4m3, 32, scaling_mode=mode.FLOOR)),
+        (CAST, "MXFP8 (rceil)", 220.1, _AO, lambda x: to_mx(x, e4m3, 32, scaling_mode=mode.RCEIL)),
+        (PAIRS, "NVFP4", 879.7, "pytorch #167098", nvfp4_quantize),
+    ):
+        yield Point(
+            kind=kind, kernel=f"cast of Inductor to {codes}", source=source, chip="B200", shape=f"{size}²",
+            measured_us=us, plus=_generated(_Cast(cast), x, "B200")["inference"],
+        )  # fmt: skip
     yield Point(
-        kind=FP4, kernel="NVFP4 cast along rows", source="pytorch #167098", chip="B200", shape="16384²",
-        measured_us=206.8, plus=(kernels.cast_to_nvfp4(16384).work(chip("B200")),),
+        kind=CAST, kernel="NVFP4 cast along rows", source="pytorch #167098", chip="B200", shape=f"{size}²",
+        measured_us=206.8, plus=(kernels.cast_to_nvfp4(size).work(chip("B200")),),
     )  # fmt: skip
     target, rates = chip("GB200"), rates_of("GB200")
     works = [each.work(target) for each in kernels.casts_of_weights(2048, 28672, target.processors)]
@@ -339,7 +375,7 @@ def draw(found: list[Point], output: Path) -> None:
     axes = figure.subplots()
     axes.axhspan(LOW, HIGH, color="#e8eef7", zorder=0)
     axes.axhline(1, color="#8a8f98", linewidth=0.8, zorder=1)
-    for kind, marker in zip(dict.fromkeys(point.kind for point in found), "osDv^P*", strict=True):
+    for kind, marker in zip(dict.fromkeys(point.kind for point in found), "osDv^P*X", strict=True):
         same = [point for point in found if point.kind == kind]
         axes.scatter(
             [point.measured_us for point in same], [point.ratio for point in same],
