@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -425,7 +426,9 @@ def test_every_launch_of_a_block_is_understood(generated):
     assert result.step.launches == len(result.launches)
     assert result.step.us == pytest.approx(sum(launch.estimate.us for launch in result.launches))
     assert result.step.us == pytest.approx(sum(result.step.by_kind.values()))
-    assert "estimates of the launches, from the machine code" in str(result)
+    text = str(result)
+    assert "estimates of the launches, from the machine code" in text
+    assert len(re.findall(r" \d+ \(\d+–\d+\) +(?:memory|issue|mma|latency) ", text)) >= 10, "a range each"
 
 
 @pytest.mark.slow
