@@ -4,7 +4,7 @@
     encoded_grouped_mm(qa, sa, qb, sb)   →  packed_grouped_mm(…)
     encode(x, dim)                       →  encode_packed(x, dim)        the contraction innermost
     unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
-    hadamard(x, dim)                     →  a part of that cast, and of the search for its largest magnitude
+    hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
 
     nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
     mxfp4   sm_100, sm_103, sm_120, gfx950       blocks of 32 with E8M0 scales
@@ -45,7 +45,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Encode, Product, Unpack, result_of
 
-FP4 = ("templates.fp4_casts", "templates.packed_mm")
+FP4_TEMPLATES = ("templates.fp4_casts", "templates.packed_mm")
 
 _PACKED = {ops.encoded_mm: ops.packed_mm, ops.encoded_grouped_mm: ops.packed_grouped_mm}
 
@@ -55,7 +55,7 @@ class Packed(LoweringPass):
     """For chips with an FP4 instruction."""
 
     name: ClassVar[str] = "packed"
-    templates: ClassVar[tuple[str, ...]] = FP4
+    templates: ClassVar[tuple[str, ...]] = FP4_TEMPLATES
 
     @property
     def applies(self) -> bool:
@@ -200,7 +200,7 @@ class _PackedOperands:
 
     def _cast(self, cast: Encode, dim: int, layout: ScaleLayout) -> tuple[fx.Node, fx.Node]:
         source, form, amax = cast.x, cast.form.untransformed, cast.amax
-        if source.target is ops.hadamard and source.args[1] == dim:
+        if source.target is ops.hadamard and source.args[1] == dim == -2:
             form = replace(form, hadamard=cast_to(int, source.args[2]))
             amax = None if amax is None else self._largest(source, amax)
             source = argument(source)
@@ -216,6 +216,8 @@ class _PackedOperands:
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):
-            result = self.build.call(ops.hadamard_largest, *transformed.args, like=amax)
+            source, _, signs = transformed.args
+            both = self.build.call(ops.hadamard_largest, source, signs, like=amax)
+            result = self.build.call(operator.getitem, both, 1, like=amax)
         self.build.replace(amax, result)
         return result

@@ -1,9 +1,10 @@
 """Operators of FP4: the cast in the layout that an FP4 GEMM reads, and that GEMM.
 
-    encode_packed      x[…, M, N] → bytes, scale    bytes […, M, N/2] along rows, […, N, M/2] along columns
-    tile_scales        scale bytes [rows, blocks] → the same tiled
-    packed_mm          a[…, M, K] · b[…, K, N] (· alpha) (+ bias)            FP32 accumulation, rounded once
-    packed_grouped_mm  one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
+    encode_packed        x[…, M, N] → bytes, scale     bytes […, M, N/2] along rows, […, N, M/2] along columns
+    encode_packed_both   x[…, M, N] → both of each     along rows, then along columns; not of random elements
+    tile_scales          scale bytes [rows, blocks] → the same tiled
+    packed_mm            a[…, M, K] · b[…, K, N] (· alpha) (+ bias)          FP32 accumulation, rounded once
+    packed_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
 A byte holds two codes that follow each other along the contraction, the first in its low half, as in
 `torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source. If
@@ -14,7 +15,8 @@ Scales are bytes, one for each block along the contraction: E8M0, or E4M3 with a
 beside it (`known_scale` of its amax), whose product alpha is. They are tiled (`formats.scale_tiles`), of
 matrices alone, or row-major, […, rows, blocks] of a cast and of a, […, blocks, N] of b. The scale of a tensor
 is one number, or of matrices and batches one for each row of a or column of b. A format with a transform
-transforms x along the contraction first (`formats.hadamard`); the amax is the transformed tensor's.
+transforms x along columns first (`formats.hadamard`); the amax is the transformed tensor's. Along rows such a
+format is a `FormatError`.
 
 The lowering makes these of `encode`, `encoded_mm` and `encoded_grouped_mm`; the implementations are the
 reference.
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleLayout, Tile, num_blocks
 from mxcompile.formats.encoding import decode_tensors, encode_tensors, extents, pack, unpack
 from mxcompile.formats.hadamard import num_transformed, transformed
@@ -52,6 +55,7 @@ def _encode_packed(
     scale_layout: str = ScaleLayout.TILED_128X4,
 ) -> tuple[Tensor, Tensor]:
     form, tiled, dim = Format.of(fmt), is_tiled(x, scale_layout), block_dim % x.ndim
+    _spec_encode_packed(x, dim, fmt, scale_layout=scale_layout)  # whose errors are this one's
     if form.hadamard is not None:
         x, form = transformed(x, dim, form.hadamard), form.untransformed
     qdata, scale = encode_tensors(x, dim, form, seed, stream, amax=amax)
@@ -73,12 +77,38 @@ def _spec_encode_packed(
     amax: Tensor | None = None,
     scale_layout: str = ScaleLayout.TILED_128X4,
 ) -> list[Spec]:
-    form = Format.of(fmt)
-    *batch, rows, length = x.shape if block_dim % x.ndim == x.ndim - 1 else x.mT.shape
+    form, along_rows = Format.of(fmt), block_dim % x.ndim == x.ndim - 1
+    if along_rows and form.hadamard is not None:
+        raise FormatError(f"a cast along rows to {form}: its transform runs along columns")
+    *batch, rows, length = x.shape if along_rows else x.mT.shape
     length = length if form.hadamard is None else num_transformed(length)
     blocks = num_blocks(length, form.tile.along)
     scale = [tiled_length(rows, blocks)] if is_tiled(x, scale_layout) else [*batch, rows, blocks]
     return [((*batch, rows, num_blocks(length, form.elem.per_byte)), torch.uint8), (scale, torch.uint8)]
+
+
+def _encode_packed_both(
+    x: Tensor,
+    row_fmt: str,
+    column_fmt: str,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _encode_packed(x, -1, row_fmt, amax=row_amax, scale_layout=scale_layout)
+    return *rows, *_encode_packed(x, -2, column_fmt, amax=column_amax, scale_layout=scale_layout)
+
+
+def _spec_encode_packed_both(
+    x: Tensor,
+    row_fmt: str,
+    column_fmt: str,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> list[Spec]:
+    rows = _spec_encode_packed(x, -1, row_fmt, scale_layout=scale_layout)
+    return rows + _spec_encode_packed(x, -2, column_fmt, scale_layout=scale_layout)
 
 
 def _tile_scales(scale: Tensor) -> Tensor:
@@ -146,6 +176,13 @@ encode_packed = define(
     " str scale_layout='128x4') -> (Tensor packed, Tensor scale)",
     _encode_packed,
     _spec_encode_packed,
+)
+encode_packed_both = define(
+    "encode_packed_both(Tensor x, str row_fmt, str column_fmt, Tensor? row_amax=None,"
+    " Tensor? column_amax=None, str scale_layout='128x4')"
+    " -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)",
+    _encode_packed_both,
+    _spec_encode_packed_both,
 )
 tile_scales = define("tile_scales(Tensor scale) -> Tensor", _tile_scales, _spec_tile_scales)
 packed_mm = define(

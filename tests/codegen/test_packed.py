@@ -392,7 +392,7 @@ def test_pytorch_takes_the_layout(word: str):
 
 @pytest.mark.parametrize("word", [NVFP4, SQUARE, MXFP4])
 @pytest.mark.parametrize("shape", [(70, 96), (130, 33), (3, 17, 31)])
-def test_products_pass_opcheck(shape: tuple[int, ...], word: str):
+def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
     *batch, _, k = shape
     x, w = spread(*shape), spread(*batch, k, 48)
     amax = ops.largest(x) if Format.of(word).two_level else None
@@ -401,8 +401,10 @@ def test_products_pass_opcheck(shape: tuple[int, ...], word: str):
             ops.encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))
         )
         right = b.mT, sb if sb.ndim == 1 else sb.mT
+        opcheck(ops.encode_packed_both, (x, word, word, amax, amax, layout))
         opcheck(ops.packed_mm, (a, sa, *right, None, torch.bfloat16, word, word, amax, amax))
         if layout == ROW_MAJOR and not batch:
+            opcheck(ops.hadamard_largest, (x, 9))
             opcheck(ops.tile_scales, (sa,))
             offs = torch.tensor([9, k], dtype=torch.int32)
             opcheck(ops.packed_grouped_mm, (a, sa, *right, offs, torch.float32, word, word, amax, amax))

@@ -34,9 +34,12 @@ def arguments(x: Tensor, dim: int, word: str) -> tuple:
     return seed, 3, ops.largest(transformed)
 
 
+CASTS = [(dim, word) for word in WORDS for dim in (-1, -2) if dim == -2 or "hadamard" not in word]
+"""Dimensions and formats. Transforms run along columns."""
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(("dim", "word"), CASTS)
 def test_it_is_the_cast_of_a_code_a_byte(dim: int, word: str, shape: tuple[int, ...]):
     x, form = spread(shape), Format.of(word)
     seed, stream, amax = arguments(x, dim, word)
@@ -60,13 +63,11 @@ def test_it_is_the_cast_of_a_code_a_byte(dim: int, word: str, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("word", WORDS)
-def test_opcheck(word: str, shape: tuple[int, ...]):
+@pytest.mark.parametrize(("dim", "word"), CASTS)
+def test_opcheck(dim: int, word: str, shape: tuple[int, ...]):
     x = spread(shape)
-    for dim in (-1, -2):
-        layouts = list(ScaleLayout) if x.ndim == 2 else ["row-major"]
-        for layout in layouts:
-            opcheck(ops.encode_packed, (x, dim, word, *arguments(x, dim, word), str(layout)))
+    for layout in list(ScaleLayout) if x.ndim == 2 else ["row-major"]:
+        opcheck(ops.encode_packed, (x, dim, word, *arguments(x, dim, word), str(layout)))
 
 
 def test_scales_of_batches_are_not_tiled():

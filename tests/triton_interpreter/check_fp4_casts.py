@@ -32,18 +32,23 @@ def spread(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def casts(word: str, layout: str, x: Tensor, seed: Tensor) -> list[Tensor]:
-    """Both copies of `x`, and the amax that they need."""
+    """Each copy of `x` by itself, then both of what is not random, and the amax that they need."""
     form, results = Format.of(word), []
+    given = (seed, 5) if form.stochastic else (None, 0)
+    plain, others = ops.largest(x) if form.two_level else None, []
     for dim in (-1, -2):
-        amax = None
-        if form.hadamard is not None:
-            amax = ops.hadamard_largest(x, dim, form.hadamard)
-            results.append(amax)
-        elif form.two_level:
-            amax = ops.largest(x)
-        given = (seed, 5) if form.stochastic else (None, 0)
-        results += ops.encode_packed(x, dim, word, *given, amax, layout)
-    return results
+        amax, its = plain, form
+        if form.hadamard is not None and dim == -2:
+            again, amax = ops.hadamard_largest(x, form.hadamard)
+            results += [again, amax]
+        elif dim == -1:
+            its = form.untransformed
+        others.append(amax)
+        results += ops.encode_packed(x, dim, str(its), *given, amax, layout)
+    if form.stochastic:
+        return results
+    rows = str(form.untransformed)
+    return [*results, *ops.encode_packed_both(x, rows, word, plain, others[1], layout)]
 
 
 def check(cases: list[tuple[str, str, Tensor]], target: str) -> None:
@@ -83,6 +88,31 @@ def test_formats(dtype, shape):
     words = ["e2m1 16x16 two-level", "e2m1 32x32 even", "e2m1 1x32 floor stochastic"]
     words += [f"{NVFP4} stochastic", f"{NVFP4} hadamard:55272", f"{NVFP4} stochastic hadamard:9"]
     check([(word, ROW_MAJOR, spread(*shape, dtype=dtype)) for word in words], "sm_100")
+
+
+def every_amax(block: int) -> Tensor:
+    """Each finite magnitude of BF16 is the largest of a block in rows, beside smaller ones."""
+    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(-1, 1)
+    blocks = largest.expand(-1, block).clone()
+    blocks[:, 1::2] = (blocks[:, 1::2] - torch.arange(block // 2, dtype=torch.int16) * 40).clamp_min(0)
+    blocks[:, ::3] |= -(1 << 15)  # signs
+    return blocks.view(torch.bfloat16).view(-1, 256)
+
+
+@pytest.mark.parametrize("word", [NVFP4, f"{NVFP4} stochastic", MXFP4, f"{MXFP4} stochastic"])
+def test_every_amax(word):
+    """Under the largest tensor scale there is, under one, and under the smallest: most scales are then 0."""
+    x = every_amax(Format.of(word).tile.along)
+    amaxes = [torch.tensor([amax]) for amax in (3.3e38, 1.0, 1e-36)] if "two-level" in word else [None]
+
+    def function(x: Tensor, seed: Tensor, *amaxes: Tensor) -> list[Tensor]:
+        given = (seed, 5) if "stochastic" in word else (None, 0)
+        casts = (ops.encode_packed(x, -1, word, *given, amax, ROW_MAJOR) for amax in amaxes or (None,))
+        return [result for cast in casts for result in cast]
+
+    inputs = x, SEED, *(amax for amax in amaxes if amax is not None)
+    for found, reference in zip(run(function, *inputs, target="sm_100"), function(*inputs), strict=True):
+        assert torch.equal(found, reference)
 
 
 @pytest.mark.parametrize("layout", [TILED, ROW_MAJOR])
