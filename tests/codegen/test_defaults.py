@@ -29,6 +29,7 @@ from mxcompile.lowering.templates.defaults import (
     VENDOR,
     MXProduct,
 )
+from mxcompile.offline.rates import Rates
 
 SM_100 = TARGETS["sm_100"]
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -105,6 +106,20 @@ def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
     assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
     small = MXProduct(kind=DENSE, precision=NVFP4, m=512, n=512, k=4096)
     assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
+
+
+@pytest.mark.parametrize(("target", "ours"), [("sm_100", 1 / 2.25), ("sm_103", 1 / 3.375), ("sm_120", 1.0)])
+def test_where_the_library_of_nvfp4_overtakes_an_epilogue(target, ours):
+    """By the rates of estimates: between an activation behind it and a residual, 4 and 6 bytes an element.
+
+    ours: what shared memory lets a tile of 128×128 reach.
+    """
+    peak, rates = TARGETS[target].peak, Rates.of(TARGETS[target])
+    lost_us = 2 / (peak.fp4_tflops * 1e6) * (1 / min(ours, rates["own_fp4"]) - 1 / rates["fp4"])
+    activation, residual = (
+        num_bytes / (rates["memory"] * peak.bandwidth_gbs * 1e3) / lost_us for num_bytes in (4, 6)
+    )
+    assert activation < defaults.LONG_K_OF_NVFP4[target] < residual
 
 
 def test_every_kind_ends_with_what_runs_anything():
