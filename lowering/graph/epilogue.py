@@ -3,7 +3,7 @@
     product → +, ·, gelu … → anything but casts alone       in the kernel, as Inductor fuses it
     product → silu, · → casts                               in the cast's kernel
     product → + → the sum of a row, of a norm               in the kernel of the sum
-    product + product                                       in the kernel of the last
+    product + product, silu(product) · product              in the kernel of the last
     product → SwiGLU's two gradients, stored                in a kernel of their own (see `is_heavy`)
 
 Views of the whole result do not count. Asked of graphs as they are lowered.
@@ -80,17 +80,31 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
-    """Whether no later product goes into `use` as well."""
+    """Whether no later product goes into `use`, or into the elementwise operators that alone read it."""
     pending, seen = [use], {use}
     while pending:
-        for node in pending.pop().all_input_nodes:
-            if node in seen or not product < node:
-                continue
-            if packet(node) in ops.NATIVE_PRODUCTS:
-                return False
-            seen.add(node)
-            pending.append(node)
+        node = pending.pop()
+        if _joins_later(product, node):
+            return False
+        users = _users(node)
+        if all(map(_elementwise, users)):  # else it is stored, and what is behind reads it from memory
+            pending += users - seen
+            seen |= users
     return True
+
+
+def _joins_later(product: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` follows from a later product than `product`."""
+    pending, seen = [node], {node}
+    while pending:
+        for given in pending.pop().all_input_nodes:
+            if given in seen or not product < given:
+                continue
+            if packet(given) in ops.NATIVE_PRODUCTS:
+                return True
+            seen.add(given)
+            pending.append(given)
+    return False
 
 
 def _is_stored(use: fx.Node) -> bool:
@@ -112,5 +126,9 @@ def _is_stored(use: fx.Node) -> bool:
 
 _REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))
 _CASTS = frozenset(
-    cast.overloadpacket for cast in (ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm)
+    cast.overloadpacket
+    for cast in (
+        *(ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm),
+        *(ops.encode_packed, ops.encode_packed_both),
+    )
 )

@@ -211,6 +211,8 @@ CODES, SCALE = torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint
         (lambda mm, x: mm(torch.nn.functional.silu(mm(x))), [False, False]),  # the cast computes it
         (lambda mm, x: mm(torch.relu(mm(x))) + x, [False, True]),
         (lambda mm, x: mm(x) + mm(x.exp()), [False, True]),  # the last computes the sum
+        (lambda mm, x: mm(x).exp().neg() * mm(x.exp()), [False, True]),  # the product too
+        (lambda mm, x: (lambda y: (y, y * mm(x.exp())))(mm(x).exp()), [True, True]),  # stored anyway
         (lambda mm, x: (lambda y: (y.exp(), y.sum()))(mm(x)), [False]),  # stored anyway
         (lambda mm, x: (lambda y: (y + x, mm(y + x)))(mm(x)), [True, False]),
     ],
