@@ -198,6 +198,7 @@ TABLE = (
     ),
     TableRow(
         kind=ROWS,
+        precisions=frozenset({MXFP8}),
         when="large, nothing fused behind it, on `sm_100`",
         holds=_large_alone_on_b200,
         form=VENDOR,

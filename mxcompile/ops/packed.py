@@ -1,4 +1,4 @@
-"""Operators of FP4: the cast in the layout that an FP4 GEMM reads, and that GEMM.
+"""Operators of packed FP4: casts in the layout that the chip's FP4 instruction reads, and products.
 
     encode_packed        x[…, M, N] → bytes, scale     bytes […, M, N/2] along rows, […, N, M/2] along columns
     encode_packed_both   x[…, M, N] → both of each     along rows, then along columns; not of random elements
