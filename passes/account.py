@@ -11,11 +11,12 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
-from mxcompile.graph.opsets import PICKS, argument, packet
+from mxcompile.graph.casts import made_by
+from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Product, result_of, results_of
+from mxcompile.ops.view import Product, results_of
 from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
@@ -73,10 +74,8 @@ def _per_byte(tag: GemmTag) -> int:
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
-        qdata = untransposed(Product.read(node).sides[side][0])[0]
-        qdata = argument(qdata) if packet(qdata) in PICKS else qdata
-        cast = result_of(qdata)[0] or qdata
-        return stored(argument(cast)) if packet(cast) in ops.CASTS else stored(cast)
+        maker, _ = made_by(Product.read(node).sides[side][0])
+        return stored(argument(maker) if packet(maker) in ops.CASTS else maker)
     matrices = [
         arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
     ]

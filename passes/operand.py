@@ -19,6 +19,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import CASTS, TRANSPARENT, is_matmul_like, packet
+from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import tensor
 
 _MODEL_CAST = "aten._to_copy.default"  # by name: graphs are copied, and their operators with them
@@ -55,9 +56,7 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
     if widest_source is None:
         return node
     result, depth = widest_source
-    for view in reversed(chain[:depth]):
-        result = builder.call(view.target, result, *view.args[1:], like=view, **view.kwargs)
-    return result
+    return retaken(tuple(reversed(chain[:depth])), result, builder)
 
 
 def _call(node: fx.Node) -> Any:

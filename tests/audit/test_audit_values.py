@@ -132,6 +132,37 @@ def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None
         assert (found.m, found.n, found.k) == (a.shape[0], b.shape[1], a.shape[1])
 
 
+class Experts(nn.Module):
+    """Products with the matrices that each sample picks of a stack, as they lie or transposed."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.stack = nn.Parameter(torch.randn(4, K, N).mT if transposed else torch.randn(4, K, N))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        picked = self.stack[chosen]
+        return torch.bmm(x, picked.mT if self.transposed else picked)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_error_of_a_matrix_that_is_picked_from_a_stack_counts(transposed: bool) -> None:
+    model, x = Experts(transposed), torch.randn(6, M, K)
+    chosen = torch.tensor([3, 0, 1, 2, 0, 3])
+    result = audit(model, x, chosen, policy=everything(rounding="floor"))
+    stack = model.stack.detach().mT if transposed else model.stack.detach()
+    assert {found.operand for found in result.numerics.tensors} == {"x", "w"}
+    cast = torch.stack([reference.round_trip(each, -2, rounding="floor") for each in stack])
+    (weight,) = (found for found in result.numerics.tensors if found.operand == "w")
+    assert weight.numel == stack.numel()
+    assert weight.sqnr_db == pytest.approx(reference.sqnr_db(stack.double(), cast.double()), abs=1e-9)
+    left = torch.stack([reference.round_trip(each, -1, rounding="floor") for each in x])
+    exact, actual = x.double() @ stack.double()[chosen], left.double() @ cast.double()[chosen]
+    (product,) = (found for found in result.numerics.gemms if found.name == "stack")
+    assert product.sqnr_db == pytest.approx(reference.sqnr_db(exact, actual), abs=1e-3)
+    assert result.numerics.logits_sqnr_db == pytest.approx(product.sqnr_db, abs=1e-2)
+
+
 def test_the_loss_is_held_to_the_models_own() -> None:
     model, x = layer()
     result = audit(model, x, policy=everything()).numerics
