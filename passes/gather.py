@@ -160,7 +160,8 @@ def _note_others(graph: fx.Graph) -> None:
             cast = argument(untransposed(qdata)[0]) if word != "w" else None
             if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
                 why = "something else reads it" if cast.target is ops.quantize else "its cast is not MXFP8's"
-                set_tag(node, tag.with_reason(Reason(Code.NOT_SENT, word, why)))
+                tag = tag.with_reason(Reason(Code.NOT_SENT, word, why))
+        set_tag(node, tag)
 
 
 def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
