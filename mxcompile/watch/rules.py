@@ -128,10 +128,10 @@ class Rule:
         return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"
 
 
-def words_of(option: str, allowed: Value, given: Any) -> tuple[str, ...]:
+def words_of(option: str, allowed: Value, given: Any) -> tuple[Any, ...]:
     """The words of `given`, one or several of those that are `allowed`. Raises `OptionError`."""
     try:
-        words: tuple[str, ...] = allowed.read(list(given) if isinstance(given, tuple) else given)
+        words: tuple[Any, ...] = allowed.read(list(given) if isinstance(given, tuple) else given)
     except Invalid as error:
         raise OptionError(f"watch: {option}: {error}") from None
     return words

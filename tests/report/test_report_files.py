@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -20,7 +21,7 @@ from torch import nn
 import mxcompile
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
-from mxcompile.report import FORMS, Ledger, Part, Report, files
+from mxcompile.report import FORMS, Ledger, Part, Report, Summary, files
 from mxcompile.report.registry import Registry
 
 
@@ -171,6 +172,18 @@ def test_stages_are_put_together():
     assert summary.warnings == ("a", "b")
     assert summary.flop_share == pytest.approx((64 + 32) * 3 / ((64 + 32) * 3 + 32))
     assert len(both.graph) == 2
+
+
+def test_every_figure_of_a_merged_report_is_a_sum():
+    """Also those that explain alone has: they were left out."""
+    given = {field.name: field.type for field in dataclasses.fields(Summary)}
+    of_records = {"num_gemms", "flop_share", "estimate_us", "estimate_bf16_us"}
+    names = [name for name, kind in given.items() if "int" in kind or "float" in kind]
+    figures = {name: place + 1 for place, name in enumerate(names) if name not in of_records}
+    assert {"peak_bytes", "parameter_bytes", "gradient_bytes", "saved_bytes"} <= figures.keys()
+    one, other = (Report(gemms=(*training(name),), summary=Summary(**figures)) for name in ("a", "b"))
+    merged = Report.merged([one, other]).summary
+    assert {name: getattr(merged, name) for name in figures} == {name: 2 * n for name, n in figures.items()}
 
 
 def test_what_one_rank_compiled_wins_over_what_another_planned():
