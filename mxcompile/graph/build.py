@@ -34,11 +34,15 @@ _INHERITED = (
 
 
 class Builder:
-    """Inserts call nodes into `graph` on behalf of the pass called `made_by`."""
+    """Inserts call nodes into `graph` on behalf of the pass called `made_by`.
+
+    leaving: inputs that the pass takes away, and that are no source of sizes.
+    """
 
     def __init__(self, graph: fx.Graph, made_by: str) -> None:
         self.graph = graph
         self.made_by = made_by
+        self.leaving: set[fx.Node] = set()
         values = (node.meta.get("val") for node in graph.nodes)
         first = next((value for value in values if isinstance(value, FakeTensor)), None)
         self._fake = detect_fake_mode([first]) if first is not None else None
@@ -98,7 +102,7 @@ class Builder:
         """An input of the graph that is `size`, or the length of one."""
         wanted = size.node.expr
         for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
+            value = None if node in self.leaving else node.meta.get("val")
             if isinstance(value, torch.SymInt) and value.node.expr == wanted:
                 given: fx.Node = node
                 return given
