@@ -120,10 +120,11 @@ class _Reader:
         inside = set(members)
         read = self._read(members, inside)
         written = sum(self._bytes(node) for node in _results(members) if _leaves(node, inside))
-        is_cast = any(packet(node) in ops.CASTS for node in members)
-        times = 2 if _reads_again(members, is_cast=is_cast) else 1
+        operators = {packet(node) for node in members}
+        times = 2 if _reads_again(members, is_cast=not operators.isdisjoint(ops.CASTS)) else 1
         moved = times * read + written
-        return ("cast" if is_cast else "rest", Work(num_bytes=float(moved))) if moved else None
+        kind = "rest" if operators.isdisjoint(ops.CAST_WORK) else "cast"
+        return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
         """Bytes of what comes from outside: of a tensor seen through views no more than they show of it."""
