@@ -215,7 +215,7 @@ def test_the_command(source, tmp_path, capsys):
 @pytest.mark.parametrize("layout", ["torchao", "compressed-tensors"])
 @pytest.mark.parametrize("precision", ["mxfp4", "mxfp8"])
 def test_a_checkpoint_that_is_quantized_in_part_is_refused(tmp_path: Path, layout: str, precision: str):
-    """Its packed parts are bytes. Converting the rest lost the marks of the file, so that nothing could load it."""
+    """Its packed parts are bytes; the marks of the file were lost, so that nothing could load the result."""
     rules = [{"match": {"name": "blocks.0.*"}, "use": {"fprop": precision}}]
     model, _ = quantized(policy={"version": 1, "preset": "bf16", "rules": rules})
     mxcompile.save_quantized(model, tmp_path / "part", layout=layout)

@@ -78,11 +78,17 @@ class Sums:
 
 @dataclass(kw_only=True, slots=True)
 class CastStats:
-    """All calls of one cast."""
+    """All calls of one cast.
+
+    finite: elements. nonzero: of these. underflow: of those whose cast is 0. saturation: finite ones cut off.
+    magnitude, lost: the sum of magnitudes, and of those whose cast is 0.
+    """
 
     sums: Sums = field(default_factory=Sums)
     calls: int = 0
     amax: float = 0.0
+    finite: int = 0
+    nonzero: int = 0
     underflow: int = 0
     saturation: int = 0
     magnitude: float = 0.0
@@ -102,13 +108,16 @@ class CastStats:
             value = decoded(q_piece, s_piece)
             source, stored = x_piece.to(torch.float32), element_values(q_piece, fmt.elem)
             self.sums.add(source, value)
-            size = torch.where(source.isfinite(), source.abs(), 0)
+            finite = source.isfinite()
+            size = torch.where(finite, source.abs(), 0)
+            nonzero = size != 0
             cut = (stored.abs() == limit) & (size > value.abs())
-            lost = (stored == 0) & (source != 0)
-            largest, num_cut, num_lost = size.max().item(), int(cut.sum()), int(lost.sum())
-            self.amax = max(self.amax, largest)
-            self.saturation += num_cut
-            self.underflow += num_lost
+            lost = nonzero & (value == 0)
+            self.amax = max(self.amax, size.max().item())
+            self.finite += int(finite.sum())
+            self.nonzero += int(nonzero.sum())
+            self.saturation += int(cut.sum())
+            self.underflow += int(lost.sum())
             self.magnitude += size.sum(dtype=torch.float64).item()
             self.lost += size[lost].sum(dtype=torch.float64).item()
 
