@@ -79,11 +79,19 @@ def _is_cut(file: int) -> bool:
 
 def read(path: str | Path) -> Iterator[Record]:
     """The records in the file at `path`, oldest first, without lines that are cut. Raises `OSError`."""
-    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+    for record, _ in read_from(Path(path), 0):
+        yield record
+
+
+def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
+    """The records behind byte `start` of the file at `path`, as `read` gives them, and where each ends."""
+    with path.open("rb") as lines:
+        lines.seek(start)
         for line in lines:
-            record = parsed(line)
+            start += len(line)
+            record = parsed(line.decode(errors="replace"))
             if record is not None:
-                yield record
+                yield record, start
 
 
 def parsed(line: str) -> Record | None:
