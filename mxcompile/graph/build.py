@@ -36,7 +36,7 @@ _INHERITED = (
 class Builder:
     """Inserts call nodes into `graph` on behalf of the pass called `made_by`.
 
-    leaving: inputs that the pass takes away, and that are no source of sizes.
+    leaving: inputs that the pass takes away, so that sizes do not come from them.
     """
 
     def __init__(self, graph: fx.Graph, made_by: str) -> None:
