@@ -16,8 +16,8 @@ class StoredWeight:
 
     name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is stored
     quantized now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of
-    the stored values over those they were made from, if that was measured. precision: the word of the precision
-    it is stored in, "" where it is not.
+    the stored values over those they were made from, if that was measured. precision: the word of the
+    precision it is stored in, "" where it is not.
     """
 
     name: str
