@@ -17,8 +17,7 @@ from mxcompile.analysis.audit.collect import _tensor
 from mxcompile.analysis.audit.sites import CastSite
 from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import encode_tensors, tensor_amax
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import encode_tensors, quantize_tensors, tensor_amax
 from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, TensorNumerics

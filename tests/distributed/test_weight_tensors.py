@@ -21,7 +21,7 @@ from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
-from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
 from mxcompile.models.names import GraphInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from mxcompile import ops
 from mxcompile.formats import Format
-from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import argument, packet
