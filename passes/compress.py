@@ -230,11 +230,7 @@ class _Crossing:
 
     def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
         """Let backward read what forward has cast instead of `cast`."""
-        for place, user in list(results_of(cast)):
-            part = copy.qdata if place == 0 else copy.scale
-            user.replace_all_uses_with(self._ends[part.name])
-            self._backward.graph.erase_node(user)
-        self._backward.graph.erase_node(cast)
+        self._backward.replace_results(cast, [self._ends[part.name] for part in (copy.qdata, copy.scale)])
 
 
 def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:

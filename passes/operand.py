@@ -18,7 +18,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CASTS, TRANSPARENT, is_matmul_like, packet
+from mxcompile.graph.opsets import CONVERSIONS, TRANSPARENT, is_matmul_like, packet
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import tensor
 
@@ -46,7 +46,7 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
     widest_source: tuple[fx.Node, int] | None = None
     while packet(source) in TRANSPARENT and isinstance(source.args[0], fx.Node):
         before = source.args[0]
-        if packet(source) in CASTS:
+        if packet(source) in CONVERSIONS:
             if not _undoable(source, before, products):
                 break
             widest_source = before, len(chain)

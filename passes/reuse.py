@@ -68,8 +68,7 @@ class Reuse:
             with graph.inserting_before(cast):
                 parts = _elements(dequantize, build), dequantize.scale
                 operands = [transpose(part, build) if swapped else part for part in parts]
-            for place, result in list(results_of(cast)):
-                result.replace_all_uses_with(operands[place])
+            build.replace_results(cast, operands)
         for node in graph.nodes:
             _note_casts(node)
         dead.eliminate(graph)
