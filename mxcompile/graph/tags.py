@@ -190,3 +190,8 @@ def hint(size: Any) -> int:
 def numel(shape: Iterable[Any]) -> int:
     """Number of elements of a tensor of `shape`, symbolic sizes by their hint."""
     return math.prod(map(hint, shape))
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
+    return numel(value.shape) * value.element_size() if isinstance(value, torch.Tensor) else 0
