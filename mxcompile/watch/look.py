@@ -13,25 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError
-from mxcompile.watch.tally import Key
+from mxcompile.watch.tally import NUMBERS, Key
 from mxcompile.watch.writers import Record, read_from
 
 Row = dict[str, Any]
 
 SHARES = ("underflow", "saturated", "error", "changed")
-DRAWN = (
-    *SHARES,
-    "sqnr",
-    "amax",
-    "smallest",
-    "scale_min",
-    "scale_median",
-    "scale_max",
-    "nan",
-    "inf",
-    "poisoned",
-)
-"""The statistics that the page shows."""
+DRAWN = tuple(dict.fromkeys((*SHARES, "sqnr", *NUMBERS)))
+"""The statistics, in the order of the page."""
 
 _PAGE = Path(__file__).parent / "page.html"
 _DATA = "/*data*/null"

@@ -16,19 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed, shown
-from mxcompile.passes.watch import OPERANDS
+from mxcompile.passes.watch import OPERANDS, RESULTS
 from mxcompile.policy import Gemm, Match
 from mxcompile.policy.schema import MATCH, Invalid, Value, listed, word
-from mxcompile.watch.tally import Key
+from mxcompile.watch.tally import NUMBERS, OF_RESULTS, Key
 
 ACTIONS = ("warn", "bf16", "dump", "stop")
 """What a rule may do (see `actions`), before the optimizer steps."""
-
-NUMBERS = (
-    "amax", "smallest", "underflow", "saturated", "error", "sqnr", "scale_min", "scale_median", "scale_max",
-    "nan", "inf", "poisoned", "changed",
-)  # fmt: skip
-"""The statistics that a condition may name."""
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -94,7 +88,9 @@ class Rule:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
         where = {key: words_of(key, _WHERE[key], given[key]) if key in given else () for key in _WHERE}
         return cls(
-            conditions=tuple(_condition(name, text) for name, text in when.items() if name != "over"),
+            conditions=tuple(
+                _condition(name, text, where["operand"]) for name, text in when.items() if name != "over"
+            ),
             over=over,
             match=Match(name=where["layer"], role=where["role"]),
             gemms=where["gemm"],
@@ -137,9 +133,10 @@ def words_of(option: str, allowed: Value, given: Any) -> tuple[Any, ...]:
     return words
 
 
-def _condition(name: str, text: Any) -> Condition:
-    if name not in NUMBERS:
-        raise OptionError(not_allowed("statistic", name, (*NUMBERS, "over")))
+def _condition(name: str, text: Any, operands: tuple[str, ...]) -> Condition:
+    allowed = OF_RESULTS if operands and {*operands} <= {*RESULTS.values()} else NUMBERS
+    if name not in allowed:
+        raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
     match = _CONDITION.fullmatch(str(text))
     if match is None:
         raise OptionError(f"watch rule: the limit of {name} is like '> 0.3', found {shown(text)}")

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mxcompile.watch.tally import NUMBERS
+
 SCHEMA = 1
 
 Record = dict[str, Any]
@@ -59,16 +61,12 @@ class TensorBoard:
         """Add `record`, if it is a sample."""
         for row in record.get("rows", ()):
             place = f"{row['layer']}/{row['gemm']}/{row['operand']}"
-            numbers = ((name, row[name]) for name in row if name not in _NAMED and row[name] is not None)
+            numbers = ((name, row[name]) for name in NUMBERS if row.get(name) is not None)
             for name, value in numbers:
                 self._writer.add_scalar(f"{place}/{name}", value, record["step"])
 
     def __repr__(self) -> str:
         return repr(self._writer)
-
-
-_NAMED = frozenset({"layer", "gemm", "operand", "role", "format", "calls", "elements"})
-"""What a row has beside statistics."""
 
 
 def _is_cut(file: int) -> bool:

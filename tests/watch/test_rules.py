@@ -66,6 +66,7 @@ def test_all_conditions_hold():
         ({"when": {"underflow": "> 0.3"}, "layer": 3}, "expected a glob"),
         ({"when": {"underflow": "> e"}}, "is like '> 0.3', found '> e'"),
         ({"when": {"underflow": "> 1e"}}, "is like '> 0.3', found '> 1e'"),
+        ({"when": {"underflow": "> 0.3"}, "operand": "y"}, "allowed: amax, smallest, nan, inf, over"),
         ({"when": "underflow > 0.3"}, "'when' names a statistic"),
         ({"when": {"over": 3}}, "'when' names a statistic"),
         ("stop", "a watch rule is a mapping, found 'stop'"),
