@@ -150,7 +150,7 @@ def encode_tensors(
     """
     tiles = _tiles(x, block_dim, fmt)
     scale = _scales(tiles, x, block_dim, fmt, amax) if scale is None else scale.clone()
-    return _elements(tiles, x.shape, scale, fmt, seed, stream, amax), scale
+    return _elements(tiles, x.shape, scale, block_dim, fmt, seed, stream, amax), scale
 
 
 def rounded_tensors(
@@ -223,13 +223,14 @@ def encode_with(
     tells casts of one seed apart. amax: of the tensor, FP32 [1], for formats of two levels; `FormatError`
     without it.
     """
-    return _elements(_tiles(x, block_dim, fmt), x.shape, scale, fmt, seed, stream, amax)
+    return _elements(_tiles(x, block_dim, fmt), x.shape, scale, block_dim, fmt, seed, stream, amax)
 
 
 def _elements(
     tiles: Tensor,
     shape: Sequence[int],
     scale: Tensor,
+    block_dim: int,
     fmt: Format,
     seed: Tensor | None,
     stream: int,
@@ -248,7 +249,7 @@ def _elements(
     if fmt.stochastic:
         if seed is None:
             raise FormatError(f"a cast to {fmt} needs a seed")
-        y = stochastic.rounded(y, fmt.elem, stochastic.words(y.shape, stream, seed))
+        y = stochastic.rounded(y, fmt.elem, stochastic.halves(y.shape, block_dim, stream, seed))
     return to_elements(y, fmt.elem)
 
 

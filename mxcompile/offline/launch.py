@@ -53,10 +53,8 @@ class Launch:
         """Returns "product", "cast" (alone or in its producer), "attention", "collective", or "rest"."""
         if "_c10d_functional" in self.kernel:
             return COLLECTIVE
-        if "attention" in self.kernel:
-            return "attention"
         if self.gemms:
-            return "product"
+            return "attention" if "attention" in self.kernel else "product"
         return "rest" if CASTS.isdisjoint(self.operators) else "cast"
 
 
