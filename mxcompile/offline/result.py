@@ -170,9 +170,9 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
         binary = binaries.get(kernel, Binary())
         rows.append(
             [
-                _short(kernel, 26),
+                _short(kernel, 22),
                 len(same),
-                _short(_computed(same), 23),
+                _short(_computed(same), 21),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
                 *_estimates(same, result.rates),
                 _short(_instruction(binary), 12),
