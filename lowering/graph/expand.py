@@ -89,18 +89,18 @@ class _Expander:
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
                 result = self._scaled(result, factors, product.bias, node)
-            result = self._cast(result, out.dtype, node)
+            result = self._build.converted(result, out.dtype, node)
         self._build.replace(node, result)
 
     def _scaled(
         self, product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, node: fx.Node
     ) -> fx.Node:
         """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
-        result = self._cast(product, torch.float32, node)
+        result = self._build.converted(product, torch.float32, node)
         for factor in factors:
             result = self._build.call(aten.mul.Tensor, result, factor, like=node)
         if bias is not None:
-            added = self._cast(bias, torch.float32, node)
+            added = self._build.converted(bias, torch.float32, node)
             result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
@@ -113,14 +113,7 @@ class _Expander:
         if bias is None:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
-        return self._build.call(target, self._cast(bias, dtype, node), a, b, like=node)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        value = tensor(node)
-        if value is not None and value.dtype is dtype:
-            return node
-        convert = torch.ops.prims.convert_element_type.default
-        return self._build.call(convert, node, dtype, like=like)
+        return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
 
 
 def _spans_contraction(word: str) -> bool:
