@@ -82,13 +82,13 @@ def mxfp8(peak: Peak, time: Time) -> Iterator[float]:
 
 def fp4(peak: Peak, time: Time) -> Iterator[float]:
     """The product of NVFP4 operands, packed, with scales of two levels."""
-    from mxcompile.lowering.templates.vendor_fp4 import mx_vendor_nvfp4_mm  # needs Triton
+    from mxcompile.lowering.templates.vendor import mx_vendor_nvfp4_mm  # needs Triton
 
     word, one = "e2m1 1x16 two-level", torch.ones(1, device=gpu_common.DEVICE)
     for m, n, k in SHAPES:
         matrices = [_matrix(rows, k) for rows in (m, n)]
-        a, b = (ops.encode_packed(x, -1, word, None, 0, ops.largest(x)) for x in matrices)
-        call = functools.partial(mx_vendor_nvfp4_mm, *a, *b, one, one, out_dtype=torch.bfloat16)
+        a, (b, scale) = (ops.encode_packed(x, -1, word, None, 0, ops.largest(x)) for x in matrices)
+        call = functools.partial(mx_vendor_nvfp4_mm, *a, b.t(), scale, one, one, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.fp4_tflops)
 
 

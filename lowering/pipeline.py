@@ -29,12 +29,12 @@ from mxcompile.lowering.graph.fuse import Fuse
 from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.name_kernels import NameKernels
 from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.packed import Packed
 from mxcompile.lowering.graph.pair import Pair
 from mxcompile.lowering.graph.pair_fp4 import PairFP4
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
-from mxcompile.lowering.graph.vendor_fp4 import VendorFP4
 from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import casts as casts  # those of casts
@@ -47,11 +47,11 @@ from mxcompile.lowering.targets import Target
 
 log = logging.getLogger(__name__)
 
-JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8, VendorFP4)
+JOINT_LOWERING: tuple[type[LoweringPass], ...] = (TileScales, JointVendorFP8, Packed)
 """The passes over a graph that holds forward and backward, after those of `mxcompile.passes`."""
 
 LOWERING: tuple[type[LoweringPass], ...] = (
-    VendorFP4,
+    Packed,
     AsMX,
     Native,
     Fuse,

@@ -57,10 +57,10 @@ class Target:
     once; integers do it otherwise. stores_fp8: whether the device's code has tensors of those types;
     bytes stand for them otherwise. fp8_tiles: extents of FP32 scales that the vendor's FP8 GEMM takes (see
     `multiplies_fp8`). fp8_fnuz: whether the bias of its elements' exponents is 8 or 16, where OCP's is 7 or
-    15, and there is no negative 0. fp4_scales: types of the scales of blocks that the vendor's GEMM of packed
-    FP4 operands takes (see `multiplies_fp4`). scale_layout: what the chip's MX GEMM reads fastest.
-    slow_dtypes: those whose products the vendor's library computes faster in FP32. peak: for
-    estimates, if there is one.
+    15, and there is no negative 0. fp4_scales: types of the scales of blocks under which the chip multiplies
+    packed FP4 (see `multiplies_fp4`). library_fp4: the same of the vendor's GEMM, as PyTorch calls it.
+    scale_layout: what the chip's MX GEMM reads fastest. slow_dtypes: those whose products the vendor's
+    library computes faster in FP32. peak: for estimates, if there is one.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Target:
     fp8_tiles: frozenset[str] = frozenset()
     fp8_fnuz: bool = False
     fp4_scales: frozenset[ScaleType] = frozenset()
+    library_fp4: frozenset[ScaleType] = frozenset()
     scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     slow_dtypes: frozenset[torch.dtype] = frozenset()
     peak: Peak | None = None
@@ -102,7 +103,7 @@ class Target:
         return alike and {left, right} <= self.fp8_tiles
 
     def multiplies_fp4(self, *forms: Format) -> bool:
-        """Whether the vendor's library has a GEMM of packed operands of these formats.
+        """Whether the chip multiplies packed operands of these formats.
 
         Blocks of 16 of E2M1 under E4M3 scales, or of 32 under E8M0 scales, or tiles of as many rows.
         """
@@ -175,6 +176,7 @@ _TCGEN05: dict[str, Any] = {
     "tmem_columns": 512,
     "scale_layout": ScaleLayout.TILED_128X4,
     "fp4_scales": frozenset({ScaleType.E4M3, ScaleType.E8M0}),
+    "library_fp4": frozenset({ScaleType.E4M3, ScaleType.E8M0}),
 }
 
 
@@ -236,7 +238,8 @@ TARGETS = {
             99,
             mma="mma.sync block_scale",
             scale_layout=ScaleLayout.TILED_128X4,
-            fp4_scales=frozenset({ScaleType.E4M3}),
+            fp4_scales=frozenset({ScaleType.E4M3, ScaleType.E8M0}),
+            library_fp4=frozenset({ScaleType.E4M3}),
             fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
             peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, 838, fp8_tflops=419, fp4_tflops=1676),
         ),
@@ -255,10 +258,11 @@ TARGETS = {
             256,
             160,
             mma="v_mfma_scale",
+            fp4_scales=frozenset({ScaleType.E8M0}),
             fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
-            peak=_peak("MI355X", 2516, 157.3, 8000, 288, 2.4, 5033),
+            peak=_peak("MI355X", 2516, 157.3, 8000, 288, 2.4, 5033, fp4_tflops=10066),
         ),
     )
 }

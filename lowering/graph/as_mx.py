@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
@@ -59,7 +59,7 @@ class AsMX(NativePass):
             set_tag(new_node, *tags_of(node))
             build.replace(node, new_node)
         dead.eliminate(graph)
-        if self.target.fp4_scales:  # whose own pass says why
+        if ScaleType.E4M3 in self.target.fp4_scales:  # the pass of packed products says why
             return NO_REASONS
         rest = (node for node in graph.nodes if node.target in _AS)
         two_level = (node for node in rest if any(form.two_level for form in Product.read(node).forms))

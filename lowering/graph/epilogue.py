@@ -3,7 +3,8 @@
     product → +, ·, gelu … → anything but casts alone       in the kernel, as Inductor fuses it
     product → silu, · → casts                               in the cast's kernel
     product → + → the sum of a row, of a norm               in the kernel of the sum
-    product + product                                       in the kernel of the last
+    product + product, silu(product) · product              in the kernel of the last
+    product → SwiGLU's two gradients, stored                in a kernel of their own (see `is_heavy`)
 
 Views of the whole result do not count. Asked of graphs as they are lowered.
 """
@@ -25,7 +26,43 @@ def has_epilogue(product: fx.Node) -> bool:
     """Whether elementwise operators alone read `product`, and what reads them wants their result stored."""
     uses = {use for use, _ in readers(product, _is_whole_view)}
     fusible = all(_elementwise(use) and _last(product, use) for use in uses)
-    return fusible and any(map(_is_stored, uses))
+    return fusible and any(map(_is_stored, uses)) and not is_heavy(product)
+
+
+_FEW = 2
+
+
+def is_heavy(product: fx.Node) -> bool:
+    """Whether what is behind `product` reads or stores more than two tensors of its size beside the result.
+
+    Such operators get a kernel of their own. They take more registers than a thread has beside a tile, and on
+    a B200 their memory traffic takes longer than the product, which would wait for it.
+    """
+    pending, fused = _users(product), {product}
+    while pending:
+        node = pending.pop()
+        if node not in fused and _elementwise(node):
+            fused.add(node)
+            pending |= _users(node)
+    behind = fused - {product}
+    read = {_source(given) for node in behind for given in node.all_input_nodes} - fused
+    stored = [node for node in behind if any(map(_wants_stored, _users(node) - fused))]
+    return sum(_size(node) == _size(product) for node in read) + len(stored) - 1 > _FEW
+
+
+def _users(node: fx.Node) -> set[fx.Node]:
+    return {use for use, _ in readers(node, _is_whole_view)}
+
+
+def _wants_stored(use: fx.Node) -> bool:
+    return packet(use) not in _CASTS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The tensor that `node` is a view of all of."""
+    while _is_whole_view(node):
+        node = argument(node)
+    return node
 
 
 def _is_whole_view(node: fx.Node) -> bool:
@@ -43,17 +80,31 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _last(product: fx.Node, use: fx.Node) -> bool:
-    """Whether no later product goes into `use` as well."""
+    """Whether no later product goes into `use`, or into the elementwise operators that alone read it."""
     pending, seen = [use], {use}
     while pending:
-        for node in pending.pop().all_input_nodes:
-            if node in seen or not product < node:
-                continue
-            if packet(node) in ops.MX_PRODUCTS:
-                return False
-            seen.add(node)
-            pending.append(node)
+        node = pending.pop()
+        if _joins_later(product, node):
+            return False
+        users = _users(node)
+        if all(map(_elementwise, users)):  # else it is stored, and what is behind reads it from memory
+            pending += users - seen
+            seen |= users
     return True
+
+
+def _joins_later(product: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` follows from a later product than `product`."""
+    pending, seen = [node], {node}
+    while pending:
+        for given in pending.pop().all_input_nodes:
+            if given in seen or not product < given:
+                continue
+            if packet(given) in ops.NATIVE_PRODUCTS:
+                return True
+            seen.add(given)
+            pending.append(given)
+    return False
 
 
 def _is_stored(use: fx.Node) -> bool:
@@ -75,5 +126,9 @@ def _is_stored(use: fx.Node) -> bool:
 
 _REDUCTIONS = frozenset((aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean))
 _CASTS = frozenset(
-    cast.overloadpacket for cast in (ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm)
+    cast.overloadpacket
+    for cast in (
+        *(ops.quantize, ops.quantize_both, ops.quantize_two, ops.quantize_mm),
+        *(ops.encode_packed, ops.encode_packed_both),
+    )
 )

@@ -17,7 +17,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import hint, set_tag, tags_of, tensor
+from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
@@ -35,7 +35,7 @@ class Native(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products that stay."""
-        return (node for node in graph.nodes if packet(node) in ops.MX_PRODUCTS and self.runs(node))
+        return (node for node in graph.nodes if packet(node) in ops.NATIVE_PRODUCTS and self.runs(node))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Name the kernel in the tags of those products."""
@@ -53,21 +53,27 @@ class Native(NativePass):
         if tiled:
             form = defaults.default(self._product(node), self.target, defaults.forms(tiled)).form
             (chosen,) = defaults.tile_of(form, tiled)
-            return f"{_name(node)}_tiled {_shape(chosen)}"
+            return f"{_name(node)}_tiled {_shape(chosen, node)}"
         ((swap, tile),) = tiles
-        return f"{_name(node)} {_shape(tile)}{' swapped' if swap else ''}"
+        return f"{_name(node)} {_shape(tile, node)}{' swapped' if swap else ''}"
 
     def _product(self, node: fx.Node) -> defaults.MXProduct:
         """`node` in the terms of the table of defaults."""
-        out, a = tensor(node), tensor(Product.read(node).a)
-        assert out is not None
-        assert a is not None
+        product = Product.read(node)
+        out, a = value_of(node), value_of(product.a)
         *groups, m, n = map(hint, out.shape)
         kind = defaults.DENSE
         if _is_grouped(node):
             kind = defaults.ALONG_K if groups else defaults.ROWS
-        results, fused = groups[0] if groups else 1, has_epilogue(node)
-        return defaults.MXProduct(kind=kind, m=m, n=n, k=hint(a.shape[-1]), groups=results, epilogue=fused)
+        return defaults.MXProduct(
+            kind=kind,
+            precision=defaults.precision_of(product.forms),
+            m=m,
+            n=n,
+            k=product.per_byte * hint(a.shape[-1]),
+            groups=groups[0] if groups else 1,
+            epilogue=has_epilogue(node),
+        )
 
     def _tiled(self, node: fx.Node) -> list[TiledConfig]:
         """The tiles of the tiled form for `node`, if it fits."""
@@ -114,8 +120,8 @@ class Native(NativePass):
         return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
 
 
-def _shape(tile: MatmulConfig | TiledConfig) -> str:
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k * Product.read(node).per_byte}"
 
 
 def _is_grouped(node: fx.Node) -> bool:

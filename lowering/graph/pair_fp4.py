@@ -22,16 +22,16 @@ from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
-from mxcompile.lowering.graph.vendor_fp4 import FP4_CASTS
+from mxcompile.lowering.graph.packed import FP4_TEMPLATES
 from mxcompile.ops.view import arguments_of, results_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairFP4(LoweringPass):
-    """For chips with a GEMM of packed FP4 operands."""
+    """For chips with products of packed FP4 operands."""
 
     name: ClassVar[str] = "pair_fp4"
-    templates: ClassVar[tuple[str, ...]] = FP4_CASTS
+    templates: ClassVar[tuple[str, ...]] = FP4_TEMPLATES
 
     @property
     def applies(self) -> bool:

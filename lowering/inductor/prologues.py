@@ -101,5 +101,6 @@ def _fuse(producer: BaseSchedulerNode, cast: BaseSchedulerNode) -> BaseScheduler
     scheduler = cast.scheduler
     backend = scheduler.get_backend(cast.get_device())
     both: BaseSchedulerNode = backend.fuse(producer, cast)
+    both.group = cast.group  # of as many elements as the cast stores, packed ones half of what it reads
     scheduler.name_to_fused_node.update({node.get_name(): both for node in both.get_nodes()})
     return both

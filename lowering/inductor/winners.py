@@ -23,6 +23,7 @@ from torch._inductor.select_algorithm import (
     autotune_select_algorithm,
 )
 
+from mxcompile.formats import ELEMENTS
 from mxcompile.graph.tags import tag_of
 from mxcompile.lowering.inductor.scheduling import Nodes, SchedulerPass
 
@@ -40,6 +41,8 @@ _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _CALLS = {
     "mx_vendor_scaled_mm": "torch._scaled_mm",
     "mx_vendor_scaled_grouped_mm": "torch._scaled_grouped_mm",
+    "mx_vendor_nvfp4_mm": "aten._scaled_mm_v2 (nvfp4)",
+    "mx_vendor_mxfp4_mm": "aten._scaled_mm_v2 (mxfp4)",
 }
 """What a library's choice calls, where its name is that of a function around it."""
 
@@ -153,14 +156,16 @@ def renamed(kernel: str, winner: ir.ChoiceCaller) -> str:
 
 
 def _config(choice: TritonTemplateCaller) -> str:
-    """Words for the configuration of a choice: its tile, as of the product that it computes.
+    """Words for the configuration of a choice: its tile, in elements of the product that it computes.
 
     Inductor keeps the template's arguments in its description, as text.
     """
     if choice.make_kernel_render in _CONFIGS:
         return _CONFIGS[choice.make_kernel_render]
     settings = dict(re.findall(r"(\w+)=([^,]*)", choice.description))
-    m, n, k = (settings.get(f"BLOCK_{side}", "") for side in "MNK")
-    if not (m and n and k):
+    m, n, bytes_ = (settings.get(f"BLOCK_{side}", "") for side in "MNK")
+    if not (m and n and bytes_):
         return ""
+    elem = ELEMENTS.get(settings.get("ELEM_A", "").strip("'\""))
+    k = int(bytes_) * (1 if elem is None else elem.per_byte)
     return f"{n}x{m}x{k} swapped" if settings.get("SWAP") == "True" else f"{m}x{n}x{k}"

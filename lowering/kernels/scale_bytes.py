@@ -3,6 +3,9 @@
     row-major     rowwise [M, ⌈N/32⌉], columnwise [⌈M/32⌉, N]
     tiled         ``mxcompile.formats.scale_tiles``, of rows M rowwise and N columnwise; what is padded is 0
 
+Loads count K in bytes of elements. BLOCK is how many of them share a scale: 32 of MXFP8, 16 of MXFP4 and 8 of
+NVFP4, whose scales are E4M3 and not E8M0.
+
 Whole tiles are loaded as the bytes lie, a tile in 512 neighbours, and put in order in registers' terms only:
 the compiler turns load, reshape, transposition and reshape into a copy from shared to tensor memory
 (`tcgen05.cp`), which is the order the MMA reads. Parts of a tile are gathered. An MMA that reads scales from
@@ -56,19 +59,44 @@ def from_tiles(tiled, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def load_words(ptr, first_row, step, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
-    """The same as `load_tiled`, of 4 blocks at most, by a word a row. ptr: a multiple of 4 bytes."""
-    across, first = tl.cdiv(K, 128), step * BLOCKS
+def typed(ptr, BLOCK: tl.constexpr):
+    """`ptr` to scale bytes as pointers to scales of the type that the dot wants: E4M3, or bytes of E8M0."""
+    if BLOCK < 16:
+        ptr = ptr.to(tl.pointer_type(tl.float8e4nv))
+    return ptr
+
+
+@triton.jit
+def of_type(byte, BLOCK: tl.constexpr):
+    """Scale bytes in registers as scales of that type."""
+    if BLOCK < 16:
+        byte = byte.to(tl.float8e4nv, bitcast=True)
+    return byte
+
+
+@triton.jit
+def load_words(
+    ptr, first_row, step, rows, across, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr
+):
+    """The same bytes as `load_tiled`, by words of 4 blocks. ptr: a multiple of 4 bytes. across: tiles."""
+    first = step * BLOCKS
     row = tl.arange(0, ROWS)
     ptr += ((first_row // 128).to(tl.int64) * across + first // 4) * 512
     place = tiles.swizzled_offset(first_row % 128 + row, 0, across * 4) // 4
     words = ptr.to(tl.pointer_type(tl.int32)) + place
-    if EVEN:
-        four = tl.load(words)
+    inside = first_row + row < tl.cdiv(rows, 128) * 128
+    if BLOCKS <= 4:
+        four = tl.load(words) if EVEN else tl.load(words, mask=inside & (first // 4 < across), other=0)
+        byte = (four[:, None] >> (first % 4 + tl.arange(0, BLOCKS))[None, :] * 8).to(tl.uint8)
     else:
-        inside = (first_row + row < tl.cdiv(rows, 128) * 128) & (first // 4 < across)
-        four = tl.load(words, mask=inside, other=0)
-    return (four[:, None] >> (first % 4 + tl.arange(0, BLOCKS))[None, :] * 8).to(tl.uint8)
+        tile = tl.arange(0, BLOCKS // 4)
+        words = words[:, None] + tile[None, :] * 128
+        if EVEN:
+            four = tl.load(words)
+        else:
+            four = tl.load(words, mask=inside[:, None] & (first // 4 + tile < across)[None, :], other=0)
+        byte = (four[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]).to(tl.uint8).reshape(ROWS, BLOCKS)
+    return byte
 
 
 @triton.jit
@@ -82,45 +110,51 @@ def load_tiled(
     BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
+    BLOCK: tl.constexpr = tiles.BLOCK,
 ):
-    """Bytes [ROWS, BLOCKS] of a tiled scale of [rows, K / 32], from `first_row` and block step · BLOCKS on.
+    """Scales [ROWS, BLOCKS] of a tiled scale of [rows, K / BLOCK], from `first_row` and step · BLOCKS on.
 
     first_row: a multiple of ROWS. What is outside the tiles is 0. EVEN: nothing is. WORDS: whether the MMA
     reads them from registers.
     """
-    across = tl.cdiv(K, 128)
-    if WORDS and BLOCKS <= 4:
-        scale = load_words(ptr, first_row, step, rows, K, ROWS, BLOCKS, EVEN)
+    across = tl.cdiv(K, 4 * BLOCK)
+    if WORDS and (BLOCKS <= 4 or BLOCKS % 4 == 0):
+        scale = of_type(load_words(ptr, first_row, step, rows, across, ROWS, BLOCKS, EVEN), BLOCK)
     elif ROWS % 128 == 0 and BLOCKS % 4 == 0:
         DOWN: tl.constexpr = ROWS // 128
         ACROSS: tl.constexpr = BLOCKS // 4
         down, place = first_row // 128, tl.arange(0, ACROSS * 512)
-        ptr += down.to(tl.int64) * across * 512 + step * (ACROSS * 512)
+        ptr = typed(ptr, BLOCK) + down.to(tl.int64) * across * 512 + step * (ACROSS * 512)
         offset = tl.arange(0, DOWN)[:, None] * across * 512 + place[None, :]
         if EVEN or (DOWN == 1 and ACROSS == 1):
             tiled = tl.load(ptr + offset)
         else:
             in_rows = (down + tl.arange(0, DOWN) < tl.cdiv(rows, 128))[:, None]
             in_blocks = (step * ACROSS + place // 512 < across)[None, :]
-            tiled = tl.load(ptr + offset, mask=in_rows & in_blocks, other=0)
+            tiled = tl.load(ptr + offset, mask=in_rows & in_blocks, other=0.0)
         scale = from_tiles(tiled, DOWN, ACROSS)
     else:
         row, block = first_row + tl.arange(0, ROWS)[:, None], step * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-        offset = tiles.swizzled_offset(row, block, across * 4)
+        ptr = typed(ptr, BLOCK) + tiles.swizzled_offset(row, block, across * 4)
         if EVEN:
-            scale = tl.load(ptr + offset)
+            scale = tl.load(ptr)
         else:
             inside = (row < tl.cdiv(rows, 128) * 128) & (block < across * 4)
-            scale = tl.load(ptr + offset, mask=inside, other=0)
+            scale = tl.load(ptr, mask=inside, other=0.0)
     return scale
 
 
 @triton.jit
-def tiled_descriptor(ptr, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """A descriptor of a tiled scale of [rows, K / 32], for loads of [ROWS, BLOCKS], whole tiles."""
-    down, across = tl.cdiv(rows, 128), tl.cdiv(K, 128)
+def tiled_descriptor(
+    ptr, rows, K, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr = tiles.BLOCK
+):
+    """A descriptor of a tiled scale of [rows, K / BLOCK], for loads of [ROWS, BLOCKS], whole tiles."""
+    down, across = tl.cdiv(rows, 128), tl.cdiv(K, 4 * BLOCK)
     width = across.to(tl.int64) * 512
     shape = [1, down, across, 2, 256]
     return tl.make_tensor_descriptor(
-        ptr, shape, [down * width, width, 512, 256, 1], [1, ROWS // 128, BLOCKS // 4, 2, 256]
+        typed(ptr, BLOCK),
+        shape,
+        [down * width, width, 512, 256, 1],
+        [1, ROWS // 128, BLOCKS // 4, 2, 256],
     )

@@ -1,8 +1,12 @@
 """One tile of a product of MX operands, for products that are many: batches, and groups of rows or of K.
 
-    acc[m, n] = Σ_{begin ≤ k < end} a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  in FP32
+    acc[m, n] = Σ_{begin ≤ k < end} a[m, k] · sa[m, k/B] · b[k, n] · sb[k/B, n]          in FP32
 
-Blocks of 32 are counted from the start of K, also where `begin` or `end` lies inside one: the codes of such a
+    MXFP8    elements of a byte, blocks of 32, scales E8M0        2^(byte − 127)
+    MXFP4    two elements a byte along K, the first in the low half, blocks of 32, scales E8M0
+    NVFP4    the same, blocks of 16, scales E4M3
+
+Blocks are counted from the start of K, also where `begin` or `end` lies inside one: the codes of such a
 block that are outside count as 0, its scale is the one it has. Scales are row-major bytes. The caller chooses
 rows, columns and range, and stores the tile; `tile_of` says in which order a product's tiles are computed.
 """
@@ -12,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxcompile.lowering.kernels import tiles
+from mxcompile.formats import ELEMENTS
+from mxcompile.lowering.kernels import scale_bytes, tiles
 
 
 @triton.jit
@@ -27,6 +32,16 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.c
     return first + pid % (GROUP * tiles_n) % rows, pid % (GROUP * tiles_n) // rows
 
 
+CHUNK = tl.constexpr(16)
+"""Bytes that are loaded together."""
+
+
+@triton.constexpr_function
+def packed(elem):
+    """How many elements of a type share a byte."""
+    return ELEMENTS[elem].per_byte
+
+
 @triton.jit
 def tile_product(
     a_ptr,
@@ -39,6 +54,7 @@ def tile_product(
     in_n,
     begin,
     end,
+    length,
     stride_am,
     stride_ak,
     stride_asm,
@@ -49,42 +65,107 @@ def tile_product(
     stride_bsn,
     ELEM_A: tl.constexpr,
     ELEM_B: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """FP32 [rows, columns]. a: codes [M, K], b: codes [K, N], any strides; scales [M, K/32], [K/32, N].
+    """FP32 [rows, columns]. a [M, K], b [K, N]: bytes of codes, any strides; scales [M, K/B], [K/B, N].
 
     row, column: of the tile's elements, vectors of the integer type that offsets are computed in. in_m, in_n:
-    which of them there are. WHOLE_K: begin is 0 and BLOCK_K divides end.
+    which of them there are. begin, end: elements of K. length: bytes of K. BLOCK: bytes that share a scale.
+    BLOCK_K: bytes of a step. WHOLE_K: begin is 0, end is all, and BLOCK_K divides length. SPAN: begin and end
+    may be any; else they are all of K, or nothing.
+
+    Of packed elements the loop has whole chunks, and one more step those that other groups have a part of: so
+    no load is of less than a chunk, and few bytes are taken apart.
     """
-    BLOCKS: tl.constexpr = BLOCK_K // tiles.BLOCK
+    PACK: tl.constexpr = packed(ELEM_A)
+    CHUNKS: tl.constexpr = SPAN and PACK > 1
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     rk, rs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
-    first = begin // tiles.BLOCK
-    k, block = (first * tiles.BLOCK + rk).to(row.dtype), (first + rs).to(row.dtype)
+    first, low, high = begin // BLOCK * BLOCK, begin, end
+    if PACK > 1:
+        first, low, high = 0, 0, tl.where(begin < end, length, 0)
+    if CHUNKS:
+        low, high = tl.cdiv(begin, 2 * CHUNK) * CHUNK, end // (2 * CHUNK) * CHUNK
+        first = low // BLOCK_K * BLOCK_K
+    k, block = (first + rk).to(row.dtype), (first // BLOCK + rs).to(row.dtype)
     a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
     b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
-    a_scale_ptrs = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
-    b_scale_ptrs = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
+    a_scales = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
+    b_scales = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
     acc = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-    for start in range(first * tiles.BLOCK, end, BLOCK_K):
+    for start in range(first, high, BLOCK_K):
         if WHOLE_K:
             a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
             b = tl.load(b_ptrs, mask=in_n[None, :], other=0.0)
-            a_scale = tl.load(a_scale_ptrs, mask=in_m[:, None], other=0)
-            b_scale = tl.load(b_scale_ptrs, mask=in_n[:, None], other=0)
+            a_scale = tl.load(a_scales, mask=in_m[:, None], other=0)
+            b_scale = tl.load(b_scales, mask=in_n[:, None], other=0)
         else:
-            in_k = (start + rk < end) & (start + rk >= begin)
-            in_block = (start + rs * tiles.BLOCK < end)[None, :]
+            in_k = (start + rk < high) & (start + rk >= low)
+            in_block = (start + rs * BLOCK < high)[None, :]
+            if CHUNKS:
+                in_k = ((start + rk) // CHUNK >= low // CHUNK) & ((start + rk) // CHUNK < high // CHUNK)
+                in_block = (start + rs * BLOCK < length)[None, :]
             a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0.0)
-            a_scale = tl.load(a_scale_ptrs, mask=in_m[:, None] & in_block, other=0)
-            b_scale = tl.load(b_scale_ptrs, mask=in_n[:, None] & in_block, other=0)
+            a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block, other=0)
+            b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block, other=0)
+            if CHUNKS:  # NaN of other groups
+                ours = ((start + rs * BLOCK >= low) & (start + rs * BLOCK < high))[None, :]
+                a_scale, b_scale = tl.where(ours, a_scale, 0), tl.where(ours, b_scale, 0)
+        a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
         acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-        a_scale_ptrs += BLOCKS * stride_ask
-        b_scale_ptrs += BLOCKS * stride_bsk
+        a_scales += BLOCKS * stride_ask
+        b_scales += BLOCKS * stride_bsk
+    if CHUNKS:
+        byte, block, bits = _ends(begin, end, BLOCK)
+        in_k, in_block = (bits > 0) & (byte < length), (block >= 0) & (block * BLOCK < length)
+        k, s = byte.to(row.dtype), block.to(row.dtype)
+        a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
+        b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
+        a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
+        b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
+        a_scales = a_scale_ptr + row[:, None] * stride_asm + s[None, :] * stride_ask
+        b_scales = b_scale_ptr + column[:, None] * stride_bsn + s[None, :] * stride_bsk
+        a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)
+        b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block[None, :], other=0)
+        a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
+        acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
     return acc
+
+
+@triton.jit
+def _ends(begin, end, BLOCK: tl.constexpr):
+    """The chunks of K in which packed elements from `begin` to `end` lie with others, two or fewer.
+
+    Returns their bytes, their blocks, −1 of a chunk that is not there, and the bits of bytes that count.
+    """
+    place, block = tl.arange(0, 2 * CHUNK), tl.arange(0, 2 * CHUNK // BLOCK)
+    head, tail = begin // (2 * CHUNK), end // (2 * CHUNK)
+    has_head = (begin % (2 * CHUNK) > 0) & (begin < end)
+    has_tail = (end % (2 * CHUNK) > 0) & ((tail != head) | (begin % (2 * CHUNK) == 0)) & (begin < end)
+    byte = tl.where(place < CHUNK, head * CHUNK + place, tail * CHUNK + place - CHUNK)
+    there = tl.where(place < CHUNK, has_head, has_tail)
+    low, high = 2 * byte, 2 * byte + 1
+    bits = tl.where((low >= begin) & (low < end), 0x0F, 0) | tl.where((high >= begin) & (high < end), 0xF0, 0)
+    PER: tl.constexpr = CHUNK // BLOCK
+    of_chunk = tl.where(block < PER, head * PER + block, tail * PER + block - PER)
+    of_chunk = tl.where(tl.where(block < PER, has_head, has_tail), of_chunk, -1)
+    return byte, of_chunk, tl.where(there, bits, 0)
+
+
+@triton.jit
+def factor(ptr, index, stride, end, SHARED: tl.constexpr):
+    """The scales of a tensor for rows or columns `index` of a result, FP32; one number if they share it."""
+    if SHARED:
+        scale = tl.load(ptr)
+    else:
+        scale = tl.load(ptr + index.to(tl.int64) * stride, mask=index < end, other=0.0)
+    return scale
 
 
 @triton.jit

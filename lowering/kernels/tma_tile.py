@@ -2,7 +2,8 @@
 
     acc[m, n] = Σ_{step, k} a[a_row + m, a_k + k] · sa · b[b_row + n, b_k + k] · sb      k of a step, in FP32
 
-The accelerator fills with zeros what lies outside of a descriptor's matrix, in front of its start too. Each
+K is counted in bytes of elements. Packed operands have two elements in each and are contiguous along K. The
+accelerator fills with zeros what lies outside of a descriptor's matrix, in front of its start too. Each
 operand is contiguous along K or along its rows. The caller makes the descriptors, once for all tiles or for
 each group of them, chooses where a tile begins, and stores it. `scaled_tile` is the form by pointers.
 """
@@ -66,6 +67,7 @@ def tile_product(
     steps,
     ELEM_A: tl.constexpr,
     ELEM_B: tl.constexpr,
+    BLOCK: tl.constexpr,
     A_K_MAJOR: tl.constexpr,
     B_K_MAJOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -75,9 +77,9 @@ def tile_product(
     """FP32 [BLOCK_M, BLOCK_N], of `steps` steps along K.
 
     a_row, a_k, b_row, b_k: where the operands' tiles begin, int32. sa_row, sb_row: of their scales, in rows
-    of tiles; s_step: in steps.
+    of tiles; s_step: in steps. BLOCK: bytes that share a scale.
     """
-    BLOCKS: tl.constexpr = BLOCK_K // 32
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
         k = step * BLOCK_K

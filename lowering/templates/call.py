@@ -7,7 +7,9 @@ from typing import Any
 
 from torch._inductor import ir
 from torch._inductor.select_algorithm import autotune_select_algorithm
+from torch._inductor.virtualized import V
 
+from mxcompile.lowering.graph.epilogue import is_heavy
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.templates.examples import Make
 
@@ -59,4 +61,7 @@ def best(
     words: what the record says of each choice; its tile if there are none.
     """
     choices = choices_of(operands, layout, tried)
-    return winners.choose(name, choices, operands, layout, words, examples=examples, at_once=at_once)
+    result = winners.choose(name, choices, operands, layout, words, examples=examples, at_once=at_once)
+    if len(choices) == 1 and is_heavy(V.graph.current_node):  # of several, Inductor times what it fuses
+        V.graph.no_fuse_buffer_names.add(result.get_name())
+    return result

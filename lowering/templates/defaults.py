@@ -1,6 +1,6 @@
 """Which kernel computes a product that nobody has timed: one table; the first row that holds, its reason.
 
-    kind of product, what holds of it  →  form
+    kind of product, its elements, what holds of it  →  form
 
 A form that cannot run a product is passed over: the vendor's and the persistent one want aligned operands,
 the pointer form nothing. Where Inductor is told to time kernels (``mode="max-autotune"``) all forms compete
@@ -8,7 +8,8 @@ and the table decides nothing. Nothing here was timed on the chips it is for: ro
 published and on `mxcompile.offline.estimate`, and a measurement replaces them.
 
 Sources: cuBLAS and Triton's block-scaled products of 8192³ on a B200, triton-lang/triton #9044 and #9697;
-experts on a B200, the README of torchao's ``prototype/moe_training``.
+experts on a B200, the README of torchao's ``prototype/moe_training``; NVFP4 on an RTX 5090, vllm-project/vllm
+#38338, gn-kernels and gpu-flops-bench (`mxcompile.offline.rates`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from mxcompile.formats import Format
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.targets import Target
 
@@ -23,6 +25,12 @@ VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent
 """Forms: a library's; ours by the tensor memory accelerator, with warps that specialise or without; ours."""
 
 ALL = frozenset({VENDOR, SPECIALIZED, PERSISTENT, POINTERS})
+
+MXFP8, MXFP4, NVFP4 = "mxfp8", "mxfp4", "nvfp4"
+"""Elements and scales of the operands, by policy word."""
+
+FP4 = frozenset({MXFP4, NVFP4})
+EVERY = FP4 | {MXFP8}
 
 DENSE, BATCHED, ROWS, ALONG_K = "dense", "batched", "groups of rows", "groups of K"
 """Kinds of products."""
@@ -32,11 +40,12 @@ DENSE, BATCHED, ROWS, ALONG_K = "dense", "batched", "groups of rows", "groups of
 class MXProduct:
     """A product of MX operands.
 
-    m, n, k: of a matrix; of groups of all rows, or all of K. groups: how many results there are. epilogue:
-    whether its kernel computes what is behind it (see `graph.epilogue`).
+    precision: of its operands. m, n, k: of a matrix; of groups of all rows, or all of K. groups: how many
+    results there are. epilogue: whether its kernel computes what is behind it (see `graph.epilogue`).
     """
 
     kind: str
+    precision: str = MXFP8
     m: int
     n: int
     k: int
@@ -60,15 +69,37 @@ are written and read again, at 0.78 of the memory's rate.
 """
 
 
+LONG_K_OF_NVFP4 = {"sm_100": 7168, "sm_103": 7168, "sm_120": 4096}
+"""The same of NVFP4, by target.
+
+Of shared memory ours needs 2.25 cycles for each k on a B200, and the matrix units 1.0: it reaches at most
+0.44 of the data sheet's rate, and the library's 0.57. On an RTX 5090 it is 0.52 and 0.80, as published. The
+other kernel moves 4 bytes an element of the result for an activation and 6 for a residual.
+"""
+
+
+def precision_of(forms: Sequence[Format]) -> str:
+    """The precision of a product of packed operands in `forms`, or of FP8 ones, which have none."""
+    if not forms:
+        return MXFP8
+    return NVFP4 if forms[0].two_level else MXFP4
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRow:
-    """holds: of which products. when: the same in words. form, reason: what they run on, and why."""
+    """precisions: of operands. holds: of which products, when: the same in words. form, reason: for these."""
 
     kind: str
     when: str
+    precisions: frozenset[str] = EVERY
     holds: Callable[[MXProduct, Target], bool]
     form: str
     reason: str
+
+    @property
+    def operands(self) -> str:
+        """The precisions in words."""
+        return "all" if self.precisions == EVERY else ", ".join(sorted(map(str.upper, self.precisions)))
 
 
 def _always(_: MXProduct, __: Target) -> bool:
@@ -87,6 +118,10 @@ def _large_and_long(product: MXProduct, target: Target) -> bool:
     return product.is_large(target) and product.k >= _LONG_K
 
 
+def _large_and_longer(product: MXProduct, target: Target) -> bool:
+    return product.is_large(target) and product.k >= LONG_K_OF_NVFP4.get(target.name, 0)
+
+
 def _large_alone_on_b200(product: MXProduct, target: Target) -> bool:
     return _large_alone(product, target) and target.name == "sm_100"
 
@@ -94,6 +129,26 @@ def _large_alone_on_b200(product: MXProduct, target: Target) -> bool:
 TABLE = (
     TableRow(
         kind=DENSE,
+        precisions=frozenset({NVFP4}),
+        when="large, nothing fused behind it",
+        holds=_large_alone,
+        form=VENDOR,
+        reason="cuBLAS reaches 5,590 TFLOPS at 8192³ on a B200 and Gluon's example on one processor 4,782; on"
+        " an RTX 5090 CUTLASS reaches over 1,000 and Triton 874 (published); ours has not been timed",
+    ),
+    TableRow(
+        kind=DENSE,
+        precisions=frozenset({NVFP4}),
+        when="large, with an epilogue, K of 7,168 or more, on `sm_120` of 4,096",
+        holds=_large_and_longer,
+        form=VENDOR,
+        reason="on a B200 ours reaches 0.44 of the data sheet's rate (machine code) and cuBLAS 0.57"
+        " (published), on an RTX 5090 0.52 and 0.80 (published): from here on that saves more than another"
+        " kernel behind it costs, 4 to 6 bytes an element",
+    ),
+    TableRow(
+        kind=DENSE,
+        precisions=frozenset({MXFP8}),
         when="large, nothing fused behind it",
         holds=_large_alone,
         form=VENDOR,
@@ -102,6 +157,7 @@ TABLE = (
     ),
     TableRow(
         kind=DENSE,
+        precisions=frozenset({MXFP8}),
         when="large, with an epilogue, K of 4,096 or more",
         holds=_large_and_long,
         form=VENDOR,
@@ -111,7 +167,7 @@ TABLE = (
     ),
     TableRow(
         kind=DENSE,
-        when="large, with an epilogue and a smaller K, or not for the library",
+        when="large: with an epilogue and a smaller K, MXFP4, or not for the library",
         holds=_large,
         form=SPECIALIZED,
         reason="an epilogue in the kernel saves writing and reading the result; warps of its own and a"
@@ -142,6 +198,7 @@ TABLE = (
     ),
     TableRow(
         kind=ROWS,
+        precisions=frozenset({MXFP8}),
         when="large, nothing fused behind it, on `sm_100`",
         holds=_large_alone_on_b200,
         form=VENDOR,
@@ -177,7 +234,7 @@ TABLE = (
         reason="reads any strides and starts, and masks what is not a group's",
     ),
 )
-"""For chips with tensor memory; the others have the pointer form alone."""
+"""Chips without tensor memory have the pointer form alone, and a library's of NVFP4."""
 
 
 def forms(tiles: Sequence[TiledConfig]) -> set[str]:
@@ -197,5 +254,10 @@ def tile_of(form: str, tiles: Sequence[TiledConfig]) -> list[TiledConfig]:
 def default(product: MXProduct, target: Target, runs: Collection[str]) -> TableRow:
     """The row that decides `product` on `target`. runs: forms that can compute it, pointers at least."""
     return next(
-        row for row in TABLE if row.kind == product.kind and row.form in runs and row.holds(product, target)
+        row
+        for row in TABLE
+        if row.kind == product.kind
+        and product.precision in row.precisions
+        and row.form in runs
+        and row.holds(product, target)
     )

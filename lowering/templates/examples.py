@@ -2,8 +2,8 @@
 
 Inductor fills integers with zeros. Scale bytes of 0 make products of zeros, for which matrix units draw less
 power and run at higher clocks than for others; and where the ends of groups are 0 too no tile does anything,
-and what is timed is nothing. Here codes fill the range of their format, scales lie within 2⁻¹² and 1, groups
-are uneven, as routers make them, and end where the operand does.
+and what is timed is nothing. Here codes fill the range of their format, scales lie within 2⁻¹² and 2⁻¹ (of
+E4M3, within 176 and 448), groups are uneven, as routers make them, and end where the operand does.
 
 `winners.choose` brings them to where choices are timed alone, `ProductKernel` to where they are timed with
 what is fused behind them, in a module of its own that makes its arguments itself.
@@ -21,25 +21,28 @@ from torch._inductor import ir
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateKernel
 from torch._inductor.virtualized import V
 
+from mxcompile.lowering.templates.coding import Coding
+
 Make = Callable[[ir.Buffer], Tensor]
 
-_LOWEST, _HIGHEST = 115, 127
-"""Scale bytes."""
+_LOWEST, _HIGHEST = 115, 126
+"""Scale bytes, of both types."""
 
 
 class ProductKernel(TritonTemplateKernel):
     """A kernel of a product, which is timed on scales that are not 0."""
 
     def codegen_kernel_benchmark(self, num_gb: float | None) -> Any:
-        """The functions that time it, as Inductor writes them; arrays of bytes are scales."""
+        """The functions that time it, as Inductor writes them; arrays of bytes are scales or packed codes."""
         call, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
         written = super().codegen_kernel_benchmark(num_gb)
         return written.map(lambda line: line + end if str(line).endswith(call) else line)
 
 
-def dense(operands: Sequence[Any]) -> dict[int, Make]:
+def dense(operands: Sequence[Any], coding: Coding) -> dict[int, Make]:
     """Returns makers of the examples of a, its scale, b and its scale, by position."""
-    return dict.fromkeys(range(len(operands[:4])), _side)
+    sides: dict[int, Make] = dict.fromkeys(range(len(operands[:4])), _side)
+    return sides | (dict.fromkeys((0, 2), _packed) if coding.per_byte > 1 else {})
 
 
 def stored(operands: Sequence[Any]) -> dict[int, Make]:
@@ -47,14 +50,13 @@ def stored(operands: Sequence[Any]) -> dict[int, Make]:
     return dict.fromkeys(range(1, len(operands[:3])), _side)
 
 
-def grouped(operands: Sequence[Any], length: Any) -> dict[int, Make]:
+def grouped(operands: Sequence[Any], length: Any, coding: Coding) -> dict[int, Make]:
     """Returns the maker of each operand's example, by its position.
 
     operands: a, its scale, b, its scale, ends of the groups. length: of the dimension that is grouped.
     """
     total = V.graph.sizevars.optimization_hint(length)
-    *sides, ends = range(len(operands))
-    return {**dict.fromkeys(sides, _side), ends: lambda node: _ends(node, total)}
+    return {**dense(operands, coding), len(operands) - 1: lambda node: _ends(node, total)}
 
 
 def _side(node: ir.Buffer) -> Tensor:
@@ -65,6 +67,12 @@ def _side(node: ir.Buffer) -> Tensor:
         limit = torch.finfo(value.dtype).max
         codes = torch.randn(value.shape, device=value.device).mul_(limit / 4).clamp_(-limit, limit)
         return value.copy_(codes)
+
+
+def _packed(node: ir.Buffer) -> Tensor:
+    value: Tensor = AlgorithmSelectorCache.benchmark_example_value(node)
+    with preserve_rng_state():
+        return value.random_(0, 256)
 
 
 def _ends(node: ir.Buffer, total: int) -> Tensor:

@@ -222,6 +222,7 @@ def _cast(
 ) -> Results:
     """Bytes and scale bytes of each of `copies`."""
     *batch, _, _ = x.get_size()
+    is_given = _is_given(x)
     x, tiled = _matrices(x), scale_layout == ScaleLayout.TILED_128X4
     device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
     shapes = [shape for way, copy in copies.items() for shape in _shapes(x, way, copy.form, tiled=tiled)]
@@ -232,7 +233,8 @@ def _cast(
     given = *(copy.amax for copy in copies.values()), seed
     read = [realize_inputs(each) for each in given if each is not None]
     first, last = next(iter(copies.values())).form, list(copies.values())[-1].form
-    tile = _tile(target, first.tile.along, x)
+    # a producer, which the amax of two levels reads too, is computed beside one level's casts alone
+    tile = _tile(target, first.tile.along, x, halve=len(copies) > 1 and not is_given and not first.two_level)
     padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
     ways = [padding[way == "columns"] for way in copies] if tiled else [(1, 1)]
     codes = call.only(
@@ -315,8 +317,11 @@ def _matrices(x: ir.TensorBox) -> Any:
     return realize_inputs(_VIEW(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
 
 
-def _tile(target: Target, block: int, x: Any) -> dict[str, Any]:
-    """Arguments of both templates: a tile of blocks of so many rows, and how its numbers are computed."""
+def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[str, Any]:
+    """Arguments of both templates: a tile of blocks of so many rows, and how its numbers are computed.
+
+    halve: whether a thread has half as many elements, which leaves registers for a producer.
+    """
     tile = chosen(FP4_CAST, "an FP4 cast", target)
     known = V.graph.sizevars.statically_known_multiple_of
     (m, n), size = x.get_size()[-2:], x.get_dtype().itemsize
@@ -333,5 +338,5 @@ def _tile(target: Target, block: int, x: Any) -> dict[str, Any]:
         "BF16": ptx and x.get_dtype() == torch.bfloat16,
         "DTYPE": triton_type(x.get_dtype()),
         "num_stages": 1,
-        "num_warps": tile.num_warps,
+        "num_warps": tile.num_warps * (2 if halve else 1),
     }

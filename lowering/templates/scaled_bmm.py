@@ -3,11 +3,12 @@
     out[q] = epilogue(round(a[q] · b[q] (+ bias[q])))             FP32 accumulation, one rounding
 
 Operands are read where they are, K-major or MN-major, with any strides; an operand or a bias that all entries
-share has stride 0 and is not copied. Scales are row-major bytes.
+share has stride 0 and is not copied. Scales are row-major bytes. Packed FP4 operands too (see `coding`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,22 +17,20 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
+from mxcompile.lowering.templates.coding import HEAD, Coding
 from mxcompile.lowering.templates.tile import STORE, TILE, select
 
 _SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
 from mxcompile.lowering.kernels.scaled_tile import tile_of
-
-{% if BIASED %}
-{{def_kernel("A", "SA", "B", "SB", "BIAS")}}
-{% else %}
-{{def_kernel("A", "SA", "B", "SB")}}
-{% endif %}
+"""
+    + HEAD.replace("OTHERS", "[]")
+    + r"""
     M = {{size("A", 1)}}
     N = {{size("B", 2)}}
-    begin = 0
-    end = {{size("A", 2)}}
+    length = {{size("A", 2)}}
+    begin, end = 0, length * scaled_tile.packed(ELEM_A)
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     idx_q = (tl.program_id(0) // entry).to(INDEX_DTYPE)
     pid_m, pid_n = tile_of(tl.program_id(0) % entry, M, N, BLOCK_M, BLOCK_N)
@@ -50,6 +49,10 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     stride_bn = {{stride("B", 2)}}
     stride_sbk = {{stride("SB", 1)}}
     stride_sbn = {{stride("SB", 2)}}
+{% if TWO_LEVEL %}
+    ta += idx_q.to(tl.int64) * {{stride("TA", 0)}}
+    tb += idx_q.to(tl.int64) * {{stride("TB", 0)}}
+{% endif %}
 """
     + TILE
     + r"""
@@ -77,22 +80,20 @@ _EXPAND = lowerings[torch.ops.aten.expand.default]
 
 
 def lower(
-    a: ir.TensorBox,
-    scale_a: ir.TensorBox,
-    b: ir.TensorBox,
-    scale_b: ir.TensorBox,
-    bias: ir.TensorBox | None,
-    out_dtype: torch.dtype,
+    sides: Sequence[ir.TensorBox], bias: ir.TensorBox | None, out_dtype: torch.dtype, coding: Coding
 ) -> ir.TensorBox:
-    """The products a [Q, M, K] · b [Q or 1, K, N] or [K, N] (+ bias, any shape that broadcasts to them)."""
+    """The products a [Q, M, K] · b [Q or 1, K, N] or [K, N] (+ bias, any shape that broadcasts to them).
+
+    sides: a, its scale, b, its scale.
+    """
+    a, scale_a, b, scale_b = sides
     q, m, _ = a.get_size()
     n = b.get_size()[-1]
-    sides = [a, scale_a, *(_EXPAND(side, [q, *side.get_size()[-2:]]) for side in (b, scale_b))]
-    operands = [realize_inputs(side) for side in sides]
+    expanded = [a, scale_a, *(_EXPAND(side, [q, *side.get_size()[-2:]]) for side in (b, scale_b))]
+    operands = [*map(realize_inputs, expanded), *coding.tensors]
+    own_rows = False
     if bias is not None:
         operands.append(realize_inputs(_EXPAND(bias, [q, m, n])))
+        own_rows = not V.graph.sizevars.statically_known_equals(operands[-1].get_stride()[1], 0)
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [q, m, n])
-    own_rows = bias is not None and not V.graph.sizevars.statically_known_equals(
-        operands[4].get_stride()[1], 0
-    )
-    return select(TEMPLATE, operands, layout, m, BIASED=bias is not None, BIAS_ROWS=own_rows)
+    return select(TEMPLATE, operands, layout, m, coding, BIASED=bias is not None, BIAS_ROWS=own_rows)

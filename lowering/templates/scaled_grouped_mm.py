@@ -37,14 +37,16 @@ from mxcompile.lowering.templates import (
     scaled_grouped_mm_tiled,
     vendor,
 )
+from mxcompile.lowering.templates.coding import HEAD, Coding
 from mxcompile.lowering.templates.tile import STORE, TILE, select
 
 _ROWS_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
 from mxcompile.lowering.kernels.scaled_tile import tile_of
-
-{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+"""
+    + HEAD.replace("OTHERS", '["OFFS"]')
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 2)}}
     tiles_m = tl.cdiv(M, BLOCK_M) + NUM_GROUPS
@@ -52,8 +54,8 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     group, first, end_m = scaled_tile.group_of(OFFS, tile, M, NUM_GROUPS, POWER, BLOCK_M)
     rm = first + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = 0
-    end = tl.where(group < NUM_GROUPS, {{size("A", 1)}}, 0)
+    length = {{size("A", 1)}}
+    begin, end = 0, tl.where(group < NUM_GROUPS, length * scaled_tile.packed(ELEM_A), 0)
     operand = tl.minimum(group, NUM_GROUPS - 1).to(tl.int64)
     a = A
     sa = SA
@@ -86,8 +88,9 @@ _K_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scaled_tile
 from mxcompile.lowering.kernels.scaled_tile import tile_of
-
-{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+"""
+    + HEAD.replace("OTHERS", '["OFFS"]')
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -95,6 +98,7 @@ from mxcompile.lowering.kernels.scaled_tile import tile_of
     begin = tl.load(OFFS + idx_q - 1, mask=idx_q > 0, other=0).to(tl.int32)
     end = tl.load(OFFS + idx_q).to(tl.int32)
     end = tl.where(begin < end, end, 0)
+    length = {{size("A", 1)}}
     pid_m, pid_n = tile_of(tl.program_id(0) % entry, M, N, BLOCK_M, BLOCK_N)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -145,24 +149,31 @@ def lower_scaled_grouped_mm(
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
     """The products of all groups, in any form of the operator, for what `graph.native` has left."""
-    sides = [a, scale_a, b, scale_b]
+    return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.mxfp8(a, b))
+
+
+def lower(
+    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding
+) -> ir.TensorBox:
+    """The products of all groups of operands in `coding`. sides: a, its scale, b, its scale."""
+    a, scale_a, b, scale_b = sides
     match len(a.get_size()), len(b.get_size()):
         case 2, 2:
-            return _groups_of_k(sides, offs, out_dtype)
+            return _groups_of_k(sides, offs, out_dtype, coding)
         case 2, 3:
-            return _groups_of_rows(sides, offs, out_dtype, columns=False)
+            return _groups_of_rows(sides, offs, out_dtype, coding, columns=False)
         case 3, 2:
             sides = [_PERMUTE(side, _SWAPPED[len(side.get_size())]) for side in (b, scale_b, a, scale_a)]
-            return _groups_of_rows(sides, offs, out_dtype, columns=True)
+            return _groups_of_rows(sides, offs, out_dtype, coding.swapped, columns=True)
         case _:
-            return scaled_bmm.lower(a, scale_a, b, scale_b, None, out_dtype)
+            return scaled_bmm.lower(sides, None, out_dtype, coding)
 
 
 _SWAPPED = {2: [1, 0], 3: [0, 2, 1]}
 
 
 def _groups_of_rows(
-    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, *, columns: bool
+    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding, *, columns: bool
 ) -> ir.TensorBox:
     """The groups of rows of a [M, K] · b [G, K, N], as [M, N], or transposed, [N, M], if `columns`."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
@@ -170,13 +181,15 @@ def _groups_of_rows(
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [n, m] if columns else [m, n])
     tile_sizes = scaled_grouped_mm_tiled.tiles(of_device(layout.device), operands, CeilDiv(m, groups))
     if tile_sizes:
-        return _tiled(operands, layout, tile_sizes, columns=columns)
+        return _tiled(operands, layout, tile_sizes, coding, columns=columns)
     return select(
         ROWS_TEMPLATE,
-        operands,
+        [*operands, *coding.tensors],
         layout,
         CeilDiv(m, groups),
-        examples.grouped(operands, m),
+        coding,
+        examples.grouped(operands, m, coding),
+        BIASED=False,
         COLUMNS=columns,
         NUM_GROUPS=int(groups),
         POWER=1 << int(groups).bit_length(),
@@ -184,7 +197,7 @@ def _groups_of_rows(
 
 
 def _tiled(
-    operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, columns: bool
+    operands: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, columns: bool
 ) -> ir.TensorBox:
     """The groups of rows in one of `tiles` or by the vendor, as `defaults` says; autotuned, all compete."""
     a, scale_a, b, scale_b, offs = operands
@@ -196,33 +209,41 @@ def _tiled(
     sides = [a, tiled_a, b, tiled_b, offs]
     library = not columns and vendor.fits_groups(sides, layout.dtype)
     if not configs.autotuning():
-        form = _default(sides, layout, tiles, library=library)
+        form = _default(sides, layout, tiles, coding, library=library)
         tiles, library = tiles[: int(form != defaults.VENDOR)], form == defaults.VENDOR
     keywords = {"COLUMNS": columns, **scaled_grouped_mm_tiled.majorness(a, b)}
     template = scaled_grouped_mm_tiled.ROWS_TEMPLATE
-    tried = _tried(template, sides, tiles, groups, **keywords) + [(vendor.GROUPED, {})] * library
-    inputs = examples.grouped(sides, a.get_size()[0])
-    return call.best(template.name, sides, layout, tried, examples=inputs, at_once=True)
+    tried = _tried(template, tiles, groups, coding, **keywords) + [(vendor.GROUPED, {})] * library
+    inputs = examples.grouped(sides, a.get_size()[0], coding)
+    given = [*sides, *coding.tensors]
+    return call.best(template.name, given, layout, tried, examples=inputs, at_once=True)
 
 
-def _default(sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], *, library: bool) -> str:
+def _default(
+    sides: list[Any], layout: ir.Layout, tiles: list[TiledConfig], coding: Coding, *, library: bool
+) -> str:
     """The form that runs groups of rows unmeasured. library: whether the vendor's can."""
     a, _, b, *_ = sides
     m, k, n = map(V.graph.sizevars.optimization_hint, (*a.get_size(), b.get_size()[2]))
     fused = has_epilogue(V.graph.current_node)
-    product = defaults.MXProduct(kind=defaults.ROWS, m=m, n=n, k=k, epilogue=fused)
+    product = defaults.MXProduct(
+        kind=defaults.ROWS, precision=coding.precision, m=m, n=n, k=k * coding.per_byte, epilogue=fused
+    )
     runs = defaults.forms(tiles) | ({defaults.VENDOR} if library else set())
     return defaults.default(product, of_device(layout.device), runs).form
 
 
 def _tried(
-    template: TritonTemplate, sides: list[Any], tiles: list[TiledConfig], groups: int, **keywords: bool
+    template: TritonTemplate, tiles: list[TiledConfig], groups: int, coding: Coding, **keywords: bool
 ) -> list[tuple[Any, dict[str, Any]]]:
     """`template` with each of `tiles`."""
-    return [(template, scaled_grouped_mm_tiled.arguments(sides, tile, groups) | keywords) for tile in tiles]
+    shared = {**coding.arguments, "BIASED": False, **keywords}
+    return [(template, scaled_grouped_mm_tiled.arguments(tile, groups) | shared) for tile in tiles]
 
 
-def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype) -> ir.TensorBox:
+def _groups_of_k(
+    sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch.dtype, coding: Coding
+) -> ir.TensorBox:
     """The groups of K of a [M, K] · b [K, N], as [G, M, N]."""
     operands = [realize_inputs(side) for side in (*sides, offs)]
     a, scale_a, b, _, ends = operands
@@ -230,11 +251,14 @@ def _groups_of_k(sides: list[ir.TensorBox], offs: ir.TensorBox, out_dtype: torch
     layout = ir.FixedLayout(offs.get_device_or_error(), out_dtype, [groups, m, n])
     tiles = scaled_grouped_mm_tiled.k_tiles(of_device(layout.device), operands, groups)
     if not tiles:
-        return select(K_TEMPLATE, operands, layout, m, examples.grouped(operands, k), WHOLE_K=False)
+        inputs = examples.grouped(operands, k * coding.per_byte, coding)
+        return select(
+            K_TEMPLATE, [*operands, *coding.tensors], layout, m, coding, inputs, span=True, BIASED=False
+        )
     scales = scale_a, realize_inputs(_PERMUTE(sides[3], [1, 0]))
     tiled = [group_scales.of_groups_of_k(scale, ends, groups) for scale in scales]
     given = [a, tiled[0], b, tiled[1], ends]
     template = scaled_grouped_mm_tiled.K_TEMPLATE
-    tried = _tried(template, given, tiles if configs.autotuning() else tiles[:1], groups)
-    inputs = examples.grouped(given, k)
+    tried = _tried(template, tiles if configs.autotuning() else tiles[:1], groups, coding)
+    inputs = examples.grouped(given, k, coding)
     return call.best(template.name, given, layout, tried, examples=inputs, at_once=True)

@@ -19,21 +19,23 @@ Wants what `tiles` and `k_tiles` say; the pointer form of ``templates.scaled_gro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import indent
 from typing import Any
 
 from torch._inductor.select_algorithm import SymbolicGridFn
 from torch._inductor.virtualized import V
 
-from mxcompile.formats import elem_type
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.templates import configs, persistent
+from mxcompile.lowering.templates.coding import GAIN, HEAD
 from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 
 _ROWS_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
-
-{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+"""
+    + HEAD.replace("OTHERS", '["OFFS"]')
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 2)}}
     K = {{size("A", 1)}}
@@ -44,8 +46,9 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
     b_desc = tma_tile.operand(B, N, NUM_GROUPS * K, {{stride("B", 1)}}, BLOCK_N, BLOCK_K, False)
 {% endif %}
     tiles_m = tl.cdiv(M, BLOCK_M) + NUM_GROUPS
-    sa_desc = scale_bytes.tiled_descriptor(SA, tiles_m * BLOCK_M, K, BLOCK_M, BLOCK_K // 32)
-    sb_desc = scale_bytes.tiled_descriptor(SB, NUM_GROUPS * tl.cdiv(N, 128) * 128, K, BLOCK_N, BLOCK_K // 32)
+    sa_desc = scale_bytes.tiled_descriptor(SA, tiles_m * BLOCK_M, K, BLOCK_M, BLOCK_K // BLOCK, BLOCK)
+    sb_desc = scale_bytes.tiled_descriptor(
+        SB, NUM_GROUPS * tl.cdiv(N, 128) * 128, K, BLOCK_N, BLOCK_K // BLOCK, BLOCK)
     WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
     num_tiles = tiles_m * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_SMS):
@@ -62,9 +65,10 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 {% endif %}
         acc = tma_tile.tile_product(
             a_desc, sa_desc, b_desc, sb_desc, row, 0, tile_m * (BLOCK_M // 128), b_row, b_k, sb_row, 0, steps,
-            ELEM_A, ELEM_B, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K)
+            ELEM_A, ELEM_B, BLOCK, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K)
 """
     + PARTS
+    + indent(GAIN.replace("ACC", "columns"), 8 * " ")
     + r"""
 {% if COLUMNS %}
 """
@@ -81,13 +85,14 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 _K_SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
-
-{{def_kernel("A", "SA", "B", "SB", "OFFS")}}
+"""
+    + HEAD.replace("OTHERS", '["OFFS"]')
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     padded = {{size("SA", 1)}} // 4
-    sa_desc = scale_bytes.tiled_descriptor(SA, M, padded, BLOCK_M, BLOCK_K // 32)
-    sb_desc = scale_bytes.tiled_descriptor(SB, N, padded, BLOCK_N, BLOCK_K // 32)
+    sa_desc = scale_bytes.tiled_descriptor(SA, M, padded, BLOCK_M, BLOCK_K // BLOCK)
+    sb_desc = scale_bytes.tiled_descriptor(SB, N, padded, BLOCK_N, BLOCK_K // BLOCK)
     WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
     end_m = M
     entry = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -108,7 +113,7 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
         acc = tma_tile.tile_product(
             a_desc, sa_desc, b_desc, sb_desc, row, -before, pid_m * (BLOCK_M // 128),
             pid_n * BLOCK_N, -before, pid_n * (BLOCK_N // 128), first_tile, steps,
-            ELEM_A, ELEM_B, False, False, BLOCK_M, BLOCK_N, BLOCK_K)
+            ELEM_A, ELEM_B, BLOCK, False, False, BLOCK_M, BLOCK_N, BLOCK_K)
 """
     + PARTS
     + STORE.replace("INDICES", '("idx_q", "idx_m", "idx_n")')
@@ -132,15 +137,12 @@ ROWS_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_tiled", grid=_rows_grid, 
 K_TEMPLATE = Descriptors(name="mx_scaled_grouped_mm_k_tiled", grid=_k_grid, source=_K_SOURCE)
 
 
-def arguments(operands: Sequence[Any], tile: TiledConfig, groups: int) -> dict[str, Any]:
-    """Returns the arguments of both templates for `tile`. operands: a, its scale, b, its scale, offs."""
-    a, _, b, *_ = operands
+def arguments(tile: TiledConfig, groups: int) -> dict[str, Any]:
+    """Returns the arguments of both templates for `tile`, beside those of a coding."""
     return {
         **persistent.arguments(tile),
         "NUM_GROUPS": groups,
         "POWER": 1 << groups.bit_length(),
-        "ELEM_A": repr(elem_type(a.get_dtype()).name),
-        "ELEM_B": repr(elem_type(b.get_dtype()).name),
     }
 
 

@@ -5,7 +5,8 @@
 
 Operands are read where they are: each may be K-major or MN-major, scales row-major or tiled, no copy is
 transposed or swizzled. Past the end of K codes and scale bytes read as 0, which adds nothing whatever the
-memory there holds. SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
+memory there holds. Packed FP4 operands too (see `coding`), acc then times the scales of both tensors.
+SWAP computes outᵀ = bᵀ·aᵀ, for few rows on a chip whose MMA is wide in M alone.
 
 Of two dimensions; `scaled_bmm` has the template for batches.
 """
@@ -23,7 +24,6 @@ from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
-from mxcompile.formats import elem_type
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
@@ -36,20 +36,19 @@ from mxcompile.lowering.templates import (
     scaled_mm_tiled,
     vendor,
 )
-from mxcompile.lowering.templates.tile import blocks, index_type
+from mxcompile.lowering.templates.coding import GAIN, HEAD, Coding
+from mxcompile.lowering.templates.tile import STORE, blocks, index_type
 
-_SOURCE = r"""
-from mxcompile.lowering.kernels import scale_bytes
-
-{% if BIASED %}
-{{def_kernel("A", "SA", "B", "SB", "BIAS")}}
-{% else %}
-{{def_kernel("A", "SA", "B", "SB")}}
-{% endif %}
+_SOURCE = (
+    r"""
+from mxcompile.lowering.kernels import scale_bytes, scaled_tile
+"""
+    + HEAD.replace("OTHERS", "[]")
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     K = {{size("A", 1)}}
-    blocks_k = (K + 31) // 32
+    blocks_k = (K + BLOCK - 1) // BLOCK
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -60,16 +59,18 @@ from mxcompile.lowering.kernels import scale_bytes
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
-    rs = tl.arange(0, BLOCK_K // 32)
+    rs = tl.arange(0, BLOCK_K // BLOCK)
     in_m = rm[:, None] < M
     in_n = rn[None, :] < N
     a_ptrs = A + rm[:, None].to(INDEX) * {{stride("A", 0)}} + rk[None, :].to(INDEX) * {{stride("A", 1)}}
     b_ptrs = B + rk[:, None].to(INDEX) * {{stride("B", 0)}} + rn[None, :].to(INDEX) * {{stride("B", 1)}}
 {% if not TILED_A %}
-    sa_ptrs = SA + rm[:, None].to(INDEX) * {{stride("SA", 0)}} + rs[None, :].to(INDEX) * {{stride("SA", 1)}}
+    sa_ptrs = scale_bytes.typed(SA, BLOCK)
+    sa_ptrs += rm[:, None].to(INDEX) * {{stride("SA", 0)}} + rs[None, :].to(INDEX) * {{stride("SA", 1)}}
 {% endif %}
 {% if not TILED_B %}
-    sb_ptrs = SB + rn[:, None].to(INDEX) * {{stride("SB", 1)}} + rs[None, :].to(INDEX) * {{stride("SB", 0)}}
+    sb_ptrs = scale_bytes.typed(SB, BLOCK)
+    sb_ptrs += rn[:, None].to(INDEX) * {{stride("SB", 1)}} + rs[None, :].to(INDEX) * {{stride("SB", 0)}}
 {% endif %}
 {% if SWAP %}
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -94,23 +95,23 @@ from mxcompile.lowering.kernels import scale_bytes
         b = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
 {% endif %}
 {% if not EVEN_K and not (TILED_A and TILED_B) %}
-        in_block = (start * (BLOCK_K // 32) + rs < blocks_k)[None, :]
+        in_block = (start * (BLOCK_K // BLOCK) + rs < blocks_k)[None, :]
 {% endif %}
 {% if TILED_A %}
         sa = scale_bytes.load_tiled(
-            SA, pid_m * BLOCK_M, start, M, K, BLOCK_M, BLOCK_K // 32, EVEN_M and EVEN_K, WORDS)
+            SA, pid_m * BLOCK_M, start, M, K, BLOCK_M, BLOCK_K // BLOCK, EVEN_M and EVEN_K, WORDS, BLOCK)
 {% elif EVEN_M and EVEN_K %}
         sa = tl.load(sa_ptrs)
 {% else %}
-        sa = tl.load(sa_ptrs, mask=in_m{% if not EVEN_K %} & in_block{% endif %}, other=0)
+        sa = tl.load(sa_ptrs, mask=in_m{% if not EVEN_K %} & in_block{% endif %}, other=0.0)
 {% endif %}
 {% if TILED_B %}
         sb = scale_bytes.load_tiled(
-            SB, pid_n * BLOCK_N, start, N, K, BLOCK_N, BLOCK_K // 32, EVEN_N and EVEN_K, WORDS)
+            SB, pid_n * BLOCK_N, start, N, K, BLOCK_N, BLOCK_K // BLOCK, EVEN_N and EVEN_K, WORDS, BLOCK)
 {% elif EVEN_N and EVEN_K %}
         sb = tl.load(sb_ptrs)
 {% else %}
-        sb = tl.load(sb_ptrs, mask=(rn[:, None] < N){% if not EVEN_K %} & in_block{% endif %}, other=0)
+        sb = tl.load(sb_ptrs, mask=(rn[:, None] < N){% if not EVEN_K %} & in_block{% endif %}, other=0.0)
 {% endif %}
 {% if SWAP %}
         acc = tl.dot_scaled(b.T, sb, ELEM_B, a.T, sa, ELEM_A, acc)
@@ -120,29 +121,29 @@ from mxcompile.lowering.kernels import scale_bytes
         a_ptrs += BLOCK_K * {{stride("A", 1)}}
         b_ptrs += BLOCK_K * {{stride("B", 0)}}
 {% if not TILED_A %}
-        sa_ptrs += (BLOCK_K // 32) * {{stride("SA", 1)}}
+        sa_ptrs += (BLOCK_K // BLOCK) * {{stride("SA", 1)}}
 {% endif %}
 {% if not TILED_B %}
-        sb_ptrs += (BLOCK_K // 32) * {{stride("SB", 0)}}
+        sb_ptrs += (BLOCK_K // BLOCK) * {{stride("SB", 0)}}
 {% endif %}
+    end_m = M
 {% if SWAP %}
     idx_m = rm[None, :].to(INDEX_DTYPE)
     idx_n = rn[:, None].to(INDEX_DTYPE)
-{% if BIASED %}
-    acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
-{% endif %}
-    mask = (idx_m < M) & (idx_n < N)
-    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_N", "BLOCK_M"))}}
 {% else %}
     idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :].to(INDEX_DTYPE)
+{% endif %}
+    mask = (idx_m < M) & (idx_n < N)
+"""
+    + GAIN.replace("ACC", "acc")
+    + r"""
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
 {% endif %}
-    mask = (idx_m < M) & (idx_n < N)
-    {{store_output(("idx_m", "idx_n"), "acc", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}
-{% endif %}
 """
+    + STORE.replace("INDICES", '("idx_m", "idx_n")')
+)
 
 
 class _Product(TritonTemplate):
@@ -166,37 +167,53 @@ def lower_scaled_mm(
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
     """The product a [M, K] · b [K, N] (+ bias), or a batch of them, for what `graph.native` has left."""
+    return lower([a, scale_a, b, scale_b], bias, out_dtype, Coding.mxfp8(a, b))
+
+
+def lower(
+    sides: list[ir.TensorBox], bias: ir.TensorBox | None, out_dtype: torch.dtype, coding: Coding
+) -> ir.TensorBox:
+    """The product of operands in `coding`, a [M, K] · b [K, N] (+ bias), or a batch of them.
+
+    sides: a, its scale, b, its scale.
+    """
+    a, _, b, _ = sides
     if len(a.get_size()) == 3:
-        return scaled_bmm.lower(a, scale_a, b, scale_b, bias, out_dtype)
-    operands = [realize_inputs(operand) for operand in (a, scale_a, b, scale_b)]
-    m, n = operands[0].get_size()[0], operands[2].get_size()[1]
+        return scaled_bmm.lower(sides, bias, out_dtype, coding)
+    m, n = a.get_size()[0], b.get_size()[1]
+    operands = [*map(realize_inputs, sides), *coding.tensors]
+    biased = bias is not None
     if bias is not None and len(bias.get_size()) == 1:
         operands.append(realize_inputs(_EXPAND(bias, [n])))
     elif bias is not None:  # of every element its own: Inductor adds it
-        wide = lower_scaled_mm(a, scale_a, b, scale_b, None, torch.float32)
+        wide = lower(sides, None, torch.float32, coding)
         sum_: ir.TensorBox = to_dtype(_ADD(wide, bias), out_dtype)
         return sum_
     layout = ir.FixedLayout(a.get_device_or_error(), out_dtype, [m, n])
-    tried = _choices(operands, layout)
-    return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(operands))
+    tried = _choices(operands, layout, coding, biased=biased)
+    return call.best("mx_scaled_mm", operands, layout, tried, examples=examples.dense(operands, coding))
 
 
-def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _choices(
+    operands: list[Any], layout: ir.Layout, coding: Coding, *, biased: bool
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Returns the choices with their arguments; unless autotuning, the one that `defaults` names."""
     m, n, k = map(V.graph.sizevars.optimization_hint, (*layout.size, operands[0].get_size()[1]))
-    shared = {
-        "BIASED": len(operands) > 4,
-        "ELEM_A": repr(elem_type(operands[0].get_dtype()).name),
-        "ELEM_B": repr(elem_type(operands[2].get_dtype()).name),
-    }
+    shared = {**coding.arguments, "BIASED": biased}
     target = of_device(layout.device)
     tiled = configs.tiled_products(target, m, n, k) if scaled_mm_tiled.fits(operands) else []
-    library = vendor.fits(operands, layout.dtype, target)
+    library = vendor.of(operands, layout.dtype, target, coding, biased=biased)
     tried = defaults.ALL
     if not configs.autotuning():
         runs = defaults.forms(tiled) | ({defaults.VENDOR} if library else set())
-        fused = has_epilogue(V.graph.current_node)
-        product = defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=k, epilogue=fused)
+        product = defaults.MXProduct(
+            kind=defaults.DENSE,
+            precision=coding.precision,
+            m=m,
+            n=n,
+            k=k * coding.per_byte,
+            epilogue=has_epilogue(V.graph.current_node),
+        )
         form = defaults.default(product, target, runs).form
         tried, tiled = frozenset({form}), defaults.tile_of(form, tiled)
     for config in tiled:
@@ -205,8 +222,8 @@ def _choices(operands: list[Any], layout: ir.Layout) -> Iterator[tuple[Any, dict
         for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
             arguments = _arguments(operands, layout, tile, swap=swap)
             yield TEMPLATE, {**shared, **arguments, "WORDS": not target.tmem_columns}
-    if defaults.VENDOR in tried and library:
-        yield vendor.CHOICE, {}
+    if defaults.VENDOR in tried and library is not None:
+        yield library
 
 
 def _arguments(operands: list[Any], layout: ir.Layout, tile: MatmulConfig, *, swap: bool) -> dict[str, Any]:

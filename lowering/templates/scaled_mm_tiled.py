@@ -13,30 +13,30 @@ Wants what `fits` says; the pointer form of ``templates.scaled_mm`` takes the re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import indent
 from typing import Any
 
 from torch._inductor.kernel.mm_common import persistent_mm_grid
 
 from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.templates import configs, persistent
+from mxcompile.lowering.templates.coding import GAIN, HEAD
 from mxcompile.lowering.templates.persistent import PARTS, STORE, Descriptors
 
 _SOURCE = (
     r"""
 from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
 
-{% if BIASED %}
-{{def_kernel("A", "SA", "B", "SB", "BIAS")}}
-{% else %}
-{{def_kernel("A", "SA", "B", "SB")}}
-{% endif %}
+"""
+    + HEAD.replace("OTHERS", "[]")
+    + r"""
     M = {{size("A", 0)}}
     N = {{size("B", 1)}}
     K = {{size("A", 1)}}
     a_desc = tma_tile.operand(A, M, K, {{stride("A", 1 - A_K_MAJOR)}}, BLOCK_M, BLOCK_K, A_K_MAJOR)
     b_desc = tma_tile.operand(B, N, K, {{stride("B", 0 + B_K_MAJOR)}}, BLOCK_N, BLOCK_K, B_K_MAJOR)
-    sa_desc = scale_bytes.tiled_descriptor(SA, M, K, BLOCK_M, BLOCK_K // 32)
-    sb_desc = scale_bytes.tiled_descriptor(SB, N, K, BLOCK_N, BLOCK_K // 32)
+    sa_desc = scale_bytes.tiled_descriptor(SA, M, K, BLOCK_M, BLOCK_K // BLOCK, BLOCK)
+    sb_desc = scale_bytes.tiled_descriptor(SB, N, K, BLOCK_N, BLOCK_K // BLOCK, BLOCK)
     WIDTH: tl.constexpr = BLOCK_N // 2**HALVINGS
     num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cast(tl.cdiv(K, BLOCK_K), tl.int32)
@@ -48,9 +48,10 @@ from mxcompile.lowering.kernels import scale_bytes, scaled_tile, tma_tile
         acc = tma_tile.tile_product(
             a_desc, sa_desc, b_desc, sb_desc, row, 0, pid_m * (BLOCK_M // 128),
             pid_n * BLOCK_N, 0, pid_n * (BLOCK_N // 128), 0, steps,
-            ELEM_A, ELEM_B, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K)
+            ELEM_A, ELEM_B, BLOCK, A_K_MAJOR, B_K_MAJOR, BLOCK_M, BLOCK_N, BLOCK_K)
 """
     + PARTS
+    + indent(GAIN.replace("ACC", "columns"), 8 * " ")
     + r"""
 {% if BIASED %}
             columns += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)

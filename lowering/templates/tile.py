@@ -14,10 +14,10 @@ from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
-from mxcompile.formats import elem_type
 from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.coding import GAIN, Coding
 from mxcompile.lowering.templates.configs import products
 from mxcompile.lowering.templates.examples import Make, dense
 
@@ -26,24 +26,25 @@ TILE = r"""
     in_n = rn < N
 {% if SWAP %}
     acc = scaled_tile.tile_product(
-        b, sb, a, sa, rn.to(INDEX), rm.to(INDEX), in_n, in_m, begin, end,
+        b, sb, a, sa, rn.to(INDEX), rm.to(INDEX), in_n, in_m, begin, end, length,
         stride_bn, stride_bk, stride_sbn, stride_sbk, stride_ak, stride_am, stride_sak, stride_sam,
-        ELEM_B, ELEM_A, BLOCK_K, WHOLE_K)
+        ELEM_B, ELEM_A, BLOCK, BLOCK_K, WHOLE_K, SPAN)
     idx_m = rm[None, :].to(INDEX_DTYPE)
     idx_n = rn[:, None].to(INDEX_DTYPE)
     mask = in_m[None, :] & in_n[:, None]
 {% else %}
     acc = scaled_tile.tile_product(
-        a, sa, b, sb, rm.to(INDEX), rn.to(INDEX), in_m, in_n, begin, end,
+        a, sa, b, sb, rm.to(INDEX), rn.to(INDEX), in_m, in_n, begin, end, length,
         stride_am, stride_ak, stride_sam, stride_sak, stride_bk, stride_bn, stride_sbk, stride_sbn,
-        ELEM_A, ELEM_B, BLOCK_K, WHOLE_K)
+        ELEM_A, ELEM_B, BLOCK, BLOCK_K, WHOLE_K, SPAN)
     idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :].to(INDEX_DTYPE)
     mask = in_m[:, None] & in_n[None, :]
 {% endif %}
-"""
-"""Source. Before it: a, sa, b, sb, pointers; rm, rn, the tile's rows and columns; end_m, N, their ends;
-begin, end, the range of K; the strides. After it: acc, FP32, and idx_m, idx_n, mask, to store it with."""
+""" + GAIN.replace("ACC", "acc")
+"""Source. Before it: `coding.HEAD`; a, sa, b, sb, pointers; rm, rn, the tile's rows and columns; end_m, N,
+their ends; begin, end, the range of K in elements, and length, all its bytes; the strides. After it: acc,
+FP32, and idx_m, idx_n, mask, to store it with."""
 
 STORE = r"""
 {% if SWAP %}
@@ -60,35 +61,37 @@ def select(
     operands: Sequence[Any],
     layout: ir.Layout,
     rows: Any,
+    coding: Coding,
     examples: Mapping[int, Make] | None = None,
+    *,
+    span: bool = False,
     **keywords: Any,
 ) -> ir.TensorBox:
     """The result, of `layout`, of `template` with the tile that suits products of so many rows.
 
     operands: a [.., M, K], its scale, b [.., K, N], its scale, then others. examples: what makes those that
-    autotuning times the tiles on, where it takes more than codes and scales. keywords: the template's own.
+    autotuning times the tiles on, where it takes more than codes and scales. span: whether a product may have
+    any part of K. keywords: the template's own.
     """
-    whole = keywords.get("WHOLE_K", True)
+    shared = {**coding.arguments, "SPAN": span, **keywords}
     tried = (
-        (template, {**tile, **keywords, "WHOLE_K": tile["WHOLE_K"] and whole})
+        (template, {**tile, **shared, "WHOLE_K": tile["WHOLE_K"] and not span})
         for tile in _tiles(operands, layout, rows)
     )
-    inputs = examples or dense(operands)
+    inputs = examples or dense(operands, coding)
     at_once = examples is not None
     return call.best(template.name, operands, layout, tried, examples=inputs, at_once=at_once)
 
 
 def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[dict[str, Any]]:
     """The arguments that `TILE` needs, for each configuration to try; the default alone unless autotuning."""
-    a, _, b, _, *_ = operands
+    a, *_ = operands
     sizes = V.graph.sizevars
     for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(rows)):
         yield {
             **blocks(tile, swap=swap),
             "WHOLE_K": sizes.statically_known_multiple_of(a.get_size()[-1], tile.block_k),
             "INDEX": index_type(*map(_extent, operands[:4])),
-            "ELEM_A": repr(elem_type(a.get_dtype()).name),
-            "ELEM_B": repr(elem_type(b.get_dtype()).name),
         }
 
 

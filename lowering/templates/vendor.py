@@ -1,19 +1,25 @@
 """The vendor's products of MX operands, beside the templates: `defaults` says which run unmeasured.
 
     matrices          ``torch._scaled_mm``
+    packed FP4        ``torch._scaled_mm_v2``: cuBLAS's of NVFP4, MSLK's of MXFP4
     groups of rows    ``torch._scaled_grouped_mm``; rows past the last group, which it leaves as memory has
                       them, are made 0 behind it
 
-Offered where its static conditions hold (`fits`): a chip with tensor memory, both scales tiled, strides and N
+Offered where its static conditions hold (`of`): a chip with tensor memory, both scales tiled, strides and N
 that are multiples of 16, K of a block, results in BF16, not both operands E5M2. Such chips take all four
 layouts, so dgrad and wgrad have this choice as fprop has; sm_120 takes K-major operands alone before cuBLAS
 13.6.
+
+Packed FP4 has it where scales are tiled, K is a multiple of 32 and N of 16, and results are in BF16 or FP16:
+NVFP4 where each tensor has one scale, with a bias of the dtype of the result; MXFP4 without a bias, on
+`sm_100` and `sm_103`, in builds of PyTorch with MSLK.
 
 Groups have it where `fits_groups`: both operands E4M3 and K-major, K a multiple of 32 (its scales' rows are
 found by K ÷ 32), the scales those of `group_scales`, PyTorch built with the library that has it. Not groups
 of columns or of K: of K it wants whole blocks in every group, which only the data says.
 
 Source: ``_scaled_mm_out_cuda``, ``_scaled_gemm`` in PyTorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
+``_scaled_nvfp4_nvfp4`` and ``_scaled_mxfp4_mxfp4`` there; ``meta_scaled_mm_v2`` and
 ``_meta_grouped_mm_common`` in its ``torch/_meta_registrations.py``; MSLK's ``mx8mx8bf16_grouped_mm``; of
 sm_120 pytorch/pytorch #198126.
 """
@@ -28,15 +34,17 @@ from torch import Tensor
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.utils import use_aten_gemm_kernels
 from torch._inductor.virtualized import V
+from torch.nn import functional as F
 
-from mxcompile.formats import BLOCK
+from mxcompile.formats import BLOCK, ScaleType
 from mxcompile.lowering import optional
 from mxcompile.lowering.kernels.zero_rows import zero_rows
 from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import configs
+from mxcompile.lowering.templates.coding import Coding
 
 _MULTIPLE = 16
-"""Elements: of strides and of N."""
+"""Bytes of strides and of packed K, and elements of N."""
 
 
 def mx_vendor_scaled_mm(
@@ -62,31 +70,122 @@ def mx_vendor_scaled_grouped_mm(
     return out
 
 
+def mx_vendor_nvfp4_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    tensor_a: Tensor,
+    tensor_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product a [M, K/2] · b [K/2, N] (+ bias [N]). a, b: bytes; scales: tiled bytes.
+
+    tensor_a, tensor_b: FP32 of any shape, one number in memory.
+    """
+    recipe = [F.ScalingType.BlockWise1x16.value, F.ScalingType.TensorWise.value]
+    scales = [
+        [scale.view(torch.float8_e4m3fn), tensor.as_strided([1], [1])]
+        for scale, tensor in ((scale_a, tensor_a), (scale_b, tensor_b))
+    ]
+    return _packed_mm(a, b, scales, recipe, bias, out_dtype)
+
+
+def mx_vendor_mxfp4_mm(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    """The product a [M, K/2] · b [K/2, N]. a, b: bytes; scales: tiled bytes."""
+    scales = [[scale.view(torch.float8_e8m0fnu)] for scale in (scale_a, scale_b)]
+    return _packed_mm(a, b, scales, [F.ScalingType.BlockWise1x32.value], None, out_dtype)
+
+
+def _packed_mm(
+    a: Tensor,
+    b: Tensor,
+    scales: list[list[Tensor]],
+    recipe: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    swizzle = [F.SwizzleType.SWIZZLE_32_4_4.value, F.SwizzleType.NO_SWIZZLE.value][: len(recipe)]
+    left, right = a.view(torch.float4_e2m1fn_x2), b.t().view(torch.float4_e2m1fn_x2).t()
+    product: Tensor = torch.ops.aten._scaled_mm_v2(
+        left, right, scales[0], recipe, swizzle, scales[1], recipe, swizzle, bias, out_dtype
+    )
+    return product
+
+
 CHOICE = ExternKernelChoice(mx_vendor_scaled_mm)
 GROUPED = ExternKernelChoice(mx_vendor_scaled_grouped_mm, has_out_variant=False)
 
 
-def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target) -> bool:
-    """Whether the vendor's product can run. operands: a [M, K], its scale, b [K, N], its scale, the bias."""
-    a, scale_a, b, scale_b, *bias = operands
+NVFP4 = ExternKernelChoice(mx_vendor_nvfp4_mm, has_out_variant=False)
+MXFP4 = ExternKernelChoice(mx_vendor_mxfp4_mm, has_out_variant=False)
+
+
+def of(
+    operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, *, biased: bool
+) -> tuple[Any, dict[str, Any]] | None:
+    """The vendor's product of matrices with its arguments; None if it cannot run.
+
+    operands: a [M, K], its scale, b [K, N], its scale, the scales of both tensors, the bias.
+    """
+    if V.graph.cpp_wrapper or not use_aten_gemm_kernels():
+        return None
+    if any(len(scale.get_size()) != 1 for scale in (operands[1], operands[3])):
+        return None
+    bias = operands[-1] if biased else None
+    if coding.per_byte == 1:
+        return (CHOICE, {}) if fits(operands, out_dtype, target, bias) else None
+    if not fits_packed(operands, out_dtype, target, coding, bias):
+        return None
+    return (NVFP4 if coding.tensors else MXFP4), {"out_dtype": out_dtype}
+
+
+def fits(operands: Sequence[Any], out_dtype: torch.dtype, target: Target, bias: Any | None) -> bool:
+    """Whether the vendor's product of FP8 can run."""
+    a, _, b, *_ = operands
     known = V.graph.sizevars.statically_known_multiple_of
     k, n = b.get_size()
     return (
-        use_aten_gemm_kernels()
-        and not V.graph.cpp_wrapper
-        and target.has_library_mx
-        and all(len(scale.get_size()) == 1 for scale in (scale_a, scale_b))
+        target.has_library_mx
         and None not in (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride()))
         and known(k, BLOCK)
         and known(n, _MULTIPLE)
         and out_dtype is torch.bfloat16
-        and all(added.get_dtype() is torch.bfloat16 for added in bias)
+        and (bias is None or bias.get_dtype() is torch.bfloat16)
         and torch.float8_e4m3fn in (a.get_dtype(), b.get_dtype())
     )
 
 
+def fits_packed(
+    operands: Sequence[Any], out_dtype: torch.dtype, target: Target, coding: Coding, bias: Any | None
+) -> bool:
+    """Whether the vendor's product of packed FP4 can run."""
+    a, _, b, *_ = operands
+    known = V.graph.sizevars.statically_known_multiple_of
+    k, n = b.get_size()
+    shared = all(coding.arguments.get(name, True) for name in ("SHARED_A", "SHARED_B"))
+    return (
+        hasattr(torch.ops.aten, "_scaled_mm_v2")
+        and (ScaleType.E4M3 if coding.tensors else ScaleType.E8M0) in target.library_fp4
+        and (bool(coding.tensors) or (bias is None and optional.has_mslk()))
+        and (configs.contiguous(a.get_stride()), configs.contiguous(b.get_stride())) == (1, 0)
+        and known(k, _MULTIPLE)
+        and known(n, _MULTIPLE)
+        and out_dtype in (torch.bfloat16, torch.float16)
+        and (bias is None or bias.get_dtype() is out_dtype)
+        and shared
+    )
+
+
 def fits_groups(operands: Sequence[Any], out_dtype: torch.dtype) -> bool:
-    """The same of groups of rows. operands: a [M, K], its tiles, b [G, K, N], its tiles, offs."""
+    """Whether the vendor's product of groups of rows can run.
+
+    operands: a [M, K], its tiles, b [G, K, N], its tiles, offs.
+    """
     a, _, b, _, offs = operands
     known = V.graph.sizevars.statically_known_multiple_of
     _, k, n = b.get_size()

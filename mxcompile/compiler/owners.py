@@ -114,9 +114,9 @@ class Adopted:
 
 
 def _products(graph: fx.Graph) -> Iterator[fx.Node]:
-    attentions = ATTENTION_FORWARD | ATTENTION_BACKWARD
+    attentions, products = ATTENTION_FORWARD | ATTENTION_BACKWARD, ops.PRODUCTS | ops.NATIVE_PRODUCTS
     for node in graph.nodes:
         if node.op == "call_function" and (
-            is_matmul(node) or packet(node) in ops.PRODUCTS or packet(node) in attentions
+            is_matmul(node) or packet(node) in products or packet(node) in attentions
         ):
             yield node

@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _MMA = re.compile(
-    r"(?<![\w.])(tcgen05\.mma[\w.:]*|wgmma\.mma_async[\w.:]*|mma\.sync[\w.:]*|v_mfma\w*|v_smfmac\w*)"
+    r"(?<![\w.])(tcgen05\.mma[\w.:]*|wgmma\.mma_async[\w.:]*|mma\.sync[\w.:]*|v_mfma\w*|v_smfmac\w*)(.*)"
 )
+_AMD_FORMATS = re.compile(r" (?:cbsz|blgp):\d")
+"""Of the operands of a scaled product: 0 is E4M3, 1 E5M2, 4 E2M1; 0 is not written."""
 _TEXT = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 _BINARY = ("cubin", "hsaco")
 _AMD_KEYS = "vgpr_count", "vgpr_spill_count"
@@ -42,8 +44,9 @@ class Binary:
 
     settings: block sizes, warps and stages it was compiled with. num_configs: that would be tried on the
     machine. registers: a thread has. spill_bytes: a thread spills to memory. shared_bytes: a block has.
-    tmem_columns: of tensor memory. mma: matrix instructions it has, each once. text: TTGIR, PTX, SASS or AMD
-    assembly by file suffix. image: cubin or hsaco by file suffix. problems: why it could not run, if so.
+    tmem_columns: of tensor memory. mma: matrix instructions it has, each once, AMD's scaled ones with the
+    formats of their operands. text: TTGIR, PTX, SASS or AMD assembly by file suffix. image: cubin or hsaco by
+    file suffix. problems: why it could not run, if so.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -133,12 +136,17 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
         spill_bytes=spill_bytes,
         shared_bytes=int(metadata.shared),
         tmem_columns=tmem,
-        mma=tuple(sorted(set(_MMA.findall(assembly)))),
+        mma=tuple(sorted({name + _formats(name, rest) for name, rest in _MMA.findall(assembly)})),
         text=text,
         image=image,
         problems=(*_problems(int(metadata.shared), tmem, target), *unread),
         **known,
     )
+
+
+def _formats(name: str, operands: str) -> str:
+    """The formats of the operands of a matrix instruction, if these say them."""
+    return "".join(_AMD_FORMATS.findall(operands)) if name.startswith("v_mfma_scale") else ""
 
 
 def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]:

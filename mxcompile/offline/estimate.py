@@ -119,6 +119,7 @@ def library_work(*, num_bytes: float, flops: float, product: str, target: Target
         "mxfp8": peak.mxfp8_tflops,
         "own_mxfp8": peak.mxfp8_tflops,
         "fp4": peak.fp4_tflops,
+        "own_fp4": peak.fp4_tflops,
         "fp8_tensor": peak.fp8_tflops,
         "fp8_channel": peak.fp8_tflops,
         "fp8_block": peak.fp8_tflops,

@@ -38,7 +38,7 @@ from mxcompile.lowering.targets import Target
 from mxcompile.models.names import module_of
 from mxcompile.offline.device import attention_backend, attention_flops
 from mxcompile.offline.estimate import Work, library_work
-from mxcompile.ops.view import arguments_of
+from mxcompile.ops.view import Product, arguments_of
 
 Works = Counter[tuple[str, Work]]
 """How often each kind of launch (see `Launch.kind`) with its work runs."""
@@ -103,8 +103,8 @@ class _Reader:
 
     def _rate(self, node: fx.Node, tag: GemmTag) -> str:
         """The kind of rate of a product."""
-        if packet(node) is ops.packed_mm.overloadpacket:
-            return "fp4"
+        if packet(node) in ops.NATIVE_PRODUCTS - ops.MX_PRODUCTS:
+            return self._fp4_rate(Product.read(node))
         if tag.formats is not None:
             if self.target.multiplies_mx(*tag.formats):
                 return "mxfp8" if self.target.has_library_mx else "own_mxfp8"
@@ -115,6 +115,14 @@ class _Reader:
             return "bf16"
         value = node.meta.get("val")
         return "fp32" if isinstance(value, Tensor) and value.element_size() > 2 else "bf16"
+
+    def _fp4_rate(self, product: Product) -> str:
+        """The kind of rate of a product of packed operands: a library's, of matrices in NVFP4."""
+        scale = product.forms[0].scale
+        theirs = scale is ScaleType.E4M3 and scale in self.target.library_fp4
+        return (
+            "fp4" if theirs and not product.is_grouped and product.node.meta["val"].ndim == 2 else "own_fp4"
+        )
 
     def streamed(self, members: list[fx.Node]) -> tuple[str, Work] | None:
         """A launch of `members`; None if it moves nothing."""

@@ -16,7 +16,8 @@ tile while the next is computed if tensor memory has room for two: of that only 
 tile's products is between.
 
 The matrix units of tensor memory read both operands of each tile from shared memory, which has as many bytes
-a cycle for them as for the loads that fill it. A tile of 128×128 reads all that there are.
+a cycle for them as for the loads that fill it. A tile of 128×128 reads all that there are. Sources count K in
+bytes, of which a packed operand's hold two elements.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from mxcompile.formats import BLOCK
 from mxcompile.lowering.targets import Peak, Target
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import Work
@@ -41,8 +43,8 @@ BARRIER_CYCLES = 30
 SHARED_BYTES = 128
 """That shared memory of a processor moves in a cycle."""
 
-_SCALES = 33 / 32
-"""Bytes of elements with their scales by bytes of elements."""
+_FP4 = ("kind::mxf4", "cbsz:4 blgp:4")
+"""In the names of instructions that multiply packed FP4; other scaled ones multiply FP8."""
 
 _NUMBER = re.compile(r"^ +(\w+)(?: ?: tl\.constexpr)? = (\d+)$", re.MULTILINE)
 _SPECIALIZED = "WARP_SPECIALIZE : tl.constexpr = True"
@@ -156,12 +158,13 @@ class _Launched:
         results = self.sizes.get("NUM_GROUPS", 0) * math.prod(
             math.ceil(self.sizes.get(side, 0) / self.sizes.get(f"BLOCK_{side}", 1)) for side in "MN"
         )
-        return self.sizes.get("K") or max(1.0, self.flops / (2 * area * (results or self.programs)))
+        bytes_ = self.sizes.get("K", 0)
+        return self._packed * bytes_ or max(1.0, self.flops / (2 * area * (results or self.programs)))
 
     @cached_property
     def steps(self) -> int:
         """Along K."""
-        return math.ceil(self.k / self.sizes.get("BLOCK_K", 1))
+        return math.ceil(self.k / (self._packed * self.sizes.get("BLOCK_K", 1)))
 
     @cached_property
     def around(self) -> Loop | None:
@@ -261,7 +264,8 @@ class _Launched:
         if self.steady is None or not self.target.tmem_columns:
             return 0.0
         sides = self.sizes.get("BLOCK_M", 1) + self.sizes.get("BLOCK_N", 1)
-        read = sides * self.k * (_SCALES if self._scaled else 2)
+        scale = 1 / self.sizes.get("BLOCK", BLOCK)
+        read = sides * self.k * ((1 + scale) / self._packed if self._scaled else 2)
         cycles = 2 * read / SHARED_BYTES
         return self.tiles_of_a_processor * cycles / _cycles_of_us(self.target)
 
@@ -275,22 +279,30 @@ class _Launched:
     def product(self) -> str:
         if self.steady is None and not (self.flops and self.binary.mma):
             return ""
-        return "own_mxfp8" if self._scaled else "own_bf16"
+        return "own_fp4" if self._packed > 1 else "own_mxfp8" if self._scaled else "own_bf16"
 
     @property
     def _scaled(self) -> bool:
         return any("scale" in name for name in self.binary.mma)
 
     @property
+    def _packed(self) -> int:
+        """Elements in a byte of the operands."""
+        return 2 if any(each in name for name in self.binary.mma for each in _FP4) else 1
+
+    @property
     def _tflops(self) -> float:
         peak = _peak(self.target)
+        if self._packed > 1:
+            return peak.fp4_tflops
         return peak.mxfp8_tflops if self._scaled else peak.bf16_tflops
 
     @cached_property
     def tile_cycles(self) -> float:
         """The cycles of the products of a tile at the data sheet's rate."""
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
-        operations = 2 * self.steps * math.prod(self.sizes.get(name, 1) for name in names)
+        tile = math.prod(self.sizes.get(name, 1) for name in names) * self._packed
+        operations = 2 * self.steps * tile
         return operations * self.target.processors * _cycles_of_us(self.target) / (self._tflops * 1e6)
 
     @cached_property

@@ -5,7 +5,7 @@
     bf16, fp32, fp8_tensor,          products of a library, by format and by the extent of FP32 scales
       fp8_channel, fp8_block, mxfp8,
       fp4
-    own_bf16, own_mxfp8              products of generated kernels, waits that are modelled left out
+    own_bf16, own_mxfp8, own_fp4     products of generated kernels, waits that are modelled left out
     cudnn, flash, efficient          attention forward by backend; `…_backward` its backward
     latency_us                       from a load to its first use, under load
     launch_us                        that a kernel takes beside its work: its start, and its last programs
@@ -30,7 +30,7 @@ from mxcompile.lowering.targets import TARGETS, Target
 
 KINDS = (
     *("memory", "issue", "bf16", "fp32", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "fp4"),
-    *("own_bf16", "own_mxfp8", "cudnn", "cudnn_backward", "flash", "flash_backward"),
+    *("own_bf16", "own_mxfp8", "own_fp4", "cudnn", "cudnn_backward", "flash", "flash_backward"),
     *("efficient", "efficient_backward", "latency_us", "launch_us"),
 )
 
@@ -138,6 +138,7 @@ _ASSUMED = {
         fp4=(0.40, 0.55, 0.70),
         own_bf16=(0.60, 0.75, 0.90),
         own_mxfp8=(0.40, 0.55, 0.75),
+        own_fp4=(0.30, 0.45, 0.60),
         cudnn=(0.45, 0.60, 0.72),
         cudnn_backward=(0.38, 0.50, 0.62),
         flash=(0.40, 0.55, 0.70),
@@ -224,6 +225,11 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             fp4=(0.48, 0.57, 0.63),
         ),
         **_rates(
+            "triton #9697: Gluon's NVFP4 on one processor 4,782 TFLOPS at 8192³; #9044: dot_scaled 4,200 to"
+            " 4,500",
+            own_fp4=(0.45, 0.50, 0.55),
+        ),
+        **_rates(
             "triton #9044: dot_scaled of 128×256 2,202 TFLOPS; #9697: Gluon on one processor 2,526",
             own_mxfp8=(0.45, 0.50, 0.58),
             own_bf16=(0.45, 0.55, 0.68),
@@ -266,6 +272,7 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             "vllm #38338: Triton's product of NVFP4 845 to 874 TFLOPS, 0.52 of its peak; MXFP8 assumed alike",
             own_mxfp8=(0.40, 0.52, 0.70),
         ),
+        **_rates("vllm #38338: dot_scaled of NVFP4 845 to 874 TFLOPS", own_fp4=(0.45, 0.52, 0.60)),
         **_rates(
             "a blog of FlashAttention on an RTX 5090: PyTorch's forward 187 TFLOPS; backward assumed",
             flash=(0.75, 0.85, 0.95),
@@ -291,6 +298,10 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             own_mxfp8=(0.34, 0.40, 0.47),
             mxfp8=(0.38, 0.44, 0.50),
         ),
+        **_rates(
+            "MSLK #379: dot_scaled of MXFP4 3,300 TFLOPS on a MI350X, 0.36 of its data sheet",
+            own_fp4=(0.28, 0.34, 0.42),
+        ),
         **_rates(_UNKNOWN, fp8_tensor=(0.36, 0.44, 0.54), fp8_channel=(0.32, 0.40, 0.50)),
         **_rates(_UNKNOWN, flash=(0.22, 0.30, 0.42), flash_backward=(0.14, 0.22, 0.32)),
     },
@@ -298,6 +309,7 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
 _BY_TARGET["sm_103"] = _BY_TARGET["sm_100"] | _rates(
     "Transformer Engine's GEMM profile of a B300: 5,094 TFLOPS over the products of a layer, by cuBLAS",
     fp4=(0.33, 0.38, 0.46),
+    own_fp4=(0.30, 0.35, 0.40),
 )
 
 assert set(_BY_TARGET) <= set(TARGETS)

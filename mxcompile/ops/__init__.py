@@ -41,7 +41,9 @@ from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
 from mxcompile.ops.packed import encode_packed as encode_packed
 from mxcompile.ops.packed import encode_packed_both as encode_packed_both
+from mxcompile.ops.packed import packed_grouped_mm as packed_grouped_mm
 from mxcompile.ops.packed import packed_mm as packed_mm
+from mxcompile.ops.packed import tile_scales as tile_scales
 from mxcompile.ops.state import OPERANDS as OPERANDS
 from mxcompile.ops.state import known_scale as known_scale
 from mxcompile.ops.state import largest as largest
@@ -89,6 +91,9 @@ GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overlo
 
 MX_PRODUCTS = frozenset({scaled_mm.overloadpacket, scaled_grouped_mm.overloadpacket})
 """The operators that are a GEMM of MXFP8 operands."""
+
+NATIVE_PRODUCTS = frozenset({*MX_PRODUCTS, packed_mm.overloadpacket, packed_grouped_mm.overloadpacket})
+"""The operators that a chip with an MX GEMM runs: of MXFP8, and of packed FP4, which the lowering makes."""
 
 PRODUCTS = frozenset({encoded_mm.overloadpacket, *GROUPED, *MX_PRODUCTS})
 """The operators that are a GEMM of quantized operands."""

@@ -1,19 +1,25 @@
-"""Operators of FP4: the cast in the layout that an FP4 GEMM reads, and that GEMM.
+"""Operators of packed FP4: casts in the layout that the chip's FP4 instruction reads, and products.
 
     encode_packed        x[…, M, N] → bytes, scale     bytes […, M, N/2] along rows, […, N, M/2] along columns
     encode_packed_both   x[…, M, N] → both of each     along rows, then along columns; not of random elements
-    packed_mm            bytes_a[M, K/2] · bytes_b[N, K/2]ᵀ (+ bias[N])      FP32 accumulation, rounded once
+    tile_scales          scale bytes [rows, blocks] → the same tiled
+    packed_mm            a[…, M, K] · b[…, K, N] (· alpha) (+ bias)          FP32 accumulation, rounded once
+    packed_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
 
 A byte holds two codes that follow each other along the contraction, the first in its low half, as in
 `torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source. If
-its length is odd, the high half of the last byte is 0. Matrices of a batch are cast one by one.
+its length is odd, the high half of the last byte is 0. Matrices of a batch are cast one by one. Products take
+bytes a […, M, K/2] and b […, K/2, N], the transpose of a cast; groups of K end where `offs` counts elements.
 
 Scales are bytes, one for each block along the contraction: E8M0, or E4M3 with an FP32 scale of each tensor
-beside it (`known_scale` of its amax). They are tiled (`formats.scale_tiles`), of matrices alone, or
-row-major, […, rows, blocks]. A format with a transform transforms x along columns first (`formats.hadamard`);
-the amax is the transformed tensor's. Along rows such a format is a `FormatError`.
+beside it (`known_scale` of its amax), whose product alpha is. They are tiled (`formats.scale_tiles`), of
+matrices alone, or row-major, […, rows, blocks] of a cast and of a, […, blocks, N] of b. The scale of a tensor
+is one number, or of matrices and batches one for each row of a or column of b. A format with a transform
+transforms x along columns first (`formats.hadamard`); the amax is the transformed tensor's. Along rows such a
+format is a `FormatError`.
 
-The lowering makes these of `encode` and `encoded_mm`; the implementations are the reference.
+The lowering makes these of `encode`, `encoded_mm` and `encoded_grouped_mm`; the implementations are the
+reference.
 """
 
 from __future__ import annotations
@@ -30,7 +36,13 @@ from mxcompile.formats.encoding import decode_tensors, encode_tensors, extents, 
 from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import is_tiled, product
+from mxcompile.ops.mx import (
+    grouped_product,
+    is_tiled,
+    product,
+    spec_scaled_grouped_mm,
+    spec_scaled_mm,
+)
 
 
 def _encode_packed(
@@ -99,6 +111,14 @@ def _spec_encode_packed_both(
     return rows + _spec_encode_packed(x, -2, column_fmt, scale_layout=scale_layout)
 
 
+def _tile_scales(scale: Tensor) -> Tensor:
+    return tile_scale(scale)
+
+
+def _spec_tile_scales(scale: Tensor) -> list[Spec]:
+    return [((tiled_length(*scale.shape),), torch.uint8)]
+
+
 def _packed_mm(
     a: Tensor,
     scale_a: Tensor,
@@ -111,30 +131,44 @@ def _packed_mm(
     tensor_a: Tensor | None = None,
     tensor_b: Tensor | None = None,
 ) -> Tensor:
-    left, right = _values(a, scale_a, format_a), _values(b, scale_b, format_b)
-    alpha = None if tensor_a is None or tensor_b is None else tensor_a * tensor_b
-    return product(left, right.t(), bias, out_dtype, alpha)
+    left, right = _values(a, scale_a, format_a), _values(b.mT, _rows(scale_b), format_b)
+    return product(left, right.mT, bias, out_dtype, _alpha(tensor_a, tensor_b))
 
 
-def _values(packed: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """FP32 [rows, K], without the scale of the tensor."""
-    form = Format.of(fmt)
-    codes = unpack(packed, -1, form.elem)
-    blocks = -(-codes.shape[1] // form.tile.along)
-    rows = untile_scale(scale, codes.shape[0], blocks).contiguous().view(form.scale.dtype)
-    return decode_tensors(codes, rows, -1, replace(form, tile=Tile(1, form.tile.along)), torch.float32)
-
-
-def _spec_packed_mm(
+def _packed_grouped_mm(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
     scale_b: Tensor,
-    bias: Tensor | None,
+    offs: Tensor,
     out_dtype: torch.dtype,
-    *_: object,
-) -> list[Spec]:
-    return [((a.shape[0], b.shape[0]), out_dtype)]
+    format_a: str,
+    format_b: str,
+    tensor_a: Tensor | None = None,
+    tensor_b: Tensor | None = None,
+) -> Tensor:
+    left, right = _values(a, scale_a, format_a), _values(b.mT, _rows(scale_b), format_b)
+    out, alpha = grouped_product(left, right.mT, offs), _alpha(tensor_a, tensor_b)
+    return (out if alpha is None else out * alpha).to(out_dtype)
+
+
+def _alpha(tensor_a: Tensor | None, tensor_b: Tensor | None) -> Tensor | None:
+    return None if tensor_a is None or tensor_b is None else tensor_a * tensor_b
+
+
+def _rows(scale: Tensor) -> Tensor:
+    """The scales of b, one row for each of its columns."""
+    return scale if scale.ndim == 1 else scale.mT
+
+
+def _values(packed: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """FP32 [.., rows, K], without the scale of the tensor."""
+    form = Format.of(fmt)
+    codes = unpack(packed, -1, form.elem)
+    if scale.ndim == 1:
+        scale = untile_scale(scale, codes.shape[0], num_blocks(codes.shape[1], form.tile.along))
+    rows = scale.contiguous().view(form.scale.dtype)
+    return decode_tensors(codes, rows, -1, replace(form, tile=Tile(1, form.tile.along)), torch.float32)
 
 
 encode_packed = define(
@@ -150,9 +184,16 @@ encode_packed_both = define(
     _encode_packed_both,
     _spec_encode_packed_both,
 )
+tile_scales = define("tile_scales(Tensor scale) -> Tensor", _tile_scales, _spec_tile_scales)
 packed_mm = define(
     "packed_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
     _packed_mm,
-    _spec_packed_mm,
+    spec_scaled_mm,
+)
+packed_grouped_mm = define(
+    "packed_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs, ScalarType out_dtype,"
+    " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
+    _packed_grouped_mm,
+    spec_scaled_grouped_mm,
 )

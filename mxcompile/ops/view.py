@@ -27,6 +27,7 @@ from mxcompile.ops.mx import (
     scaled_grouped_mm,
     scaled_mm,
 )
+from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
 
 @functools.cache
@@ -194,7 +195,8 @@ class DequantizeTiles(View):
 class Product(View):
     """A GEMM of quantized operands a · b, or one for each group.
 
-    format_a, format_b: "" for MXFP8. alpha: what the product is multiplied by before the bias is added.
+    format_a, format_b: "" for MXFP8. alpha: what the product is multiplied by before the bias is added;
+    tensor_a, tensor_b: its factors, of packed operands.
     """
 
     a: fx.Node
@@ -207,14 +209,22 @@ class Product(View):
     format_a: str = ""
     format_b: str = ""
     alpha: fx.Node | None = None
+    tensor_a: fx.Node | None = None
+    tensor_b: fx.Node | None = None
     operators: ClassVar[frozenset[Any]] = frozenset(
-        {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm}
+        {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm, packed_mm, packed_grouped_mm}
     )
 
     @property
     def is_grouped(self) -> bool:
         """Whether there is a product for each group."""
         return self.offs is not None
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements of an operand share a byte."""
+        packed = self.node.target in (packed_mm, packed_grouped_mm)
+        return self.forms[0].elem.per_byte if packed else 1
 
     @property
     def extra(self) -> fx.Node | None:

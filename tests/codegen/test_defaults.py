@@ -20,6 +20,8 @@ from mxcompile.lowering.templates.defaults import (
     ALONG_K,
     BATCHED,
     DENSE,
+    MXFP4,
+    NVFP4,
     PERSISTENT,
     POINTERS,
     ROWS,
@@ -27,6 +29,7 @@ from mxcompile.lowering.templates.defaults import (
     VENDOR,
     MXProduct,
 )
+from mxcompile.offline.rates import Rates
 
 SM_100 = TARGETS["sm_100"]
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -59,6 +62,21 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
         (MXProduct(kind=ROWS, m=300, n=257, k=4096), (POINTERS,), POINTERS),
         (MXProduct(kind=ALONG_K, m=4096, n=4096, k=8192, groups=8), OURS, PERSISTENT),
         (MXProduct(kind=ALONG_K, m=4096, n=4097, k=8192, groups=8), (POINTERS,), POINTERS),
+        (MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), VENDOR),
+        (
+            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096, epilogue=True),
+            (*OURS, VENDOR),
+            SPECIALIZED,
+        ),
+        (
+            MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=8192, epilogue=True),
+            (*OURS, VENDOR),
+            VENDOR,
+        ),
+        (MXProduct(kind=DENSE, precision=NVFP4, m=1024, n=1024, k=4096), (*OURS, VENDOR), PERSISTENT),
+        (MXProduct(kind=DENSE, precision=MXFP4, m=8192, n=4096, k=4096), (*OURS, VENDOR), SPECIALIZED),
+        (MXProduct(kind=ROWS, precision=NVFP4, m=8192, n=4096, k=4096), OURS, PERSISTENT),
+        (MXProduct(kind=ALONG_K, precision=NVFP4, m=4096, n=4096, k=8192, groups=8), (POINTERS,), POINTERS),
     ],
     ids=str,
 )
@@ -83,16 +101,37 @@ def test_a_pytorch_may_be_built_without_products_of_groups(monkeypatch, cuda, fl
     assert optional.has_mslk() == built
 
 
+def test_a_chip_without_tensor_memory_has_the_library_of_nvfp4():
+    product = MXProduct(kind=DENSE, precision=NVFP4, m=8192, n=4096, k=4096)
+    assert defaults.default(product, TARGETS["sm_120"], {POINTERS, VENDOR}).form == VENDOR
+    small = MXProduct(kind=DENSE, precision=NVFP4, m=512, n=512, k=4096)
+    assert defaults.default(small, TARGETS["sm_120"], {POINTERS, VENDOR}).form == POINTERS
+
+
+@pytest.mark.parametrize(("target", "ours"), [("sm_100", 1 / 2.25), ("sm_103", 1 / 3.375), ("sm_120", 1.0)])
+def test_where_the_library_of_nvfp4_overtakes_an_epilogue(target, ours):
+    """By the rates of estimates: between an activation behind it and a residual, 4 and 6 bytes an element.
+
+    ours: what shared memory lets a tile of 128×128 reach.
+    """
+    peak, rates = TARGETS[target].peak, Rates.of(TARGETS[target])
+    lost_us = 2 / (peak.fp4_tflops * 1e6) * (1 / min(ours, rates["own_fp4"]) - 1 / rates["fp4"])
+    activation, residual = (
+        num_bytes / (rates["memory"] * peak.bandwidth_gbs * 1e3) / lost_us for num_bytes in (4, 6)
+    )
+    assert activation < defaults.LONG_K_OF_NVFP4[target] < residual
+
+
 def test_every_kind_ends_with_what_runs_anything():
     last = {row.kind: row for row in defaults.TABLE}
-    assert {row.form for row in last.values()} == {POINTERS}
+    assert {(row.form, row.precisions) for row in last.values()} == {(POINTERS, defaults.EVERY)}
     assert set(last) == {DENSE, BATCHED, ROWS, ALONG_K}
 
 
 def test_the_page_has_every_row_with_its_reason():
     page = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for row in defaults.TABLE:
-        assert f"| {row.kind} | {row.when} | {row.form} | {row.reason} |" in page
+        assert f"| {row.kind} | {row.operands} | {row.when} | {row.form} | {row.reason} |" in page
 
 
 class Layers(nn.Module):
@@ -172,6 +211,8 @@ CODES, SCALE = torch.zeros(64, 64).to(E4M3), torch.zeros(2, 64, dtype=torch.uint
         (lambda mm, x: mm(torch.nn.functional.silu(mm(x))), [False, False]),  # the cast computes it
         (lambda mm, x: mm(torch.relu(mm(x))) + x, [False, True]),
         (lambda mm, x: mm(x) + mm(x.exp()), [False, True]),  # the last computes the sum
+        (lambda mm, x: mm(x).exp().neg() * mm(x.exp()), [False, True]),  # the product too
+        (lambda mm, x: (lambda y: (y, y * mm(x.exp())))(mm(x).exp()), [True, True]),  # stored anyway
         (lambda mm, x: (lambda y: (y.exp(), y.sum()))(mm(x)), [False]),  # stored anyway
         (lambda mm, x: (lambda y: (y + x, mm(y + x)))(mm(x)), [True, False]),
     ],

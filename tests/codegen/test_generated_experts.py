@@ -7,9 +7,11 @@ left over past the last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from helpers.eager import NVIDIA, grouped_product, product
+from helpers.eager import FP4, NVIDIA, Recipe, grouped_product, product
 from helpers.models import mixtral
 from helpers.reference import sqnr_db
 from interpreted import interpret
@@ -18,7 +20,15 @@ from torch.nn import functional as F
 
 from mxcompile.offline import codegen
 
-ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+RECIPES = {"mxfp8": NVIDIA, **FP4}
+
+
+def policy(word: str) -> dict[str, Any]:
+    """Every layer in one precision."""
+    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": word}]}
+
+
+ALL = policy("mxfp8")
 BLOCK_SCALED = {"sm_100": "block_scale", "sm_120": "block_scale", "gfx950": "v_mfma_scale"}
 
 
@@ -41,13 +51,11 @@ class Batched(nn.Module):
         y = F.gelu(torch.baddbmm(self.bias, x, self.up))
         return x + torch.bmm(y, self.down.mT)
 
-    def expected(self, x: Tensor) -> Tensor:
+    def expected(self, x: Tensor, recipe: Recipe = NVIDIA) -> Tensor:
         """With the reference casts, rounded to BF16 where a kernel stores."""
-        up, down = self.up, self.down.mT
-        y = torch.stack([product(part, w, NVIDIA, torch.float32) for part, w in zip(x, up, strict=True)])
+        y = product(x, self.up, recipe, torch.float32)
         y = F.gelu((y + self.bias.float()).to(x.dtype).float()).to(x.dtype)
-        out = [product(part, w, NVIDIA, x.dtype) for part, w in zip(y, down, strict=True)]
-        return (x.float() + torch.stack(out).float()).to(x.dtype)
+        return (x.float() + product(y, self.down.mT, recipe, x.dtype).float()).to(x.dtype)
 
 
 class Grouped(nn.Module):
@@ -62,23 +70,28 @@ class Grouped(nn.Module):
         y = F.gelu(F.grouped_mm(x, self.up, offs=offs))
         return x + F.grouped_mm(y, self.down.mT, offs=offs)
 
-    def expected(self, x: Tensor, offs: Tensor) -> Tensor:
+    def expected(self, x: Tensor, offs: Tensor, recipe: Recipe = NVIDIA) -> Tensor:
         """With the reference casts."""
         inside = x[: int(offs[-1])]
-        y = F.gelu(grouped_product(inside, self.up, offs, NVIDIA))
-        y = grouped_product(y, self.down.mT, offs, NVIDIA)
+        y = F.gelu(grouped_product(inside, self.up, offs, recipe))
+        y = grouped_product(y, self.down.mT, offs, recipe)
         return x + F.pad(y, (0, 0, 0, len(x) - len(y)))
 
 
-def _native(result, target: str, gemms: int) -> None:
+FP4_MMA = ("kind::mxf4", "cbsz:4 blgp:4")
+
+
+def _native(result, target: str, gemms: int, word: str = "mxfp8") -> None:
     """Every GEMM of `result` is on the chip's instruction, and nothing spills."""
-    assert [gemm.precision for gemm in result.report.gemms] == ["mxfp8"] * gemms
+    assert [gemm.precision for gemm in result.report.gemms] == [word] * gemms
     launches = [launch for launch in result.launches if launch.gemms]
     assert len({gemm for launch in launches for gemm in launch.gemms}) == gemms
     for launch in launches:
         names = result.kernel(launch).binary.mma if launch.generated else ()
         assert names, launch.kernel
         assert all(BLOCK_SCALED[target] in name for name in names), (launch.kernel, names)
+        packed = all(any(each in name for each in FP4_MMA) for name in names)
+        assert packed == (word != "mxfp8"), (launch.kernel, names)
     assert result.problems == ()
     assert not [kernel.name for kernel in result.kernels if kernel.binary.spill_bytes]
 
@@ -97,24 +110,28 @@ def _check(folder, expected: Tensor, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("word", RECIPES)
 @pytest.mark.parametrize("tokens", [70, 3])
-def test_batched_experts(tmp_path, tokens: int):
+def test_batched_experts(tmp_path, tokens: int, word: str):
     model, x = Batched(3, 72, 104), _spread(3, tokens, 72).requires_grad_()
-    result = codegen(model, x, target="sm_100", policy=ALL, out_dir=tmp_path)
-    _native(result, "sm_100", 6)
+    result = codegen(model, x, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    _native(result, "sm_100", 6, word)
     assert all(gemm.kernel.startswith("mx_scaled_bmm ") for gemm in result.report.gemms)
-    _check(tmp_path, model.expected(x), [model.bias, model.up, x, model.down])
+    _check(tmp_path, model.expected(x, RECIPES[word]), [model.bias, model.up, x, model.down])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("word", RECIPES)
 @pytest.mark.parametrize("ends", [(1, 2, 2, 40), (70, 70, 271, 300)], ids=str)
-def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
+def test_grouped_experts(tmp_path, ends: tuple[int, ...], word: str):
     model, x = Grouped(4, 72, 104), _spread(max(307, ends[-1]), 72).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
-    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
-    _native(result, "sm_100", 6)
+    result = codegen(model, x, offs, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    _native(result, "sm_100", 6, word)
     assert all(gemm.kernel.startswith("mx_scaled_grouped_mm") for gemm in result.report.gemms)
-    _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+    _check(tmp_path, model.expected(x, offs, RECIPES[word]), [model.up, x, offs, model.down])
+    if word != "mxfp8":
+        return
     read = [launch.operators for launch in result.launches if not launch.gemms]
     casts = [operators for operators in read if any("mx.quantize" in name for name in operators)]
     both = [operators for operators in casts if "mx.quantize_both.default" in operators]
@@ -145,25 +162,28 @@ def test_one_scale_for_all_experts_is_of_the_rows_in_groups(tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_of_many_rows_read_tiled_scales(tmp_path):
+@pytest.mark.parametrize("word", RECIPES)
+def test_groups_of_many_rows_read_tiled_scales(tmp_path, word: str):
     """By the tensor memory accelerator; K is 128 or ends inside a step, and so do N and the groups.
 
-    Of wgrad the groups are of K: they begin and end inside blocks, and take one step, several or none.
+    Of wgrad the groups are of K: they begin and end inside blocks, and take one step, several or none. Packed
+    operands have it innermost, of which the accelerator reads no part that starts anywhere.
     """
     ends = (3, 3, 399, 560)
-    model, x = Grouped(4, 128, 272), _spread(ends[-1] + 7, 128).requires_grad_()
+    hidden = 272 if word == "mxfp8" else 288  # its rows are whole chunks of 16 bytes
+    model, x = Grouped(4, 128, hidden), _spread(ends[-1] + 7, 128).requires_grad_()
     offs = torch.tensor(ends, dtype=torch.int32)
-    result = codegen(model, x, offs, target="sm_100", policy=ALL, out_dir=tmp_path)
-    _native(result, "sm_100", 6)
+    result = codegen(model, x, offs, target="sm_100", policy=policy(word), out_dir=tmp_path)
+    _native(result, "sm_100", 6, word)
     forms = {gemm.gemm: gemm.kernel.split()[0] for gemm in result.report.gemms}
-    rows, along_k = "mx_scaled_grouped_mm_tiled", "mx_scaled_grouped_mm_k_tiled"
+    rows, along_k = "mx_scaled_grouped_mm_tiled", f"mx_scaled_grouped_mm_k{'_tiled' * (word == 'mxfp8')}"
     assert forms == {"fprop": rows, "dgrad": rows, "wgrad": along_k}
     for launch in result.launches:
-        if launch.gemms:
+        if launch.gemms and not (word != "mxfp8" and "wgrad" in launch.gemms[0]):
             text = result.kernel(launch).binary.text["ptx"]
             assert "cp.async.bulk.tensor" in text
             assert "tcgen05.cp.cta_group::1.warpx4" in text
-    _check(tmp_path, model.expected(x, offs), [model.up, x, offs, model.down])
+    _check(tmp_path, model.expected(x, offs, RECIPES[word]), [model.up, x, offs, model.down])
 
 
 class Up(nn.Module):
@@ -242,13 +262,20 @@ def test_groups_of_columns(tmp_path, hidden: int, width: int, ends: tuple[int, .
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_120", "gfx950"])
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        ("sm_120", "mxfp8"), ("sm_120", "mxfp4"), ("sm_120", "nvfp4"),
+        ("gfx950", "mxfp8"), ("gfx950", "mxfp4"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("form", [Batched, Grouped])
-def test_experts_on_other_chips(target: str, form: type[nn.Module]):
+def test_experts_on_other_chips(target: str, word: str, form: type[nn.Module]):
     experts, width, hidden = 4, 256, 384
     x = torch.empty(experts, 200, width, dtype=torch.bfloat16, requires_grad=True)
     inputs = [x] if form is Batched else [x[0], torch.empty(experts, dtype=torch.int32)]
-    _native(codegen(form(experts, width, hidden), *inputs, target=target, policy=ALL), target, 6)
+    result = codegen(form(experts, width, hidden), *inputs, target=target, policy=policy(word))
+    _native(result, target, 6, word)
 
 
 @pytest.mark.slow

@@ -9,12 +9,15 @@ import pytest
 import torch
 from helpers.operands import assert_within, product, values
 from helpers.paces import mostly_slow
+from helpers.packed_operands import MXFP4, NVFP4
 from helpers.reference import round_trip, sqnr_db
 from helpers.stored_weights import LEAST_DB, FeedForward, StoredLinear, binades, expected, with_stored_weights
 from interpreted import interpret
 from torch import Tensor, nn
 
 import mxcompile
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.offline import CodegenResult, codegen
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -75,7 +78,7 @@ def test_a_layer(name, tmp_path):
 
 @pytest.mark.parametrize("target", mostly_slow(["sm_90", "sm_100"], "sm_90"))
 def test_packed_weights_are_dequantized(target, tmp_path):
-    """A weight stored in MXFP4 is read as it is; no chip has a kernel for it yet."""
+    """Under the policy `bf16` no GPU has a kernel that reads a weight in MXFP4."""
     layer = nn.Linear(70, 40, dtype=BF16).requires_grad_(False)
     stored = mxcompile.quantize(binades(40, 70).to(BF16), elem_dtype=torch.float4_e2m1fn_x2)
     layer.weight = nn.Parameter(stored, requires_grad=False)
@@ -87,6 +90,42 @@ def test_packed_weights_are_dequantized(target, tmp_path):
     (tmp_path / "inference.py").rename(tmp_path / "forward.py")
     (out,) = interpret(tmp_path, [stored.qdata, stored.scale_bytes, layer.bias, x])
     assert_within(out, *product(x.float(), stored.dequantize(F32), layer.bias), 70)
+
+
+FP4 = {"mxfp4": MXFP4, "nvfp4": NVFP4}
+NATIVE_FP4 = [
+    (target, word, rows)
+    for target in ("sm_100", "sm_120", "gfx950")
+    for word in ("mxfp4", "nvfp4")
+    for rows in (3, 150)
+    if (target, word) != ("gfx950", "nvfp4")
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "word", "rows"), mostly_slow(NATIVE_FP4, ("sm_100", "nvfp4", 3), rows=True)
+)
+def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path):
+    """If the rule casts activations to the same precision; few rows and more, K that ends inside a step."""
+    layer = nn.Linear(176, 72, dtype=BF16).requires_grad_(False)
+    rounding = FP4[word].rpartition(" ")[2]
+    weight = binades(72, 176).to(BF16)
+    stored = mxcompile.quantize(weight, elem_dtype=torch.float4_e2m1fn_x2, rounding=rounding)
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    x = binades(rows, 176).to(BF16)
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": word}]}
+    result = codegen(layer, x, target=target, training=False, policy=policy, out_dir=tmp_path)
+    assert result.problems == ()
+    assert not result.spilling
+    (gemm,) = result.report.gemms
+    assert (gemm.precision, gemm.kernel.split()[0]) == (word, "mx_scaled_mm")
+    assert {form.rounding for form in gemm.formats if form.operand == "w"} == {"stored"}
+    decoding = ("mx.unpack", "mx.decode", "mx.dequantize")
+    assert not any(name.startswith(decoding) for each in result.launches for name in each.operators)
+    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
+    (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
+    cast = rounded_tensors(x.float(), -1, Format.of(FP4[word]))
+    assert_within(out, *product(cast, stored.dequantize(F32), layer.bias), 180)
 
 
 @pytest.mark.parametrize("rows", mostly_slow([1, 7], 1))

@@ -43,8 +43,20 @@ class Gelu(nn.Module):
         return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
 
 
-def generated(build: Callable[[], nn.Module], target: str) -> CodegenResult:
-    policy = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": "mxfp8"}]}
+class SwiGLU(Gelu):
+    """The same, wide, with a gate that casts compute forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(640, 14336, bias=False) for _ in range(2))
+        self.down = nn.Linear(14336, 640, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def generated(build: Callable[[], nn.Module], target: str, word: str = "mxfp8") -> CodegenResult:
+    policy = {"version": 1, "rules": [{"match": {"min_m": 1}, "use": word}]}
     with torch.device("meta"):
         model = build().to(torch.bfloat16)
         x = torch.empty(1, TOKENS, 640, dtype=torch.bfloat16, requires_grad=True)
@@ -61,6 +73,15 @@ def test_gemmas_widths(build: Any, target: str):
     result = generated(build, target)
     assert any(kernel.own for kernel in result.kernels)
     assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+
+
+@pytest.mark.parametrize(("target", "word"), [("sm_100", "mxfp4"), ("sm_120", "nvfp4"), ("gfx950", "mxfp4")])
+def test_casts_to_fp4_beside_their_producer(target: str, word: str):
+    """A copy has half as many bytes as its source has elements; other kernels read that source too."""
+    result = generated(SwiGLU, target, word)
+    assert [kernel.spill for kernel in result.spilling if kernel.own] == []
+    assert {gemm.precision for gemm in result.report.gemms} == {word}
+    assert sum("mx.packed_mm.default" in launch.operators for launch in result.launches) == 9
 
 
 def test_kernels_that_spill_are_named():

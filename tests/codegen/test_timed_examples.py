@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 import mxcompile
 from mxcompile.lowering.inductor import winners
 from mxcompile.lowering.templates import examples
+from mxcompile.lowering.templates.coding import Coding
 from mxcompile.offline import driver
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
@@ -52,7 +53,7 @@ def test_examples_are_as_real_ones(groups):
     before = torch.get_rng_state()
     with V.set_graph_handler(GraphLowering(fx.symbolic_trace(nn.Identity()))):
         operands = [_buffer(*each) for each in shapes]
-        make = examples.grouped(operands, 1000)
+        make = examples.grouped(operands, 1000, Coding(precision="mxfp8", elems=("e4m3", "e5m2")))
         a, scale_a, b, _, ends = (make[at](node) for at, node in enumerate(operands))
     assert torch.equal(torch.get_rng_state(), before)
     sizes = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
@@ -65,7 +66,19 @@ def test_examples_are_as_real_ones(groups):
         assert side.float().isfinite().all()
         assert side.float().abs().max() > torch.finfo(side.dtype).max / 2
     assert scale_a.min() >= 115
-    assert scale_a.max() <= 127
+    assert scale_a.max() <= 126
+
+
+def test_examples_of_packed_codes_are_any_codes():
+    sizes = [[256, 64], [256, 8]] * 2
+    with V.set_graph_handler(GraphLowering(fx.symbolic_trace(nn.Identity()))):
+        operands = [_buffer(torch.uint8, size, [size[1], 1]) for size in sizes]
+        make = examples.dense(operands, Coding(precision="nvfp4", elems=("e2m1", "e2m1")))
+        a, scale_a, b, scale_b = (make[at](node) for at, node in enumerate(operands))
+    for codes in (a, b):
+        assert codes.unique().numel() == 256
+    for scale in (scale_a, scale_b):
+        assert scale.view(torch.float8_e4m3fn).float().min() >= 176
 
 
 @pytest.mark.parametrize("fused_ones_timed", [True, False])
@@ -104,7 +117,7 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
     assert put_off == [fused_ones_timed]
     assert [set(each) for each in given] == [{0, 1, 2, 3}]
     for source in written:
-        assert source.count("dtype=torch.uint8).random_(115, 128)") == 2
+        assert source.count("dtype=torch.uint8).random_(115, 127)") == 2
         assert source.count("dtype=torch.uint8)") == 2
     assert bool(written) == fused_ones_timed
 

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from helpers.reference import round_trip
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import rounded_tensors
 from mxcompile.report import GemmRecord, Report
 
-Formats = dict[str, tuple[str, str, bool]]
-"""Of both operands of a GEMM: element type, rounding, whether its blocks are square."""
+Formats = dict[str, tuple[str, str, bool] | Format]
+"""Of both operands of a GEMM: element type, rounding, whether its blocks are square; or any other format."""
 
 
 class Recipe:
@@ -48,16 +50,25 @@ def _formats(record: GemmRecord) -> Formats:
     return {f.operand: (f.elem, f.rounding, f.block == "32x32") for f in record.formats}
 
 
-NVIDIA = Recipe(
-    {
-        gemm: dict.fromkeys(operands, ("e4m3", "rceil", False))
-        for gemm, operands in {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}.items()
-    }
-)
+def uniform(fmt: tuple[str, str, bool] | Format) -> Recipe:
+    """All operands of all GEMMs in one format."""
+    gemms = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}
+    return Recipe({gemm: dict.fromkeys(operands, fmt) for gemm, operands in gemms.items()})
+
+
+NVIDIA = uniform(("e4m3", "rceil", False))
 """The preset of that name."""
 
+FP4 = {
+    "mxfp4": uniform(Format.of("e2m1 1x32 rceil")),
+    "nvfp4": uniform(Format.of("e2m1 1x16 two-level")),
+}
+"""The precisions of these names."""
 
-def _cast(x: torch.Tensor, dim: int, fmt: tuple[str, str, bool]) -> torch.Tensor:
+
+def _cast(x: torch.Tensor, dim: int, fmt: tuple[str, str, bool] | Format) -> torch.Tensor:
+    if isinstance(fmt, Format):
+        return rounded_tensors(x, dim, fmt)
     elem, rounding, square = fmt
     if x.ndim == 2:
         return round_trip(x, dim, elem, rounding, square)

@@ -91,11 +91,11 @@ NATIVE = {"as_mx", "native", "fuse", "pair"}
         ("cpu_bf16", [], {"weight_only"}),
         ("cpu_fp32", [], {"weight_only", "promote"}),
         ("sm_80", [], {"weight_only", "collect", "couple"}),
-        ("gfx950", ["vendor_fp8"], NATIVE | {"vendor_fp8", "fp8_layouts"}),
+        ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed", "pair_fp4"}),
         (
             "sm_100",
-            ["tile_scales", "vendor_fp8", "vendor_fp4"],
-            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "vendor_fp4", "pair_fp4"},
+            ["tile_scales", "vendor_fp8", "packed"],
+            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "packed", "pair_fp4"},
         ),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.packed_operands import ALONG, MXFP4, NAN, NVFP4, values
 
 DTYPES = {
     tl.float8e4nv: (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
@@ -126,6 +127,51 @@ def test_dot_scaled(fmt_a, fmt_b):
     magnitude = (a.double() * factors[0]).abs() @ (b.double() * factors[1].t()).abs()
     error = (out.double() - wanted).abs()
     assert (error[keep] <= 64 * 2.0**-24 * magnitude[keep]).all()
+
+
+@triton.jit
+def packed_dot_kernel(
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3: tl.constexpr,
+):
+    rows, half, block = tl.arange(0, SIZE), tl.arange(0, SIZE // 2), tl.arange(0, SIZE // BLOCK)
+    if E4M3:
+        a_scale_ptr = a_scale_ptr.to(tl.pointer_type(tl.float8e4nv))
+        b_scale_ptr = b_scale_ptr.to(tl.pointer_type(tl.float8e4nv))
+    a = tl.load(a_ptr + rows[:, None] * (SIZE // 2) + half[None, :])
+    b = tl.load(b_ptr + half[:, None] + rows[None, :] * (SIZE // 2))
+    at = rows[:, None] * (SIZE // BLOCK) + block[None, :]
+    a_scale, b_scale = tl.load(a_scale_ptr + at), tl.load(b_scale_ptr + at)
+    out = tl.dot_scaled(a, a_scale, "e2m1", b, b_scale, "e2m1")
+    tl.store(out_ptr + rows[:, None] * SIZE + rows[None, :], out)
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+def test_packed_dot_scaled(word):
+    """Every byte of codes, each half in its place; scales of both types, the largest and NaN among them."""
+    along, size = ALONG[word], 64
+    sides = []
+    for _ in range(2):
+        codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(size * size // 2) % 256].view(size, -1)
+        low, high = (110, 144) if word == MXFP4 else (0, 0x7F)
+        scale = torch.randint(low, high, (size, size // along), dtype=torch.uint8)
+        sides.append((codes, scale))
+    sides[0][1][5, 1] = NAN[word]
+    sides[1][1][7, 0] = 220 if word == MXFP4 else 0x7E
+    out = torch.empty(size, size)
+    packed_dot_kernel[(1,)](*sides[0], *sides[1], out, size, along, word == NVFP4)
+    left, right = (values(codes, scale, size, word) for codes, scale in sides)
+    assert out[5].isnan().all()
+    keep = torch.arange(size) != 5
+    error = (out.double() - left @ right.t()).abs()
+    magnitude = left.abs() @ right.abs().t()
+    assert (error[keep] <= size * 2.0**-24 * magnitude[keep]).all()
 
 
 @triton.jit

@@ -6,7 +6,7 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     casts between floats   ml_dtypes; to FP8 nearest even and saturating, as `cvt.rn.satfinite`, NaN kept
     BF16 arithmetic        in FP32, rounded once
     tl.dot                 operands widened to FP32
-    tl.dot_scaled          dequantized in FP32 and multiplied there
+    tl.dot_scaled          dequantized in FP32 and multiplied there; E2M1 packed along K, scales E8M0 or E4M3
     tl.fma                 one rounding
     tl.minimum, maximum    the number beside a NaN, unless NaN is to propagate
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
@@ -139,21 +139,38 @@ def _dot(self, a, b, accumulator, *arguments):
     return _triton_dot(self, _widened(a), _widened(b), accumulator, *arguments)
 
 
+def _values(handle, fmt, axis):
+    """FP32 elements of an operand; packed ones lie along `axis`, the first in the low half of a byte."""
+    word = str(fmt).rpartition(".")[2].lower()
+    if word != "e2m1":
+        kind = _FORMATS[word]
+        bits = np.ascontiguousarray(handle.data).view(f"uint{kind.primitive_bitwidth}")
+        return bits.view(NUMPY[kind]).astype(np.float32)
+    bits = np.ascontiguousarray(handle.data).view(np.uint8)
+    codes = np.stack([bits & 0xF, bits >> 4], bits.ndim if axis == -1 else bits.ndim - 1)
+    shape = list(bits.shape)
+    shape[axis] *= 2
+    return codes.reshape(shape).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+
+
 def _dequantized(handle, scale, fmt, axis):
     """FP32 values of an operand whose contraction runs along `axis`, −1 or −2; scales are [rows, blocks]."""
-    kind = _FORMATS[str(fmt).rpartition(".")[2].lower()]
-    bits = np.ascontiguousarray(handle.data).view(f"uint{kind.primitive_bitwidth}")
-    value = bits.view(NUMPY[kind]).astype(np.float32)
+    value = _values(handle, fmt, axis)
     if scale is None:
         return value
     byte = np.ascontiguousarray(scale.data).view(np.uint8)
-    factor = np.where(byte == 255, np.nan, np.ldexp(1.0, byte.astype(np.int32) - 127)).astype(np.float32)
+    if scale.dtype.scalar == tl.float8e4nv:  # without a sign, as the instruction reads them
+        factor = (byte & 0x7F).view(NUMPY[tl.float8e4nv]).astype(np.float32)
+    else:
+        factor = np.where(byte == 255, np.nan, np.ldexp(1.0, byte.astype(np.int32) - 127)).astype(np.float32)
     factor = np.repeat(factor, value.shape[axis] // byte.shape[-1], axis=-1)
     return value * (factor if axis == -1 else np.swapaxes(factor, -1, -2))
 
 
 def _dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *arguments):
-    accumulator = arguments[-1]
+    *_, a_packed, b_packed, accumulator = arguments
+    assert a_packed
+    assert b_packed
     left, right = _dequantized(a, a_scale, a_format, -1), _dequantized(b, b_scale, b_format, -2)
     return _Handle(np.matmul(left, right, dtype=np.float32) + accumulator.data, tl.float32)
 

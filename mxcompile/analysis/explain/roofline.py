@@ -111,8 +111,7 @@ def _format(operand: OperandFormat) -> Format:
 
 def _native_tflops(gemm: GemmRecord, forms: list[Format], peak: Peak, target: Target) -> float:
     """The rate of products of these formats where the chip multiplies them itself, else 0."""
-    fp4 = gemm.k % 32 == 0 and gemm.n % 16 == 0 and gemm.batch == 1 and gemm.dtype not in WIDE
-    if fp4 and target.multiplies_fp4(*forms):
+    if target.multiplies_fp4(*forms):
         return peak.fp4_tflops
     if target.multiplies_mx(*forms):
         return peak.mxfp8_tflops

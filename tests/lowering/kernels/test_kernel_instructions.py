@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from helpers.paces import mostly_slow
+from helpers.packed_operands import ALONG, MXFP4, NVFP4
 from helpers.rendered import Binary, compiled
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.kernels.configs import tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import configs as choices
-from mxcompile.lowering.templates import vendor
+from mxcompile.lowering.templates import scaled_grouped_mm_tiled, vendor
 from mxcompile.offline.machine_code import parse
 
 GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
@@ -49,7 +50,7 @@ FEW, MANY = 16, 4096
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
     """The templates, also where the vendor's product is the default."""
-    monkeypatch.setattr(vendor, "fits", lambda *_: False)
+    monkeypatch.setattr(vendor, "of", lambda *_, **__: None)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -178,6 +179,103 @@ def test_scaled_mm_of_two_formats(target):
     scales = TARGETS[target].scale_layout
     dy, w = side(MANY, 4096, scales, dtype=E5M2), side(4096, 4096, scales, k_major=False)
     on_the_mx_instruction(product(dy, w), target, wide=False)
+
+
+FP4_MMA = {
+    ("sm_100", MXFP4): r"tcgen05\.mma\S*kind::mxf4\.block_scale\.(scale_vec::2X|block32)",
+    ("sm_100", NVFP4): r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.(scale_vec::4X|block16)",
+    ("sm_120", MXFP4): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::2X\S*e2m1\.e2m1\S*ue8m0",
+    ("sm_120", NVFP4): r"mma\.sync\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X\S*e2m1\.e2m1\S*ue4m3",
+    ("gfx950", MXFP4): r"v_mfma_scale_f32_\d+x\d+x\d+_f8f6f4.*cbsz:4 blgp:4",
+}
+FP4_MMA |= {("sm_103", word): FP4_MMA["sm_100", word] for word in (MXFP4, NVFP4)}
+PACKED = mostly_slow(FP4_MMA, ("sm_100", NVFP4), ("sm_120", NVFP4), ("gfx950", MXFP4), rows=True)
+
+
+def packed_side(
+    rows: int, k: int, word: str, *, batch: tuple[int, ...] = (), tiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Bytes and scale of a packed operand [rows, k]."""
+    blocks = num_blocks(k, ALONG[word])
+    scale = (tiled_length(rows, blocks),) if tiled else (*batch, rows, blocks)
+    return meta(*batch, rows, (k + 1) // 2, dtype=torch.uint8), meta(*scale, dtype=torch.uint8)
+
+
+def on_the_fp4_instruction(a, b, word: str, target: str, *, offs: Tensor | None = None) -> tuple[Binary, str]:
+    """The kernel of a product with both tensors' scales and, of matrices, a bias."""
+    tensors = [meta(1, dtype=F32)] * 2 if word == NVFP4 else []
+    (codes, scale), operator = b, ops.packed_mm if offs is None else ops.packed_grouped_mm
+    bias = meta(codes.shape[-2], dtype=BF16) if offs is None and codes.ndim == 2 else None
+    extra = [each for each in (offs, bias) if each is not None]
+
+    def function(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, *rest: Tensor) -> list[Tensor]:
+        third, *scales = rest if extra else (None, *rest)
+        sb = sb if sb.ndim == 1 else sb.mT
+        return [operator(a, sa, b.mT, sb, third, BF16, word, word, *scales)]
+
+    binary, text = kernel(function, [*a, codes, scale, *extra, *tensors], target)
+    assert re.search(FP4_MMA[target, word], text)
+    assert not re.search(BF16_MMA, text)
+    assert not re.search(r"kind::mxf8f6f4", text)
+    return binary, text
+
+
+@pytest.mark.parametrize(("target", "word"), PACKED)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_packed_mm(tokens, target, word):
+    """By pointers, scales as casts write them; rows of whole steps, and rows that end inside of one."""
+    tiled = TARGETS[target].scale_layout is ScaleLayout.TILED_128X4
+    for k in (4096, 4128):
+        sides = (packed_side(rows, k, word, tiled=tiled) for rows in (tokens, 4096))
+        _, text = on_the_fp4_instruction(*sides, word, target)
+        assert re.search(f"{WIDE_LOAD}|{ACCELERATOR}", text)
+
+
+@pytest.mark.parametrize(("target", "word"), PACKED)
+def test_packed_mm_of_odd_rows(target, word):
+    """Bytes are gathered one by one."""
+    tiled = TARGETS[target].scale_layout is ScaleLayout.TILED_128X4
+    on_the_fp4_instruction(
+        *(packed_side(rows, 4097, word, tiled=tiled) for rows in (MANY, 4096)), word, target
+    )
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_packed_mm_of_a_stored_weight(tokens, word):
+    """Scales of the weight lie in rows, 16 bytes of which are loaded together."""
+    a, b = packed_side(tokens, 4096, word, tiled=True), packed_side(4096, 4096, word)
+    on_the_fp4_instruction(a, b, word, "sm_100")
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+@pytest.mark.parametrize("config", tiled_configs(TARGETS["sm_100"]), ids=str)
+def test_packed_mm_tiled(config, word, monkeypatch):
+    monkeypatch.setattr(choices, "tiled_products", lambda *_: [config])
+    a, b = (packed_side(4096, 4096, word, tiled=True) for _ in range(2))
+    _, text = on_the_fp4_instruction(a, b, word, "sm_100")
+    assert re.search(r"tcgen05\.cp\S*warpx4", text)  # scales reach the MMA without registers
+    assert re.search(ACCELERATOR, text)
+    assert ("setmaxnreg" in text) == config.warp_specialize
+
+
+@pytest.mark.parametrize(("target", "word"), PACKED)
+def test_packed_batches(target, word):
+    a, b = (packed_side(512, 1024, word, batch=(8,)) for _ in range(2))
+    on_the_fp4_instruction(a, b, word, target)
+
+
+@pytest.mark.parametrize(("target", "word"), PACKED)
+@pytest.mark.parametrize("kind", ["rows", "few rows", "K"])
+def test_packed_groups(kind, target, word, monkeypatch):
+    """By pointers; of K, whose groups end anywhere, too by loads of 16 bytes."""
+    monkeypatch.setattr(scaled_grouped_mm_tiled, "tiles", lambda *_: [])
+    offs, m = meta(8, dtype=torch.int32), 64 if kind == "few rows" else MANY
+    for k in (2048, 2080):
+        a = packed_side(m, k, word)
+        b = packed_side(1024, k, word, batch=() if kind == "K" else (8,))
+        _, text = on_the_fp4_instruction(a, b, word, target, offs=offs)
+        assert re.search(WIDE_LOAD, text)
 
 
 @pytest.mark.parametrize("config", tiled_configs(TARGETS["sm_100"]), ids=str)

@@ -1,0 +1,223 @@
+"""packed: put products of FP4 operands on the chip's FP4 instruction, which reads two codes a byte.
+
+    encoded_mm(qa, sa, qb, sb)           →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
+    encoded_grouped_mm(qa, sa, qb, sb)   →  packed_grouped_mm(…)
+    encode(x, dim)                       →  encode_packed(x, dim)        the contraction innermost
+    unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
+    hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
+
+    nvfp4   sm_100, sm_103, sm_120               blocks of 16 with E4M3 scales, an FP32 scale for each tensor
+    mxfp4   sm_100, sm_103, sm_120, gfx950       blocks of 32 with E8M0 scales
+
+`templates.defaults` says which kernel multiplies. Casts of matrices write scales in the tiles that the
+chip reads, others write rows. The scales of a stored weight lie in rows. A large product has them tiled
+first, which moves at most a quarter of the weight's bytes again, so that the forms on tiles can run it.
+Other products read rows.
+
+Runs on the joint graph, so that what is kept for backward is packed. Left to `as_mx` and `expand`, with the
+reason: an operand that was cast elsewhere, or is stored with another dimension innermost.
+
+Source: PTX ISA, block scaling of tcgen05.mma and mma, kinds mxf4 and mxf4nvf4; CDNA 4 ISA, V_MFMA_SCALE.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from typing import cast as cast_to
+
+import torch
+from torch import fx
+
+from mxcompile import ops
+from mxcompile.formats import ScaleLayout
+from mxcompile.graph import dead
+from mxcompile.graph.build import Builder
+from mxcompile.graph.opsets import argument, aten
+from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.transpose import transpose
+from mxcompile.lowering.graph.lowering_pass import LoweringPass, Reasons
+from mxcompile.lowering.graph.native import Native
+from mxcompile.lowering.graph.operands import stored
+from mxcompile.lowering.targets import Target
+from mxcompile.lowering.templates import configs, defaults
+from mxcompile.ops.view import Encode, Product, Unpack, result_of
+
+FP4_TEMPLATES = ("templates.fp4_casts", "templates.packed_mm")
+
+_PACKED = {ops.encoded_mm: ops.packed_mm, ops.encoded_grouped_mm: ops.packed_grouped_mm}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed(LoweringPass):
+    """For chips with an FP4 instruction."""
+
+    name: ClassVar[str] = "packed"
+    templates: ClassVar[tuple[str, ...]] = FP4_TEMPLATES
+
+    @property
+    def applies(self) -> bool:
+        """Where the chip multiplies packed operands."""
+        return bool(self.target.fp4_scales)
+
+    def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
+        """The products that it multiplies, by their formats, sizes and dtypes."""
+        native = Native(target=self.target, device=self.device)
+        products = (node for node in graph.nodes if node.target in _PACKED)
+        for node in products:
+            if self.target.multiplies_fp4(*Product.read(node).forms) and native.runs(node):
+                yield node
+
+    def apply(self, graph: fx.Graph) -> Reasons:
+        """Replace those products. Returns why some are not replaced."""
+        reasons: dict[fx.Node, str] = {}
+        operands = _PackedOperands(Builder(graph, self.name), self.target)
+        for node in list(self.candidates(graph)):
+            product = Product.read(node)
+            sides = [_Side.of(*side, place) for place, side in enumerate(product.sides)]
+            reason = _unmet(product) or next((side for side in sides if isinstance(side, str)), "")
+            if reason:
+                reasons[node] = reason
+            else:
+                _replace(product, [side for side in sides if isinstance(side, _Side)], operands)
+        dead.eliminate(graph)
+        return reasons
+
+
+def _unmet(product: Product) -> str:
+    """Why the chip does not multiply `product`, whatever its operands are; "" if it does."""
+    if not product.forms[0].two_level:
+        return ""
+    scales = _tensor_scales(product.alpha)
+    if scales is None:
+        return "the scales of both tensors are not at hand"
+    several = any(value_of(scale).numel() != 1 for scale in scales)
+    return "a tensor has several scales, and groups share one" if product.is_grouped and several else ""
+
+
+def _tensor_scales(alpha: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
+    """The scales of both tensors, whose product `alpha` is."""
+    if alpha is None or alpha.target is not aten.mul.Tensor:
+        return None
+    left, right = alpha.args
+    return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """One operand of a product, before transposes.
+
+    source: its cast, or the packed codes of a stored weight. scale: of the weight. dim: of the source, the
+    contraction, −1 or −2.
+    """
+
+    source: Encode | Unpack
+    scale: fx.Node
+    dim: int
+
+    @staticmethod
+    def of(qdata: fx.Node, scale: fx.Node, place: int) -> _Side | str:
+        """The operand at `place`, 0 for the left one; why it cannot be packed otherwise."""
+        qdata, scale, swapped = stored(qdata, scale)
+        dim = -2 if swapped != (place == 1) else -1
+        unpack = Unpack.of(qdata)
+        if unpack is not None:
+            codes = value_of(unpack.packed)
+            if dim != -1 or unpack.dim % codes.ndim != codes.ndim - 1 or codes.stride(-1) != 1:
+                return "a weight is stored with another dimension innermost than the contraction"
+            return _Side(source=unpack, scale=scale, dim=dim)
+        (cast, _), (its, _) = result_of(qdata), result_of(scale)
+        encode = Encode.of(cast) if cast is its else None
+        if encode is None or tensor(encode.x) is None or encode.scale is not None:
+            return "an operand was cast in another graph"
+        if all(size == 1 for size in _packed_size(encode, dim)):
+            return "an operand is one byte"
+        return _Side(source=encode, scale=scale, dim=dim)
+
+
+def _packed_size(encode: Encode, dim: int) -> list[Any]:
+    """The shape of the bytes of a cast."""
+    size = [*value_of(encode.x).shape]
+    size[dim] = (size[dim] + 1) // 2
+    return size
+
+
+def _replace(product: Product, sides: list[_Side], operands: _PackedOperands) -> None:
+    node, build = product.node, operands.build
+    with build.graph.inserting_before(node):
+        (a, scale_a), (b, scale_b) = (operands.packed(product, side) for side in sides)
+        b, scale_b = (each if value_of(each).ndim == 1 else transpose(each, build) for each in (b, scale_b))
+        scales = _tensor_scales(product.alpha) or ()
+        given = a, scale_a, b, scale_b, product.extra, product.out_dtype, *product.words, *scales
+        result = build.call(_PACKED[node.target], *given, like=node)
+    set_tag(result, *tags_of(node))
+    build.replace(node, result)
+
+
+class _PackedOperands:
+    """The packed operands so far."""
+
+    def __init__(self, build: Builder, target: Target) -> None:
+        self.build = build
+        self._target = target
+        self._casts: dict[tuple[fx.Node, int, str, ScaleLayout], tuple[fx.Node, fx.Node]] = {}
+        self._scales: dict[tuple[fx.Node, ScaleLayout], fx.Node] = {}
+
+    def packed(self, product: Product, side: _Side) -> tuple[fx.Node, fx.Node]:
+        """Bytes [.., rows, K/2] of an operand, and its scales; at the current insertion point."""
+        layout = ScaleLayout.ROW_MAJOR
+        if value_of(product.node).ndim == 2 and not product.is_grouped:
+            layout = self._target.scale_layout
+        if isinstance(side.source, Unpack):
+            tiles = layout is ScaleLayout.TILED_128X4 and self._reads_tiles(product)
+            layout = layout if tiles else ScaleLayout.ROW_MAJOR
+            return side.source.packed, self._stored_scale(side.scale, layout)
+        key = side.source.node, side.dim, side.source.fmt, layout
+        if key not in self._casts:
+            self._casts[key] = self._cast(side.source, side.dim, layout)
+        return self._casts[key]
+
+    def _reads_tiles(self, product: Product) -> bool:
+        """Whether `product` is large and has a form that must have its scales tiled."""
+        m, n, k = map(hint, (*value_of(product.node).shape, value_of(product.a).shape[-1]))
+        size, form = defaults.MXProduct(kind=defaults.DENSE, m=m, n=n, k=k), product.forms[0]
+        ours = configs.tiled_products(self._target, m, n, k // form.elem.per_byte)
+        return size.is_large(self._target) and bool(ours or form.scale in self._target.library_fp4)
+
+    def _stored_scale(self, scale: fx.Node, layout: ScaleLayout) -> fx.Node:
+        """The scales of a stored weight as bytes in `layout`."""
+        key = scale, layout
+        if key not in self._scales:
+            bytes_ = scale
+            if value_of(scale).dtype is not torch.uint8:
+                bytes_ = self.build.call(aten.view.dtype, scale, torch.uint8, like=scale)
+            if layout is ScaleLayout.TILED_128X4:
+                bytes_ = self.build.call(ops.tile_scales, bytes_, like=scale)
+            self._scales[key] = bytes_
+        return self._scales[key]
+
+    def _cast(self, cast: Encode, dim: int, layout: ScaleLayout) -> tuple[fx.Node, fx.Node]:
+        source, form, amax = cast.x, cast.form.untransformed, cast.amax
+        if source.target is ops.hadamard and source.args[1] == dim == -2:
+            form = replace(form, hadamard=cast_to(int, source.args[2]))
+            amax = None if amax is None else self._largest(source, amax)
+            source = argument(source)
+        with self.build.graph.inserting_before(cast.node):
+            how = source, dim, str(form), cast.seed, cast.stream, amax, str(layout)
+            pair = self.build.call(ops.encode_packed, *how, like=cast.node)
+            first, second = (self.build.call(operator.getitem, pair, at, like=cast.node) for at in (0, 1))
+        pair.meta.update({key: value for key, value in cast.node.meta.items() if key not in pair.meta})
+        return first, second
+
+    def _largest(self, transformed: fx.Node, amax: fx.Node) -> fx.Node:
+        """`amax`, by an operator that does not need the transform in memory."""
+        if amax.target is not ops.largest or argument(amax) is not transformed:
+            return amax
+        with self.build.graph.inserting_before(amax):
+            source, _, signs = transformed.args
+            both = self.build.call(ops.hadamard_largest, source, signs, like=amax)
+            result = self.build.call(operator.getitem, both, 1, like=amax)
+        self.build.replace(amax, result)
+        return result

@@ -1,0 +1,106 @@
+"""How the operands of a product are coded: what the templates of products are told of them.
+
+    MXFP8    e4m3 or e5m2, an element a byte, a scale for 32 bytes along K
+    MXFP4    e2m1, two elements a byte along K, a scale for 16 bytes
+    NVFP4    the same, an E4M3 scale for 8 bytes, and an FP32 scale of each tensor
+
+Templates, tables of tiles and checks of alignment count K in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
+
+from mxcompile.formats import BLOCK, ELEMENTS, Format, elem_type
+from mxcompile.lowering.templates import defaults
+
+_EXPAND = lowerings[torch.ops.aten.expand.default]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coding:
+    """The coding of both operands of a product.
+
+    precision: its policy word. elems: names of the element types. block: bytes along K that share a scale.
+    tensors: the scales of both tensors, realized, as large as the result; none of one level.
+    """
+
+    precision: str
+    elems: tuple[str, str]
+    block: int = BLOCK
+    tensors: tuple[Any, ...] = ()
+
+    @staticmethod
+    def mxfp8(a: Any, b: Any) -> Coding:
+        """The coding of FP8 operands."""
+        return Coding(precision=defaults.MXFP8, elems=(_fp8(a), _fp8(b)))
+
+    @staticmethod
+    def packed(form: Format, tensors: Sequence[ir.TensorBox | None], size: Sequence[Any]) -> Coding:
+        """The coding of packed operands in `form`.
+
+        tensors: their scales, which broadcast to the result of `size`: one number, or one a row or column.
+        """
+        name, per_byte = form.elem.name, form.elem.per_byte
+        return Coding(
+            precision=defaults.precision_of([form]),
+            elems=(name, name),
+            block=form.tile.along // per_byte,
+            tensors=tuple(
+                ir.ExternKernel.realize_input(_EXPAND(each, size)) for each in tensors if each is not None
+            ),
+        )
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements share a byte."""
+        return ELEMENTS[self.elems[0]].per_byte
+
+    @property
+    def swapped(self) -> Coding:
+        """The coding of the transposed product of groups, whose tensors have one scale each."""
+        return replace(self, elems=self.elems[::-1], tensors=self.tensors[::-1])
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the templates."""
+        a, b = map(repr, self.elems)
+        known: dict[str, Any] = {"ELEM_A": a, "ELEM_B": b, "BLOCK": self.block, "TWO_LEVEL": False}
+        if self.tensors:
+            left, right = self.tensors
+            known |= {"TWO_LEVEL": True, "SHARED_A": _is_0(left, -2), "SHARED_B": _is_0(right, -1)}
+        return known
+
+
+def _fp8(operand: Any) -> str:
+    return elem_type(operand.get_dtype()).name
+
+
+def _is_0(scale: Any, dim: int) -> bool:
+    """Whether all along a dimension have one scale."""
+    return bool(V.graph.sizevars.statically_known_equals(scale.get_stride()[dim], 0))
+
+
+HEAD = r"""
+{% set names = ["A", "SA", "B", "SB"] + OTHERS + (["TA", "TB"] if TWO_LEVEL else []) %}
+{{def_kernel(*(names + (["BIAS"] if BIASED else [])))}}
+{% if TWO_LEVEL %}
+    ta, tb, stride_ta, stride_tb = TA, TB, {{stride("TA", -2)}}, {{stride("TB", -1)}}
+{% endif %}
+"""
+"""Source: the head of a template. OTHERS: the names of operands behind the first four."""
+
+GAIN = r"""
+{% if TWO_LEVEL %}
+    ACC *= scaled_tile.factor(ta, idx_m, stride_ta, end_m, SHARED_A) * scaled_tile.factor(
+        tb, idx_n, stride_tb, N, SHARED_B)
+{% endif %}
+"""
+"""Source: multiplies ACC by the scales of both tensors. Before it: idx_m, idx_n, their ends end_m and N."""

@@ -1,0 +1,410 @@
+"""Products of packed FP4 operands: the same values as of a code a byte, and the reasons for what is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+from mxcompile import ops
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import encode_stored
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.lowering.graph.packed import Packed
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.policy import Gemm
+
+NVFP4, SQUARE, MXFP4 = "e2m1 1x16 two-level", "e2m1 16x16 two-level", "e2m1 1x32 rceil"
+TAG = GemmTag(
+    layer="l", name="l", module="Linear", source="", gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w")
+)
+ROW_MAJOR, TILED = "row-major", "128x4"
+
+
+def spread(*shape: int) -> Tensor:
+    """Numbers whose magnitudes lie over 12 binades, by block."""
+    *batch, m, n = shape
+    gen = torch.Generator().manual_seed(m * n)
+    powers = torch.randint(-6, 6, (*batch, -(-m // 16), -(-n // 16)), generator=gen).float()
+    powers = powers.repeat_interleave(16, -2).repeat_interleave(16, -1)[..., :m, :n]
+    return torch.randn(shape, generator=gen) * torch.exp2(powers)
+
+
+def cast(x: Tensor, dim: int, word: str) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Codes and scales of x, and the FP32 scale of the tensor if the format has one."""
+    if not Format.of(word).two_level:
+        return ops.encode(x, dim, word), None
+    amax = ops.largest(x)
+    return ops.encode(x, dim, word, None, 0, None, amax), ops.known_scale(amax, 0, word, 1)
+
+
+def product(
+    x: Tensor,
+    w: Tensor,
+    words: tuple[str, str],
+    extra: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    operator=ops.encoded_mm,
+) -> Tensor:
+    """x [.., M, K] · w [.., K, N] of operands that are cast along K. extra: a bias, or ends of groups."""
+    (a, tensor_a), (b, tensor_b) = cast(x, -1, words[0]), cast(w, -2, words[1])
+    alpha = () if tensor_a is None or tensor_b is None else (tensor_a * tensor_b,)
+    return operator(*a, *b, extra, dtype, *words, *alpha)
+
+
+def applied(function, *inputs: Tensor, target: str = "sm_100", mode: str = "fake"):
+    """The graph of `function` with its products packed, and the reasons of those left."""
+    module = make_fx(function, tracing_mode=mode)(*inputs)
+    for node in module.graph.nodes:
+        if node.target in (ops.encoded_mm, ops.encoded_grouped_mm):
+            set_tag(node, TAG)
+    reasons = Packed(target=TARGETS[target], device="cpu").apply(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module, list(reasons.values())
+
+
+def calls(module: torch.fx.GraphModule, op) -> list[torch.fx.Node]:
+    return list(module.graph.find_nodes(op="call_function", target=op))
+
+
+def count(module: torch.fx.GraphModule, op) -> int:
+    return len(calls(module, op))
+
+
+def layouts(module: torch.fx.GraphModule) -> set[str]:
+    """The layouts of the scales that casts write."""
+    return {(*node.args, TILED)[6] for node in calls(module, ops.encode_packed)}
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("sm_100", (NVFP4, NVFP4)),
+        ("sm_120", (NVFP4, SQUARE)),
+        ("sm_120", (MXFP4, MXFP4)),
+        ("gfx950", (MXFP4, "e2m1 32x32 even")),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(70, 96, 48), (33, 47, 25)])
+def test_one_product(shape: tuple[int, int, int], has_bias: bool, target: str, words: tuple[str, str]):
+    """Of odd sizes too, in any dtype; on a chip that reads rows, casts write rows."""
+    m, k, n = shape
+    x, w = spread(m, k), spread(k, n)
+    x[4] = 0.0
+    bias = spread(1, n)[0]
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return product(x, w, words, bias if has_bias else None, torch.float32)
+
+    module, reasons = applied(function, x, w, bias, target=target)
+    assert reasons == []
+    assert not count(module, ops.encode)
+    (node,) = calls(module, ops.packed_mm)
+    assert tags_of(node)[0].name == "l"
+    a, b = (each.meta["val"] for each in node.args[:4:2])
+    assert (a.dtype, tuple(a.shape), a.is_contiguous()) == (torch.uint8, (m, (k + 1) // 2), True)
+    assert (b.dtype, tuple(b.shape), b.t().is_contiguous()) == (torch.uint8, ((k + 1) // 2, n), True)
+    assert layouts(module) == {ROW_MAJOR if target == "gfx950" else TILED}
+    assert torch.equal(module(x, w, bias), function(x, w, bias))
+    x[3, 5] = torch.nan
+    values, reference = module(x, w, bias), function(x, w, bias)
+    assert reference[3].isnan().all()
+    torch.testing.assert_close(values, reference, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("words", [(NVFP4, SQUARE), (MXFP4, MXFP4)])
+def test_batches(words: tuple[str, str]):
+    x, w, bias = spread(3, 20, 47), spread(3, 47, 18), spread(3, 1, 18)
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return product(x, w, words, bias)
+
+    module, reasons = applied(function, x, w, bias)
+    assert (reasons, layouts(module)) == ([], {ROW_MAJOR})
+    assert torch.equal(module(x, w, bias), function(x, w, bias))
+
+
+GROUPS = {
+    "rows": ((50, 64), (4, 64, 48)),
+    "columns": ((4, 48, 64), (64, 50)),
+    "contracted": ((48, 50), (50, 64)),
+    "batch": ((4, 10, 64), (4, 64, 48)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("word", [NVFP4, MXFP4])
+def test_groups(word: str, kind: str):
+    """Of rows, columns and K, whose groups end inside bytes."""
+    left, right = GROUPS[kind]
+    x, w, offs = spread(*left), spread(*right), torch.tensor([10, 10, 31, 46], dtype=torch.int32)
+
+    def function(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return product(x, w, (word, word), offs, torch.float32, ops.encoded_grouped_mm)
+
+    module, reasons = applied(function, x, w, offs)
+    assert (reasons, layouts(module)) == ([], {ROW_MAJOR})
+    assert count(module, ops.packed_grouped_mm) == 1
+    values, reference = module(x, w, offs), function(x, w, offs)
+    atol = 1e-6 * float(reference.abs().max())  # strides decide the order in which CPUs add
+    torch.testing.assert_close(values, reference, rtol=0, atol=atol)
+
+
+def test_dynamic_sizes():
+    """Any of them, also the contraction's."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w, (NVFP4, NVFP4))
+
+    module, reasons = applied(function, spread(40, 62), spread(62, 24), mode="symbolic")
+    assert reasons == []
+    x, w = spread(33, 51), spread(51, 17)
+    assert torch.equal(module(x, w), function(x, w))
+
+
+def test_the_three_products_of_a_layer_share_casts():
+    """A square copy of the weight is packed along both of its dimensions, from one cast's source each."""
+    x, w, dy = spread(64, 96), spread(160, 96), spread(64, 160)
+
+    def function(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        codes, scale = cast(w, -1, SQUARE)
+        word = NVFP4, SQUARE
+        (a, sa), tensor_a = cast(x, -1, NVFP4)
+        y = ops.encoded_mm(a, sa, codes[0].t(), codes[1].t(), None, torch.bfloat16, *word, tensor_a * scale)
+        (a, sa), tensor_a = cast(dy, -1, NVFP4)
+        dx = ops.encoded_mm(a, sa, *codes, None, torch.bfloat16, *word, tensor_a * scale)
+        return y, dx, product(dy.t(), x, (NVFP4, NVFP4))
+
+    module, reasons = applied(function, x, w, dy)
+    assert reasons == []
+    assert (count(module, ops.encode), count(module, ops.packed_mm)) == (0, 3)
+    assert count(module, ops.encode_packed) == 6
+    for values, reference in zip(module(x, w, dy), function(x, w, dy), strict=True):
+        assert torch.equal(values, reference)
+
+
+def test_stochastic_casts_keep_their_numbers():
+    x, w, seed = spread(32, 64), spread(64, 32), torch.tensor([77])
+    word = f"{NVFP4} stochastic"
+
+    def function(x: Tensor, w: Tensor, seed: Tensor) -> Tensor:
+        amax, other = ops.largest(x), ops.largest(w)
+        a, b = ops.encode(x, -1, word, seed, 3, None, amax), ops.encode(w, -2, word, seed, 4, None, other)
+        alpha = ops.known_scale(amax, 0, word, 1) * ops.known_scale(other, 0, word, 1)
+        return ops.encoded_mm(*a, *b, None, torch.bfloat16, word, word, alpha)
+
+    module, reasons = applied(function, x, w, seed)
+    assert reasons == []
+    assert torch.equal(module(x, w, seed), function(x, w, seed))
+
+
+@pytest.mark.parametrize("tokens", [64, 50])
+def test_a_transform_is_part_of_the_casts(tokens: int):
+    """Neither the cast nor the search for its largest magnitude reads a transform from memory."""
+    x, dy = spread(tokens, 96), spread(tokens, 160)
+    word, signs = f"{NVFP4} hadamard:55272", 55272
+
+    def function(x: Tensor, dy: Tensor) -> Tensor:
+        sides = []
+        for source in (dy, x):
+            rotated = ops.hadamard(source, -2, signs)
+            amax = ops.largest(rotated)
+            cast = ops.encode(rotated, -2, word, None, 0, None, amax)
+            sides.append((cast, ops.known_scale(amax, 0, word, 1)))
+        ((a, sa), left), (b, right) = sides
+        return ops.encoded_mm(a.t(), sa.t(), *b, None, torch.bfloat16, word, word, left * right)
+
+    module, reasons = applied(function, x, dy)
+    assert reasons == []
+    assert not any(count(module, op) for op in (ops.hadamard, ops.largest, ops.encode))
+    assert (count(module, ops.hadamard_largest), count(module, ops.encode_packed)) == (2, 2)
+    assert torch.equal(module(x, dy), function(x, dy))
+
+
+def stored_product(word: str, batch: tuple[int, ...] = ()):
+    """A function of x and the parts of a weight that is stored packed, and these parts; K is 64, N 40."""
+    form = Format.of(word)
+    packed, scale, whole = encode_stored(spread(*batch, 40, 64), -1, form)
+    parts = [packed, scale if whole is None else scale.view(form.scale.dtype)]
+    parts += [] if whole is None else [whole]
+
+    def function(x: Tensor, packed: Tensor, scale: Tensor, *whole: Tensor) -> Tensor:
+        a, tensor_a = cast(x, -1, word)
+        codes = ops.unpack(packed, -1, word)
+        alpha = () if tensor_a is None else (tensor_a * whole[0].reshape(1).reciprocal(),)
+        return ops.encoded_mm(*a, codes.mT, scale.mT, None, torch.bfloat16, word, word, *alpha)
+
+    return function, parts
+
+
+@pytest.mark.parametrize("word", [NVFP4, MXFP4])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_stored_weight_is_read_as_it_is(batch: tuple[int, ...], word: str):
+    function, parts = stored_product(word, batch)
+    x = spread(*batch, 30, 64)
+    module, reasons = applied(function, x, *parts)
+    assert reasons == []
+    assert not any(count(module, op) for op in (ops.unpack, ops.tile_scales))
+    (node,) = calls(module, ops.packed_mm)
+    source = node.args[2].args[0]
+    assert source.op == "placeholder"
+    assert torch.equal(module(x, *parts), function(x, *parts))
+
+
+@pytest.mark.parametrize(
+    ("target", "word", "tiled"),
+    [
+        ("sm_100", NVFP4, True), ("sm_100", MXFP4, True), ("sm_120", NVFP4, True), ("sm_120", MXFP4, False),
+        ("gfx950", MXFP4, False),
+    ],
+)  # fmt: skip
+def test_a_large_product_has_the_scales_of_its_weight_tiled(target: str, word: str, tiled: bool):
+    """So that the persistent form, or the library's, can run it; where there is neither, rows are read."""
+    function, parts = stored_product(word)
+    wide = [torch.empty(8192, *part.shape[1:], dtype=part.dtype) if part.ndim > 1 else part for part in parts]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(each) for each in (torch.empty(8192, 64), *wide[:2], *parts[2:])]
+        module, reasons = applied(function, *fakes, target=target)
+    assert reasons == []
+    assert count(module, ops.tile_scales) == tiled
+
+
+def test_a_weight_with_a_scale_for_every_row():
+    """As where several were joined."""
+    _, parts = stored_product(NVFP4)
+    parts[2] = torch.logspace(0, 3, 40)[:, None]
+
+    def joined(x: Tensor, packed: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
+        a, tensor_a = cast(x, -1, NVFP4)
+        alpha = tensor_a * whole.t().reciprocal()
+        codes = ops.unpack(packed, -1, NVFP4)
+        return ops.encoded_mm(*a, codes.mT, scale.mT, None, torch.bfloat16, NVFP4, NVFP4, alpha)
+
+    x = spread(30, 64)
+    module, reasons = applied(joined, x, *parts)
+    assert reasons == []
+    assert torch.equal(module(x, *parts), joined(x, *parts))
+
+
+def given_codes(x: Tensor, w: Tensor) -> Tensor:
+    """The right operand's codes are an input."""
+    b = w.to(torch.uint8), w[::32].to(torch.uint8)
+    return ops.encoded_mm(*ops.encode(x, -1, MXFP4), *b, None, torch.bfloat16, MXFP4, MXFP4)
+
+
+def given_alpha(x: Tensor, w: Tensor) -> Tensor:
+    """Nothing tells the scale of one tensor from the other's."""
+    a, b = (
+        ops.encode(each, dim, NVFP4, None, 0, None, ops.largest(each)) for each, dim in ((x, -1), (w, -2))
+    )
+    return ops.encoded_mm(*a, *b, None, torch.bfloat16, NVFP4, NVFP4, x[0, :1])
+
+
+def packed_along_columns(x: Tensor, w: Tensor) -> Tensor:
+    """A stored weight [K, N] whose bytes hold neighbours of a column."""
+    packed, scale = w.to(torch.uint8)[::2].clone(), w[::32].to(torch.uint8)
+    codes = ops.unpack(packed, 0, MXFP4)
+    return ops.encoded_mm(*ops.encode(x, -1, MXFP4), codes, scale, None, torch.bfloat16, MXFP4, MXFP4)
+
+
+def several_scales(x: Tensor, w: Tensor) -> Tensor:
+    """Groups of rows, a scale for each column of the weights."""
+    (a, tensor_a), (b, _) = cast(x, -1, NVFP4), cast(w.view(2, 32, 32), -2, NVFP4)
+    offs = torch.tensor([10, 32], dtype=torch.int32)
+    alpha = tensor_a * w[:1, :32]
+    return ops.encoded_grouped_mm(*a, *b, offs, torch.bfloat16, NVFP4, NVFP4, alpha)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "reason"),
+    [
+        (given_codes, (32, 64), "an operand was cast in another graph"),
+        (given_alpha, (32, 64), "the scales of both tensors are not at hand"),
+        (
+            packed_along_columns,
+            (32, 64),
+            "a weight is stored with another dimension innermost than the contraction",
+        ),
+        (several_scales, (32, 32), "a tensor has several scales, and groups share one"),
+        (lambda x, w: product(x, w, (MXFP4, MXFP4)), (1, 2), "an operand is one byte"),
+    ],
+)
+def test_what_is_left_has_a_reason(function, shape: tuple[int, int], reason: str):
+    module, reasons = applied(function, spread(*shape), spread(64 if shape[0] > 1 else 2, 32))
+    assert reasons == [reason]
+    assert not any(count(module, op) for op in (ops.packed_mm, ops.packed_grouped_mm))
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "runs"),
+    [
+        ("sm_103", (NVFP4, NVFP4), True),
+        ("sm_103", (MXFP4, MXFP4), True),
+        ("sm_120", (NVFP4, NVFP4), True),
+        ("sm_120", (MXFP4, MXFP4), True),
+        ("gfx950", (MXFP4, MXFP4), True),
+        ("gfx950", (NVFP4, NVFP4), False),
+        ("sm_90", (NVFP4, NVFP4), False),
+        ("sm_100", ("e4m3 1x16 rceil",) * 2, False),
+        ("sm_100", ("e2m1 1x64 rceil",) * 2, False),
+        ("sm_100", (MXFP4, "e2m3 1x32 rceil"), False),
+    ],
+)
+def test_which_chips(target: str, words: tuple[str, str], runs: bool):
+    module, reasons = applied(
+        lambda x, w: product(x, w, words), spread(32, 64), spread(64, 32), target=target
+    )
+    assert reasons == []
+    assert count(module, ops.packed_mm) == runs
+
+
+@pytest.mark.parametrize("size", [(0, 64, 32), (32, 0, 32), (1, 64, 1)])
+def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int]):
+    m, k, n = size
+    module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4)), torch.ones(m, k), torch.ones(k, n))
+    assert (reasons, count(module, ops.packed_mm)) == ([], 0)
+
+
+@pytest.mark.parametrize("word", [NVFP4, MXFP4])
+def test_pytorch_takes_the_layout(word: str):
+    """By the checks of its operator for shapes, dtypes and lengths of scales, without a GPU."""
+    pytest.importorskip("triton")
+    from mxcompile.lowering.templates import vendor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, w = torch.empty(200, 96, device="cuda"), torch.empty(96, 48, device="cuda")
+        amax = torch.ones(1, device="cuda") if Format.of(word).two_level else None
+        (a, sa), (b, sb) = (
+            ops.encode_packed(each, dim, word, None, 0, amax) for each, dim in ((x, -1), (w, -2))
+        )
+        if amax is None:
+            result = vendor.mx_vendor_mxfp4_mm(a, sa, b.t(), sb, out_dtype=torch.bfloat16)
+        else:
+            tensors = (amax.expand(200, 48),) * 2
+            result = vendor.mx_vendor_nvfp4_mm(a, sa, b.t(), sb, *tensors, out_dtype=torch.bfloat16)
+    assert (tuple(result.shape), result.dtype, result.device.type) == ((200, 48), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("word", [NVFP4, SQUARE, MXFP4])
+@pytest.mark.parametrize("shape", [(70, 96), (130, 33), (3, 17, 31)])
+def test_operators_pass_opcheck(shape: tuple[int, ...], word: str):
+    *batch, _, k = shape
+    x, w = spread(*shape), spread(*batch, k, 48)
+    amax = ops.largest(x) if Format.of(word).two_level else None
+    for layout in (TILED, ROW_MAJOR) if not batch else (ROW_MAJOR,):
+        (a, sa), (b, sb) = (
+            ops.encode_packed(each, dim, word, None, 0, amax, layout) for each, dim in ((x, -1), (w, -2))
+        )
+        right = b.mT, sb if sb.ndim == 1 else sb.mT
+        opcheck(ops.encode_packed_both, (x, word, word, amax, amax, layout))
+        opcheck(ops.packed_mm, (a, sa, *right, None, torch.bfloat16, word, word, amax, amax))
+        if layout == ROW_MAJOR and not batch:
+            opcheck(ops.hadamard_largest, (x, 9))
+            opcheck(ops.tile_scales, (sa,))
+            offs = torch.tensor([9, k], dtype=torch.int32)
+            opcheck(ops.packed_grouped_mm, (a, sa, *right, offs, torch.float32, word, word, amax, amax))

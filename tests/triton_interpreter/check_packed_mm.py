@@ -1,0 +1,183 @@
+"""The generated products of packed FP4 operands against FP64: matrices, batches and groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.operands import assert_within, product
+from helpers.packed_operands import ALONG, MXFP4, NAN, NVFP4, PackedOperand, packed_operand, tensors
+from modules import each
+from torch import Tensor
+
+from mxcompile import ops
+from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.lowering.templates import configs, scaled_mm_tiled, vendor
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CHIPS = [
+    (target, word)
+    for target in ("sm_100", "sm_120", "gfx950")
+    for word in (MXFP4, NVFP4)
+    if (target, word) != ("gfx950", NVFP4)
+]
+ENDS = [(70, 70, 271, 300), (1, 2, 2, 40), (0, 0, 0, 5), (33, 48, 97, 130)]
+"""Of groups: inside bytes, blocks and tiles, empty ones, rows that are left over."""
+
+Call = tuple[PackedOperand, PackedOperand, Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    """No library's product."""
+    monkeypatch.setattr(vendor, "of", lambda *_, **__: None)
+
+
+def check(calls: list[Call], word: str, dtype: torch.dtype, target) -> None:
+    """Each product within the bound of FP32 accumulation."""
+    given = [(*a.left, *b.right, bias, dtype, word, word, *tensors(a, b)) for a, b, bias in calls]
+    for out, (a, b, bias) in zip(each(ops.packed_mm, given, target=target), calls, strict=True):
+        assert out.dtype is dtype
+        # the scales of both tensors are multiplied in FP32, and then what is accumulated
+        assert_within(out, *product(a.values, b.values, bias), a.values.shape[1] + 4)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(("target", "word"), CHIPS)
+def test_shapes(target, word, tiled, dtype, monkeypatch):
+    """Odd and short K, few rows, tails of every tile, a bias of another dtype; whole steps and tiles."""
+    monkeypatch.setattr(scaled_mm_tiled, "fits", lambda _: False)
+    shapes = [(1, 2, 3), (5, 130, 96), (70, 33, 1001), (131, 129, 40), (300, 20, 288), (128, 256, 512)]
+    sides = [
+        (packed_operand(m, k, word, tiled=tiled), packed_operand(n, k, word, tiled=tiled))
+        for m, n, k in shapes
+    ]
+    check([(*side, torch.randn(side[1].codes.shape[0])) for side in sides], word, dtype, target)
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+def test_tiled_on_one_side(word):
+    """As where a weight is stored, whose scales lie in rows."""
+    calls = [
+        (packed_operand(m, 416, word, tiled=True), packed_operand(272, 416, word), None) for m in (16, 300)
+    ]
+    check(calls, word, BF16, "sm_100")
+
+
+def test_half_precision():
+    calls = [
+        (packed_operand(m, 130, MXFP4, spread=2), packed_operand(70, 130, MXFP4, spread=2), None)
+        for m in (9, 99)
+    ]
+    check(calls, MXFP4, F16, "sm_120")
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+@pytest.mark.parametrize(
+    "config", tiled_configs(TARGETS["sm_100"]), ids=lambda c: f"{c.block_n}{'ws' * c.warp_specialize}"
+)
+def test_through_the_accelerator(config, word, monkeypatch):
+    """Every configuration: several steps of K, tails, and second tiles of a program."""
+    monkeypatch.setattr(configs, "tiled_products", lambda *_: [config])
+    shapes = [(256, 384, 768), (150, 264, 96), (129, 520, 800), (300, 600, 64)]
+    calls = [
+        (
+            packed_operand(m, k, word, tiled=True),
+            packed_operand(n, k, word, tiled=True),
+            torch.randn(n).to(BF16),
+        )
+        for m, n, k in shapes
+    ]
+    check(calls, word, BF16, replace(TARGETS["sm_100"], processors=4))
+
+
+@pytest.mark.parametrize(("target", "word"), CHIPS)
+def test_nan_reaches_its_row_only(target, word):
+    calls = [(packed_operand(m, 96, word), packed_operand(64, 96, word), None) for m in (7, 200)]
+    for a, b, _ in calls:
+        a.scale[3, 1], b.scale[50, 2] = NAN[word], NAN[word]
+    given = [(*a.left, *b.right, None, BF16, word, word, *tensors(a, b)) for a, b, _ in calls]
+    for out in each(ops.packed_mm, given, target=target):
+        wanted = torch.zeros(out.shape, dtype=torch.bool)
+        wanted[3], wanted[:, 50] = True, True
+        assert torch.equal(out.isnan(), wanted)
+
+
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_a_scale_for_every_column(target):
+    """As a weight has that was joined of several."""
+    m, n, k = 40, 70, 96
+    a, b = packed_operand(m, k, NVFP4), packed_operand(n, k, NVFP4)
+    several = torch.exp2(torch.randn(1, n) * 3)
+    given = [(*a.left, *b.right, None, F32, NVFP4, NVFP4, a.tensor, several)]
+    (out,) = each(ops.packed_mm, given, target=target)
+    assert b.tensor is not None
+    exact = b.values / b.tensor.double() * several.double().t()
+    assert_within(out, *product(a.values, exact), k + 4)
+
+
+@pytest.mark.parametrize(("target", "word"), CHIPS)
+def test_batches(target, word):
+    """Odd sizes; an operand that all entries share; a bias for each."""
+    calls, sides = [], []
+    for m, n, k in ((40, 70, 96), (3, 33, 131)):
+        a, b = (packed_operand(rows, k, word, batch=(3,)) for rows in (m, n))
+        bias = torch.randn(3, 1, n)
+        calls.append((*a.left, *b.right, bias, F32, word, word, *tensors(a, b)))
+        sides.append((a.values, b.values, bias))
+    a, b = packed_operand(17, 64, word, batch=(2,)), packed_operand(24, 64, word)
+    shared = [each_.expand(2, *each_.shape) for each_ in b.right]
+    calls.append((*a.left, *shared, None, F32, word, word, *tensors(a, b)))
+    sides.append((a.values, [b.values, b.values], [None, None]))
+    for out, given in zip(each(ops.packed_mm, calls, target=target), sides, strict=True):
+        for found, left, right, bias in zip(out, *given, strict=True):
+            assert_within(found, *product(left, right, bias), left.shape[1] + 4)
+
+
+def spans(ends: tuple[int, ...]) -> list[slice]:
+    return [slice(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def grouped(a: PackedOperand, b: PackedOperand, ends: tuple[int, ...], word: str, target: str) -> Tensor:
+    given = (*a.left, *b.right, torch.tensor(ends, dtype=torch.int32), F32, word, word, *tensors(a, b))
+    (out,) = each(ops.packed_grouped_mm, [given], target=target)
+    return out
+
+
+@pytest.mark.parametrize(("target", "word"), CHIPS)
+@pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
+@pytest.mark.parametrize("ends", ENDS[:2], ids=str)
+def test_groups_of_rows(ends, n, k, target, word):
+    m = max(307, ends[-1])
+    a = packed_operand(m, k, word, spread=20)
+    a = replace(a, codes=a.codes.clone(memory_format=torch.contiguous_format))  # for TMA
+    b = packed_operand(n, k, word, batch=(len(ends),), spread=20)
+    out = grouped(a, b, ends, word, target)
+    for span, weight in zip(spans(ends), b.values, strict=True):
+        assert_within(out[span], *product(a.values[span], weight), k + 4)
+    assert not out[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("word", [MXFP4, NVFP4])
+@pytest.mark.parametrize(("n", "k"), [(104, 73), (272, 256)], ids=["pointers", "tiled"])
+def test_groups_of_columns(n, k, word):
+    ends = (41, 41, 80)
+    b = packed_operand(ends[-1], k, word, spread=20)
+    a = packed_operand(n, k, word, batch=(len(ends),), spread=20)
+    out = grouped(a, b, ends, word, "sm_100")
+    for span, weight in zip(spans(ends), a.values, strict=True):
+        assert_within(out[:, span], *product(weight, b.values[span]), k + 4)
+
+
+@pytest.mark.parametrize(("target", "word"), CHIPS)
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_groups_of_k(ends, target, word):
+    """Groups begin and end inside blocks and bytes; the scale of a block is the one of the whole matrix."""
+    k = max(307, ends[-1])
+    a, b = packed_operand(72, k, word, spread=20), packed_operand(104, k, word, spread=20)
+    out = grouped(a, b, ends, word, target)
+    for found, span in zip(out, spans(ends), strict=True):
+        assert_within(found, *product(a.values[:, span], b.values[:, span]), k + ALONG[word])
