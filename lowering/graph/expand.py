@@ -88,21 +88,9 @@ class _Expander:
             kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
-                result = self._scaled(result, factors, product.bias, node)
-            result = self._cast(result, out.dtype, node)
+                result = scaled(result, factors, product.bias, self._build, node)
+            result = cast(result, out.dtype, self._build, node)
         self._build.replace(node, result)
-
-    def _scaled(
-        self, product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, node: fx.Node
-    ) -> fx.Node:
-        """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
-        result = self._cast(product, torch.float32, node)
-        for factor in factors:
-            result = self._build.call(aten.mul.Tensor, result, factor, like=node)
-        if bias is not None:
-            added = self._cast(bias, torch.float32, node)
-            result = self._build.call(aten.add.Tensor, result, added, like=node)
-        return result
 
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
@@ -113,14 +101,27 @@ class _Expander:
         if bias is None:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
-        return self._build.call(target, self._cast(bias, dtype, node), a, b, like=node)
+        return self._build.call(target, cast(bias, dtype, self._build, node), a, b, like=node)
 
-    def _cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        value = tensor(node)
-        if value is not None and value.dtype is dtype:
-            return node
-        convert = torch.ops.prims.convert_element_type.default
-        return self._build.call(convert, node, dtype, like=like)
+
+def scaled(
+    product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, build: Builder, like: fx.Node
+) -> fx.Node:
+    """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
+    result = cast(product, torch.float32, build, like)
+    for factor in factors:
+        result = build.call(aten.mul.Tensor, result, factor, like=like)
+    if bias is not None:
+        result = build.call(aten.add.Tensor, result, cast(bias, torch.float32, build, like), like=like)
+    return result
+
+
+def cast(node: fx.Node, dtype: torch.dtype, build: Builder, like: fx.Node) -> fx.Node:
+    """`node` in `dtype`."""
+    value = tensor(node)
+    if value is not None and value.dtype is dtype:
+        return node
+    return build.call(torch.ops.prims.convert_element_type.default, node, dtype, like=like)
 
 
 def _spans_contraction(word: str) -> bool:

@@ -107,11 +107,12 @@ def lower_weight_only_mm(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
     fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """The product x [M, K] · wᵀ [N, K] (+ bias). The template has MXFP8, whose word is ""."""
     target = None if fmt else _target(x, qdata)
     if target is None:
-        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt)
+        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
     choices = forms(rows, columns, depth, x.get_dtype(), target)
