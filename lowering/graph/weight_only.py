@@ -1,4 +1,4 @@
-"""weight_only: products of few rows with a weight that is stored quantized, on chips without an MX GEMM.
+"""weight_only: products of few rows with a weight that is stored quantized.
 
     scaled_mm(qa, sa, w, sw)          → weight_only_mm(dequantize(qa, sa), w, sw)
     encoded_mm(qa, sa, unpack(p), sp) → weight_only_mm(dequantize(qa, sa), p, sp)     (· alpha, in FP32)
@@ -7,9 +7,10 @@
 Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
 a quarter, and decoded in registers. A quantized activation is what its copy stands for, so that the result is
 that of the quantized GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy
-leaves in BF16 is read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's
-GEMM are faster then; on CPUs if the weight is small, since large ones are better dequantized in parts (see
-`cpu`). So are weights that only the graph casts.
+leaves in BF16 is read as it is. On chips with an MX GEMM these are products that `native` did not name. More
+rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster then; on CPUs if the
+weight is small, since large ones are better dequantized in parts (see `cpu`). So are weights that only the
+graph casts.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnly(LoweringPass):
-    """For CPUs, and GPUs without an MX GEMM."""
+    """For CPUs and GPUs; on those with an MX GEMM for the products that it does not take."""
 
     name: ClassVar[str] = "weight_only"
     templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
 
     @property
     def applies(self) -> bool:
-        """Where a kernel that decodes weights is faster than what the target has."""
-        return not self.target.native and (self._on_cpu or self.target.arch is not None)
+        """Where there are kernels that decode weights."""
+        return self._on_cpu or self.target.arch is not None
 
     @property
     def obstacle(self) -> str:
@@ -107,6 +108,8 @@ class WeightOnly(LoweringPass):
         weight, out = _operand(product), tensor(node)
         if bool(weight.fmt) != bool(product.format_b) or out is None:
             return False
+        if any(tag.kernel for tag in tags_of(node)):
+            return False  # the chip's own product
         if product.alpha is not None and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
             return False  # the vendor's GEMM gives the dtype of its operands
         return self._fits(node, product.a, weight)
@@ -131,7 +134,7 @@ class WeightOnly(LoweringPass):
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        readable = weight.dtype in _ELEMENTS or (self._on_cpu and bool(stored_weight.fmt))
+        readable = weight.dtype in _ELEMENTS or bool(stored_weight.fmt)
         if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
@@ -206,17 +209,18 @@ class WeightOnly(LoweringPass):
         )
         result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *form, like=node)
         shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
-        words = f"mx_weight_only_mm {self._form(hint(out.shape[0]), shape, given.dtype)}"
+        form_words = self._form(hint(out.shape[0]), shape, given.dtype, packed=bool(stored_weight.fmt))
+        words = f"mx_weight_only_mm {form_words}"
         set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
         return result
 
-    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype) -> str:
+    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:
         """How the kernel multiplies `rows` rows of `dtype` by a weight of `shape`, in words."""
         if self._on_cpu:
             parts = parts_of(shape, dtype)
             return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
         n, k = map(hint, shape)
-        choices = forms(rows, n, k, dtype, self.target)
+        choices = forms(rows, n, k, dtype, self.target, packed=packed)
         return choices[0].one_of(len(choices))
 
 

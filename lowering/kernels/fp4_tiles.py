@@ -1,4 +1,4 @@
-"""The cast to E2M1 on register tiles: Triton device functions that the template of FP4 casts calls.
+"""E2M1 on register tiles: Triton device functions for the template of FP4 casts, and back for stored weights.
 
     mxfp4   byte   = exponent of the scale, from the FP32 bits of the block's amax (`tiles.scale_byte`)
             y      = x · 2^(127 − byte)
@@ -7,6 +7,8 @@
             y      = x · min(1 / (E4M3 value · (1 / G)), largest FP32)
     code    sign, 2 bits of exponent, 1 of mantissa of round-to-nearest-even(y), saturated to ±6; or rounded
             at random by the word of the element (`formats.stochastic`)
+
+    value  2^-14 of it is an FP16 number, whose exponent and mantissa the code has at the same place
 
 Bit-exact with ``formats.encoding``, but for the codes of blocks under a NaN scale, whose values are NaN
 whatever they are. A byte holds two codes, the first in its low half. Blocks lie along the last dimension of
@@ -18,6 +20,7 @@ Compile-time arguments as in `tiles`, and
     ACROSS      rows that share a scale
     TWO_LEVEL   whether it is nvfp4
     NATIVE      whether the chip converts pairs of FP32 to E2M1, else integers give the same codes
+    PTX         whether it is NVIDIA's, so that four codes are decoded at a time
 """
 
 from __future__ import annotations
@@ -49,6 +52,52 @@ PAIRS = tl.constexpr("""{
     mov.b32 $0, {first, second, third, fourth};
 }""")
 """Four bytes of two E2M1 codes each: of FP32 $1 to $4 in the low halves, of $5 to $8 in the high ones."""
+
+
+_PAIR = """
+    prmt.b32 pair, word, 0, {bytes};
+    shr.b32 size, pair, {shift};
+    and.b32 size, size, {mask};
+    lop3.b32 {result}, pair, 0x80008000, size, 0xEA;"""
+"""The codes of the high halves of two bytes, moved to where numbers of 16 bits have sign and exponent."""
+
+
+def _fp16_asm(place: int) -> str:
+    """PTX of 2^-14 of four values in FP16, of the codes in the halves `place` of four bytes."""
+    pairs = (
+        _PAIR.format(bytes=each, shift=3, mask="0x0E000E00", result=result)
+        for each, result in (("0x1404", "$0"), ("0x3424", "$1"))
+    )
+    return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+
+
+def _bf16_asm(place: int) -> str:
+    """PTX of four values times as many numbers of BF16, in BF16: first as 2^-126 of the values."""
+    product = """
+    fma.rn.bf16x2 pair, pair, up, none;
+    fma.rn.bf16x2 {result}, pair, {factor}, none;"""
+    pairs = (
+        _PAIR.format(bytes=each, shift=6, mask="0x01C001C0", result="pair")
+        + product.format(result=result, factor=factor)
+        for each, result, factor in (("0x1404", "$0", "$3"), ("0x3424", "$1", "$4"))
+    )
+    constants = "    mov.b32 up, 0x7E807E80;\n    mov.b32 none, 0x80008000;"  # 2^126; −0, to add nothing
+    head = f"    .reg .b32 word, pair, size, up, none;\n{constants}"
+    return f"{{\n{head}\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+
+
+DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
+"""By place: see `decoded` and `times`."""
+
+
+@triton.constexpr_function
+def _decoded_asm(place):
+    return DECODED[place]
+
+
+@triton.constexpr_function
+def _scaled_asm(place):
+    return SCALED[place]
 
 
 @triton.jit
@@ -141,6 +190,29 @@ def packed(low, high, NATIVE: tl.constexpr):
 @triton.jit
 def _joined(low, high):
     return (_code(low) | (_code(high) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
+    """2^-14 of the values of the codes in bytes, FP16, exact. PLACE: 0 for those in the low halves, or 1."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        )
+    code = codes.to(tl.int16) >> (4 * PLACE)
+    return (((code & 0x8) << 12) | ((code & 0x7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
+    """The values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
+    if PTX:
+        args = [codes, factors]
+        return tl.inline_asm_elementwise(
+            _scaled_asm(PLACE), "=r,=r,r,r,r", args, dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    values = decoded(codes, PLACE, False).to(tl.float32) * 16384.0
+    return (values * factors.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

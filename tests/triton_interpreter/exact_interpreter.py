@@ -223,6 +223,30 @@ def _pairs(low, high):
     return (codes[0] | codes[1] << 4).astype(np.uint8)
 
 
+def _decoded(place):
+    """Code s·e·m in FP16, whose exponent it shares but for the bias: a shift, as the PTX does."""
+
+    def decode(codes):
+        code = (codes >> (4 * place) & 15).astype(np.uint16)
+        return ((code & 8) << 12 | (code & 7) << 9).astype(np.uint16).view(np.float16)
+
+    return decode
+
+
+def _times(place):
+    """`fma.rn.bf16x2` with −0 twice: by 2^126, which is exact, and by the factor."""
+
+    def times(codes, factors):
+        value = (codes >> (4 * place) & 15).astype(np.uint8).view(np.dtype(ml_dtypes.float4_e2m1fn))
+        return (
+            (value.astype(np.float32) * _bf16(factors).astype(np.float32))
+            .astype(NUMPY[tl.bfloat16])
+            .view(np.uint16)
+        )
+
+    return times
+
+
 _FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 _PTX = {
     packed.LARGER.value: (tl.int32, _larger),
@@ -230,6 +254,8 @@ _PTX = {
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
     fp4_tiles.PAIRS.value: (tl.uint8, _pairs),
+    **{asm: (tl.float16, _decoded(place)) for place, asm in enumerate(fp4_tiles.DECODED)},
+    **{asm: (tl.bfloat16, _times(place)) for place, asm in enumerate(fp4_tiles.SCALED)},
     **{
         asm[name]: (tl.uint8, _encoded(_FP8[name]))
         for name in ELEM_TYPES
