@@ -13,15 +13,17 @@ import dataclasses
 import functools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxcompile.lowering.targets import TARGETS, Target
@@ -35,13 +37,16 @@ BEGIN, END = "<!-- calibration: begin -->", "<!-- calibration: end -->"
 LOW, HIGH = 0.75, 1.33
 """Measured ÷ estimate of a point that is met."""
 
-STREAM, LOOP, SPLIT, SMALL, PRODUCT = "stream", "loop over rows", "split reduction", "few rows", "product"
+STREAM, LOOP, SPLIT, SMALL = "stream", "loop over rows", "split reduction", "few rows"
+CAST, PAIRS, TILES, PRODUCT = "cast", "loads of pairs", "loop over tiles", "product"
 """Classes of kernels."""
 
 KNOWN_BAD = {
     LOOP: "a block reduces each of its rows before it takes the next; on an A100 that costs more than the sum"
     " of its parts",
-    SPLIT: "a reduction in two kernels, whose loads start ahead of their use, which the model does not see",
+    SPLIT: "a reduction in two kernels; loads that start while others are used count as a wait each",
+    PAIRS: "elements of a byte are read apart, each load every second one; that costs more than its slots",
+    TILES: "one block of few warps has a processor, whose instructions wait for each other",
     SMALL: "so few rows that a last turn of programs is not full, or that a launch is most of the time",
 }
 """Classes whose points may be missed, and why."""
@@ -49,6 +54,7 @@ KNOWN_BAD = {
 _LIGER = "Liger-Kernel, benchmark/data/all_benchmark_data.csv"
 _CUDNN = "cudnn-frontend, benchmark/norms/results (torch_compile)"
 _AO = "torchao, docs/source/workflows/training.md"
+_AO_FP4 = "torchao, benchmarks/prototype/nvfp4_training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +127,7 @@ def compiled() -> Iterator[Point]:
     yield from tqdm(_norms(), desc="norms of Inductor")
     yield from tqdm(_products(), desc="products")
     yield from _casts()
+    yield from tqdm(_generated_casts(), desc="casts of torchao")
 
 
 def _liger() -> Iterator[Point]:
@@ -199,20 +206,24 @@ def _norms() -> Iterator[Point]:
             with torch.device("meta"):
                 layer = module(width).bfloat16()
                 x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
-            target = chip(on)
-            result = codegen(layer, x, target=target.name, policy="bf16")
+            works = _generated(layer, x, on)
             for phase, each in zip(("forward", "backward"), times, strict=True):
-                works = tuple(launch.work for launch in result.phase(phase) if launch.work)
-                scale = TARGETS[target.name].processors / target.processors
                 yield Point(
                     kind=STREAM if phase == "forward" and kind != SMALL else kind,
                     kernel=f"{name} {phase} of Inductor", source=_CUDNN, chip=on, shape=f"{rows}×{width}",
-                    measured_us=each[on], plus=tuple(_on_more_processors(work, scale) for work in works),
+                    measured_us=each[on], plus=works[phase],
                 )  # fmt: skip
 
 
-def _on_more_processors(work: Work, scale: float) -> Work:
-    return dataclasses.replace(work, issue_us=work.issue_us * scale, round_trips=work.round_trips * scale)
+def _generated(module: nn.Module, x: Tensor, on: str) -> dict[str, tuple[Work, ...]]:
+    """What Inductor's code of `module` has to do, by phase."""
+    target = chip(on)
+    with mock.patch.dict(TARGETS, {target.name: target}):
+        launches = codegen(module, x, target=target.name, policy="bf16").launches
+    works: defaultdict[str, tuple[Work, ...]] = defaultdict(tuple)
+    for launch in launches:
+        works[launch.phase] += (launch.work,) if launch.work else ()
+    return works
 
 
 def _products() -> Iterator[Point]:
@@ -248,6 +259,47 @@ def _by_bytes(kernel: str, source: str, on: str, elements: int, each: float, us:
     return Point(
         kind=STREAM, kernel=kernel, source=source, chip=on, shape=f"{side}²", measured_us=us,
         plus=(Work(num_bytes=elements * each),),
+    )  # fmt: skip
+
+
+class _Cast(nn.Module):
+    def __init__(self, cast: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.cast = cast
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scales, codes = self.cast(x)
+        return scales.view(torch.uint8), codes
+
+
+def _generated_casts() -> Iterator[Point]:
+    """torchao's, from its source by Inductor, from their algebra, or from its kernel."""
+    import calibration_kernels as kernels
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    size = 16384
+    x = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
+    mode, e4m3 = ScaleCalculationMode, torch.float8_e4m3fn
+    for kind, codes, us, source, cast in (
+        (CAST, "MXFP8 (floor)", 125.9, _AO, lambda x: to_mx(x, e4m3, 32, scaling_mode=mode.FLOOR)),
+        (CAST, "MXFP8 (rceil)", 220.1, _AO, lambda x: to_mx(x, e4m3, 32, scaling_mode=mode.RCEIL)),
+        (PAIRS, "NVFP4", 879.7, "pytorch #167098", nvfp4_quantize),
+    ):
+        yield Point(
+            kind=kind, kernel=f"cast of Inductor to {codes}", source=source, chip="B200", shape=f"{size}²",
+            measured_us=us, plus=_generated(_Cast(cast), x, "B200")["inference"],
+        )  # fmt: skip
+    yield Point(
+        kind=CAST, kernel="NVFP4 cast along rows", source="pytorch #167098", chip="B200", shape=f"{size}²",
+        measured_us=206.8, plus=(kernels.cast_to_nvfp4(size).work(chip("B200")),),
+    )  # fmt: skip
+    target, rates = chip("GB200"), rates_of("GB200")
+    works = [each.work(target) for each in kernels.casts_of_weights(2048, 28672, target.processors)]
+    yield Point(
+        kind=TILES, kernel="NVFP4 cast of 16×16, both layouts", source=_AO_FP4, chip="GB200",
+        shape="2048×28672", measured_us=232.2, plus=(min(works, key=lambda work: work.estimate(rates).us),),
     )  # fmt: skip
 
 
@@ -316,23 +368,34 @@ def _spread(same: list[Point]) -> str:
 
 
 def draw(found: list[Point], output: Path) -> None:
-    """Measured over estimate of every point, by its measured time."""
+    """Measured over estimate of every point, by its measured time; those that are missed have their names."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=120)
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=120)
     axes = figure.subplots()
-    axes.axhspan(LOW, HIGH, color="#e8eef7")
-    axes.axhline(1, color="#8a8f98", linewidth=0.8)
-    for index, kind in enumerate(dict.fromkeys(point.kind for point in found)):
+    axes.axhspan(LOW, HIGH, color="#e8eef7", zorder=0)
+    axes.axhline(1, color="#8a8f98", linewidth=0.8, zorder=1)
+    for kind, marker in zip(dict.fromkeys(point.kind for point in found), "osDv^P*X", strict=True):
         same = [point for point in found if point.kind == kind]
         axes.scatter(
             [point.measured_us for point in same], [point.ratio for point in same],
-            label=kind, color=f"C{index}", s=22,
+            label=f"{kind}, {sum(point.met for point in same)} of {len(same)}",
+            marker=marker, s=30, alpha=0.85,
         )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="measured, µs", ylabel="measured ÷ estimate")
-    axes.set_yticks([0.5, 0.75, 1, 1.33, 2], ["0.5", "0.75", "1", "1.33", "2"])
+    for point in found:
+        if not point.met:
+            axes.annotate(
+                f"{point.kernel.partition(',')[0]}, {point.chip}, {point.shape}",
+                (point.measured_us, point.ratio), xytext=(6, 4 if point.ratio > 1 else -9),
+                textcoords="offset points", fontsize=7,
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="measured, µs", ylabel="measured ÷ estimate", ylim=(0.5, 3))
+    axes.set_xlim(2, 3000)
+    axes.set_xticks([3, 10, 30, 100, 300, 1000], ["3", "10", "30", "100", "300", "1,000"])
+    axes.set_yticks([0.5, LOW, 1, HIGH, 2, 3], ["0.5", "0.75", "1", "1.33", "2", "3"])
     axes.minorticks_off()
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title="within 0.75–1.33", loc="upper left", fontsize=8, title_fontsize=8)
     figure.savefig(output)
 
 

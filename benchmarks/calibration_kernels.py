@@ -1,15 +1,19 @@
-"""Kernels that others have timed, written anew from their algebra: norms, a gated activation, a product.
+"""Kernels that others have timed, written anew from their algebra: norms, SwiGLU, a cast, a product.
 
 Rows are one program each as in Liger-Kernel, whose backward lets each program loop over its share of the
-rows; products are those of Triton's tutorial 3. Sizes are constants, as Inductor writes them.
+rows; products are those of Triton's tutorial 3. Sizes are constants, as Inductor writes them. torchao's cast
+of weights is compiled from torchao as it is installed.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
@@ -138,6 +142,42 @@ def product(
     tl.store(c_ptr + rows[:, None] * N + columns[None, :], sums.to(c_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def nvfp4(x_ptr, whole_ptr, codes_ptr, scales_ptr, N: tl.constexpr):
+    """Codes of 4 bits under scales of 16 along rows, of a tile of 128×64; scales lie as cuBLAS reads them."""
+    n, m = tl.program_id(0), tl.program_id(1)
+    row = m * 128 + tl.arange(0, 128)[:, None]
+    x = tl.load(x_ptr + row * N + n * 64 + tl.arange(0, 64)[None, :])
+    blocks = x.to(tl.float32).reshape(128, 4, 16)
+    whole = tl.load(whole_ptr)
+    wanted = tl.max(tl.abs(blocks), axis=2) / 6.0 / whole
+    scales = tl.minimum(tl.maximum(wanted, 2.0**-16), 448.0).to(tl.float8e4nv)
+    scaled = tl.div_rn(blocks, whole * scales.to(tl.float32)[:, :, None])
+    codes = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b8 a, b, c, d;
+        cvt.rn.satfinite.e2m1x2.f32 a, $5, $1;
+        cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;
+        cvt.rn.satfinite.e2m1x2.f32 c, $7, $3;
+        cvt.rn.satfinite.e2m1x2.f32 d, $8, $4;
+        mov.b32 $0, {a, b, c, d};
+        }
+        """,
+        "=r,r,r,r,r,r,r,r,r",
+        scaled.reshape(128, 32, 2).split(),
+        dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+    tl.store(codes_ptr + row * (N // 2) + n * 32 + tl.arange(0, 32)[None, :], codes)
+    tiled = scales.reshape(4, 32, 4).permute(1, 0, 2).reshape(32, 16)
+    at = tl.arange(0, 32)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(scales_ptr + (m * (N // 64) + n) * 512 + at, tiled)
+
+
+NVFP4_BYTES = 2 + 1 / 2 + 1 / 16
+"""Read and written of an element in BF16 and one layout of NVFP4."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launched:
     """A kernel and how it is launched. pointers: types of its first arguments; the others are integers.
@@ -235,6 +275,37 @@ def multiplied(size: int, *, element: str, block_k: int, out: str = "fp16") -> L
         flops=2.0 * size**3,
         sizes=dict.fromkeys("MNK", size),
     )
+
+
+def cast_to_nvfp4(size: int) -> Launched:
+    """A square along its rows, a tile a program."""
+    return Launched(
+        kernel=nvfp4,
+        pointers=("*bf16", "*fp32", "*u8", "*fp8e4nv"),
+        constants={"N": size},
+        programs=size // 64 * (size // 128),
+        num_warps=4,
+        num_bytes=size * size * NVFP4_BYTES,
+    )
+
+
+def casts_of_weights(rows: int, columns: int, processors: int) -> Iterator[Launched]:
+    """Of a weight in both layouts by torchao, in every configuration that it would time; loops over tiles."""
+    with mock.patch.object(torch.utils._triton, "has_triton", return_value=True):
+        from torchao.prototype.moe_training.nvfp4_training import quantize_2d_triton
+    tuner = quantize_2d_triton.triton_quantize_2d_weight
+    for config in tuner.configs:
+        tiles = math.ceil(rows / config.kwargs["BLOCK_M"]) * math.ceil(columns / config.kwargs["BLOCK_N"])
+        yield Launched(
+            kernel=tuner.fn,
+            pointers=("*bf16", "*u8", "*fp8e4nv", "*u8", "*fp8e4nv", "*fp32"),
+            constants={**config.kwargs, "GROUP_SIZE_N": 8, "NUM_SMS": processors},
+            programs=processors,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            num_bytes=rows * columns * (2 * NVFP4_BYTES - 2),
+            rounds=math.ceil(tiles / processors),
+        )
 
 
 def _size(element: str) -> int:

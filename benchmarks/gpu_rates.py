@@ -2,7 +2,9 @@
 
 Copies of device memory, products of a library by format, attention by backend, and empty kernels, each over
 several sizes: the least, the median and the most of the data sheet's. What this PyTorch or this chip does not
-run is left out with the reason, and the table's rate stays. Without a GPU it says so and measures nothing.
+run is left out with the reason, and the table's rate stays. So do the rates of instructions, of the latency
+of memory and of products of generated kernels, which no library's kernel shows. Without a GPU it says so and
+measures nothing.
 Usage: python benchmarks/gpu_rates.py [--output rates.json] [--repeats 10]
 """
 
@@ -31,6 +33,7 @@ from mxcompile.offline.rates import Rate, as_data
 
 TOKENS, HEADS, HEAD = 8192, 32, 128
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
+BLOCK = 128
 COPIED = (1 << 26, 1 << 28, 1 << 30)
 EMPTY = 100
 SHAPES = [(TOKENS, n, k) for n, k in LAYERS]
@@ -48,19 +51,21 @@ def memory(peak: Peak, time: Time) -> Iterator[float]:
         yield 2 * num_bytes / us / 1e3 / peak.bandwidth_gbs
 
 
-def bf16(peak: Peak, time: Time) -> Iterator[float]:
-    """CuBLAS or hipBLASLt."""
+def unscaled(dtype: torch.dtype, peak: Peak, time: Time) -> Iterator[float]:
+    """CuBLAS or hipBLASLt; of FP32 as PyTorch leaves it, without TF32."""
+    tflops = peak.fp32_tflops if dtype is torch.float32 else peak.bf16_tflops
     for m, n, k in SHAPES:
-        a, b = _matrix(m, k), _matrix(n, k).t()
-        yield _share(time(functools.partial(torch.mm, a, b)), (m, n, k), peak.bf16_tflops)
+        a, b = _matrix(m, k).to(dtype), _matrix(n, k).to(dtype).t()
+        yield _share(time(functools.partial(torch.mm, a, b)), (m, n, k), tflops)
 
 
 def fp8(extent: str, peak: Peak, time: Time) -> Iterator[float]:
-    """`torch._scaled_mm` with scales a tensor or a channel."""
+    """`torch._scaled_mm` with scales a tensor, a channel, or 1×128 by 128×128, those as columns lie."""
     for m, n, k in SHAPES:
         a, b = (_matrix(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
-        sizes = ((), ()) if extent == "tensor" else ((m, 1), (1, n))
-        scales = [torch.ones(size, device=gpu_common.DEVICE) for size in sizes]
+        blocks = (k // BLOCK, m), (n // BLOCK, k // BLOCK)
+        sizes = {"tensor": ((), ()), "channel": ((1, m), (n, 1)), "block": blocks}[extent]
+        scales = [torch.ones(size, device=gpu_common.DEVICE).mT if size else _one() for size in sizes]
         call = functools.partial(torch._scaled_mm, a, b.t(), *scales, out_dtype=torch.bfloat16)
         yield _share(time(call), (m, n, k), peak.fp8_tflops)
 
@@ -126,6 +131,10 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def _one() -> torch.Tensor:
+    return torch.ones((), device=gpu_common.DEVICE)
+
+
 def _matrix(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=gpu_common.DEVICE, dtype=torch.bfloat16)
 
@@ -143,9 +152,9 @@ BACKENDS = {
 
 KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
     "memory": memory,
-    "bf16": bf16,
-    "fp8_tensor": functools.partial(fp8, "tensor"),
-    "fp8_channel": functools.partial(fp8, "channel"),
+    "bf16": functools.partial(unscaled, torch.bfloat16),
+    "fp32": functools.partial(unscaled, torch.float32),
+    **{f"fp8_{extent}": functools.partial(fp8, extent) for extent in ("tensor", "channel", "block")},
     "mxfp8": mxfp8,
     "fp4": fp4,
     **{name: functools.partial(attention, backend, False) for name, backend in BACKENDS.items()},
@@ -157,9 +166,14 @@ KINDS: dict[str, Callable[[Peak, Time], Iterator[float]]] = {
 
 def runs_on(kind: str, target: Target) -> bool:
     """Whether the chip has what `kind` measures."""
-    if kind == "fp4":
-        return ScaleType.E4M3 in target.fp4_scales
-    return target.native if kind == "mxfp8" else bool(target.fp8_tiles) if kind.startswith("fp8") else True
+    match kind.partition("_"):
+        case "fp4", *_:
+            return ScaleType.E4M3 in target.fp4_scales
+        case "mxfp8", *_:
+            return target.native
+        case "fp8", _, extent:
+            return {"block": "1x128"}.get(extent, extent) in target.fp8_tiles
+    return True
 
 
 def measured(target: Target, time: Time) -> dict[str, Rate]:

@@ -30,6 +30,7 @@ from mxcompile.lowering.graph.lowering_pass import LoweringPass
 from mxcompile.lowering.graph.name_kernels import NameKernels
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.pair import Pair
+from mxcompile.lowering.graph.pair_fp4 import PairFP4
 from mxcompile.lowering.graph.promote import Promote
 from mxcompile.lowering.graph.split_casts import SplitCasts
 from mxcompile.lowering.graph.tile_scales import TileScales
@@ -55,6 +56,7 @@ LOWERING: tuple[type[LoweringPass], ...] = (
     Native,
     Fuse,
     Pair,
+    PairFP4,
     CachedAttention,
     WeightOnly,
     VendorFP8,

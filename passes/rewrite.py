@@ -10,7 +10,8 @@ their random numbers. Casts whose scale follows from calls before read the state
 `states`); without one they take the amax at hand, and the record of a compiled graph says so. Formats of two
 levels also have a scale for the whole tensor: their casts read its amax, and their products are multiplied by
 both scales. Operands of wgrad may be transformed before their casts (`formats.hadamard`); those of groups are
-not, because groups of tokens end inside of its blocks. Numerics change in this pass and in no other.
+not, because groups of tokens end inside of its blocks. Rows past their last group, which hold anything, are 0
+where they would count in a scale. Numerics change in this pass and in no other.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ class _GemmWriter:
         if tag.gemm is Gemm.WGRAD:  # rows past the last group hold anything; keep them out of amax
             left = self._zero_past_end(left, -1, offs, node)
             right = self._zero_past_end(right, -2, offs, node)
-        elif casts[0].fmt.two_level or (tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8):
-            # they count in the amax of the tensor, or in what wgrad's copy is made from
+        elif any(cast.fmt.of_tensor for cast in casts) or (
+            tag.gemm is Gemm.DGRAD and tag.sent is Sent.MXFP8
+        ):  # they count in the amax of the tensor, or in what wgrad's copy is made from
             if value_of(left).ndim == 2:
                 left = self._zero_past_end(left, -2, offs, node)
             elif value_of(right).ndim == 2:

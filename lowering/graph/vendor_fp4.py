@@ -158,7 +158,7 @@ class _PackedCasts:
 
     def _make(self, cast: Encode, dim: int) -> tuple[fx.Node, fx.Node]:
         source, form, amax = cast.x, cast.form.untransformed, cast.amax
-        if source.target is ops.hadamard and source.args[1] == dim:
+        if source.target is ops.hadamard and source.args[1] == dim == -2:
             form = replace(form, hadamard=cast_to(int, source.args[2]))
             amax = None if amax is None else self._largest(source, amax)
             source = argument(source)
@@ -174,6 +174,8 @@ class _PackedCasts:
         if amax.target is not ops.largest or argument(amax) is not transformed:
             return amax
         with self.build.graph.inserting_before(amax):
-            result = self.build.call(ops.hadamard_largest, *transformed.args, like=amax)
+            source, _, signs = transformed.args
+            both = self.build.call(ops.hadamard_largest, source, signs, like=amax)
+            result = self.build.call(operator.getitem, both, 1, like=amax)
         self.build.replace(amax, result)
         return result

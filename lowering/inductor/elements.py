@@ -168,4 +168,4 @@ def _decoded(code: Any, elem: ElemType) -> Any:
     is_subnormal = inductor.lt(magnitude, i32(1 << elem.mantissa_bits))
     value = inductor.where(is_subnormal, subnormal, normal)
     negative = inductor.gt(inductor.bitwise_and(code, i32(sign_bit)), i32(0))
-    return inductor.where(negative, inductor.neg(value), value)
+    return inductor.where(negative, inductor.mul(value, f32(-1.0)), value)  # Triton negates 0 to 0

@@ -105,9 +105,9 @@ class _Scaled:
         self.target = of_device(x.get_device_or_error())
         self._load = as_float(x)
         self._scale = scale
-        self._word = None
+        self._half = None
         if form.stochastic and seed is not None:
-            self._word = stochastic.words(self.blocks.shape, seed, stream)
+            self._half = stochastic.halves(self.blocks.shape, block_dim, seed, stream)
 
     def factor(self, inverse: bool) -> Load:
         """The factor of a block's elements, or the divisor under FP32 scales: FP32, of each block."""
@@ -133,8 +133,8 @@ class _Scaled:
         if self.form.amax.stateful:  # its scale does not know of what is not finite here
             finite = inductor.lt(inductor.abs(value), f32(float("inf")))
             y = inductor.where(finite, y, f32(float("nan")))
-        if self._word is not None:
-            return stochastic.rounded(y, self.form.elem, self._word(index))
+        if self._half is not None:
+            return stochastic.rounded(y, self.form.elem, self._half(index))
         return elements.rounded(y, self.form.elem, self.target)
 
 

@@ -43,7 +43,8 @@ def lower_hadamard(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
             element[at] = block[at] * WIDTH + number
             inside = less(element[at], shape[at])
             known = inductor.masked(inside, lambda: load(element), 0.0)
-            return inductor.neg(known) if signs >> number & 1 else known
+            # Triton's negation of 0 is 0
+            return inductor.mul(known, f32(-1.0)) if signs >> number & 1 else known
 
         return inductor.to_dtype(inductor.mul(_butterfly(source, place), f32(0.25)), dtype)
 

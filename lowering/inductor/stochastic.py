@@ -1,7 +1,4 @@
-"""Stochastic rounding in Inductor's operators: `formats.stochastic`, operation by operation.
-
-Products of 32-bit words are in int64, in steps that do not overflow, on every device.
-"""
+"""Stochastic rounding in Inductor's operators: `formats.stochastic`, operation by operation."""
 
 from __future__ import annotations
 
@@ -11,16 +8,17 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import ops as inductor
+from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import ElemType
-from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
+from mxcompile.formats.stochastic import MULTIPLIER, NEIGHBOURS, ROUNDS, SEEDS, WEYL
 from mxcompile.lowering.inductor.elements import f32, i32, with_sign
 
 Index = Sequence[Any]
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
-_LOW = 0xFFFFFFFF
 
 
 def i64(value: int) -> Any:
@@ -28,55 +26,52 @@ def i64(value: int) -> Any:
     return inductor.constant(value, _I64)
 
 
-def words(shape: Sequence[Any], seed: ir.TensorBox, stream: int) -> Callable[[Index], Any]:
-    """The random word of the element at an index of a tensor of `shape`, int64."""
-    load = seed.make_loader()
-
-    def word(index: Index) -> Any:
-        place = sympy.S.Zero
-        for at, size in zip(index, shape, strict=True):
-            place = place * size + at
-        key = inductor.bitwise_and(load([sympy.S.Zero]), i64(_LOW))
-        return _philox(inductor.index_expr(place, _I64), stream, key)
-
-    return word
+def _low(word: Any) -> Any:
+    return inductor.bitwise_and(word, i64(SEEDS - 1))
 
 
-def _philox(index: Any, stream: int, key: Any) -> Any:
-    left, right = inductor.bitwise_and(index, i64(_LOW)), i64(stream & _LOW)
+def halves(shape: Sequence[Any], dim: int, seed: ir.TensorBox, stream: int) -> Callable[[Index], Any]:
+    """The random bits of the element at an index of a tensor of `shape` contracted along `dim`, int32."""
+    load, at = seed.make_loader(), dim % len(shape)
+    groups = [*shape[:at], FloorDiv(shape[at] + (NEIGHBOURS - 1), NEIGHBOURS), *shape[at + 1 :]]
+    apart = sympy_product(groups[at + 1 :])
+
+    def half(index: Index) -> Any:
+        others = sympy.S.Zero
+        for number, size in enumerate(groups):
+            others = others * size + (index[number] if number != at else 0)
+        along = inductor.index_expr(index[at], _I64)
+        group = inductor.mul(inductor.bitwise_right_shift(along, i64(2)), inductor.index_expr(apart, _I64))
+        place = inductor.add(inductor.index_expr(others, _I64), group)
+        left, right = _philox(place, stream, _low(load([sympy.S.Zero])))
+        is_right = inductor.ne(inductor.bitwise_and(along, i64(2)), i64(0))
+        word = inductor.where(is_right, right, left)
+        is_high = inductor.ne(inductor.bitwise_and(along, i64(1)), i64(0))
+        bits = inductor.where(is_high, inductor.bitwise_right_shift(word, i64(16)), word)
+        return inductor.to_dtype(inductor.bitwise_and(bits, i64(0xFFFF)), _I32)
+
+    return half
+
+
+def _philox(place: Any, stream: int, key: Any) -> tuple[Any, Any]:
+    left, right = _low(place), i64(stream & (SEEDS - 1))
     for _ in range(ROUNDS):
-        high, low = _multiplied(left)
-        left, right = inductor.bitwise_xor(inductor.bitwise_xor(high, key), right), low
-        key = inductor.bitwise_and(inductor.add(key, i64(WEYL)), i64(_LOW))
-    return left
+        part = inductor.mul(left, i64(MULTIPLIER - SEEDS))
+        high = _low(inductor.add(inductor.bitwise_right_shift(part, i64(32)), left))
+        left, right = inductor.bitwise_xor(inductor.bitwise_xor(high, key), right), _low(part)
+        key = _low(inductor.add(key, i64(WEYL)))
+    return left, right
 
 
-def _multiplied(x: Any) -> tuple[Any, Any]:
-    half, factor = i64(16), i64(MULTIPLIER)
-    low = inductor.mul(inductor.bitwise_and(x, i64(0xFFFF)), factor)
-    rest = inductor.mul(inductor.bitwise_right_shift(x, half), factor)
-    rest = inductor.add(rest, inductor.bitwise_right_shift(low, half))
-    joined = inductor.bitwise_left_shift(inductor.bitwise_and(rest, i64(0xFFFF)), half)
-    return inductor.bitwise_right_shift(rest, half), inductor.bitwise_or(
-        joined, inductor.bitwise_and(low, i64(0xFFFF))
-    )
-
-
-def rounded(y: Any, elem: ElemType, word: Any) -> Any:
-    """`y`, FP32, |y| ≤ max or NaN, rounded by `word` to a value of `elem`, in FP32; keeps the sign of 0."""
+def rounded(y: Any, elem: ElemType, half: Any) -> Any:
+    """`y`, FP32, |y| ≤ max or NaN, rounded by `half` to a value of `elem`, in FP32; keeps the sign of 0."""
+    least, kept = f32(2.0**elem.min_exponent), 23 - elem.mantissa_bits
     magnitude = inductor.abs(y)
-    bits = inductor.to_dtype_bitcast(magnitude, _I32, _F32)
-    exponent = inductor.sub(inductor.bitwise_right_shift(bits, i32(23)), i32(127))
-    exponent = inductor.minimum(inductor.maximum(exponent, i32(elem.min_exponent)), i32(elem.emax))
-    shift = inductor.sub(exponent, i32(elem.mantissa_bits))
-    steps = inductor.mul(magnitude, _power(inductor.sub(i32(127), shift)))
-    whole = inductor.floor(steps)
-    share = inductor.to_dtype(inductor.bitwise_right_shift(word, i64(8)), _F32)
-    is_up = inductor.lt(inductor.mul(share, f32(2.0**-24)), inductor.sub(steps, whole))
-    value = inductor.add(whole, inductor.where(is_up, f32(1.0), f32(0.0)))
-    return with_sign(inductor.mul(value, _power(inductor.add(i32(127), shift))), y)
-
-
-def _power(exponent: Any) -> Any:
-    """2^(`exponent` − 127) in FP32."""
-    return inductor.to_dtype_bitcast(inductor.bitwise_left_shift(exponent, i32(23)), _F32, _I32)
+    small = inductor.lt(magnitude, least)
+    z = inductor.where(small, inductor.add(magnitude, least), magnitude)
+    noise = inductor.bitwise_left_shift(inductor.bitwise_or(half, i32(1)), i32(kept - 16))
+    bits = inductor.add(inductor.to_dtype_bitcast(z, _I32, _F32), noise)
+    bits = inductor.bitwise_and(bits, i32(-(1 << kept)))
+    value = inductor.to_dtype_bitcast(bits, _F32, _I32)
+    value = inductor.where(small, inductor.sub(value, least), value)
+    return inductor.where(inductor.ne(y, y), y, with_sign(value, y))

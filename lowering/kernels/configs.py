@@ -122,14 +122,15 @@ FP8_CAST: dict[str, FP8Choices | Absent] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP4Tile:
-    """The tile of an FP4 cast: rows of the operand, and elements along the contraction."""
+    """The tile of an FP4 cast: rows, whole blocks of them a thread's, and columns."""
 
-    across: int
-    along: int
+    rows: int
+    columns: int
     num_warps: int
 
 
-_FP4 = FP4Tile(across=64, along=128, num_warps=8)
+_FP4 = FP4Tile(rows=64, columns=256, num_warps=4)
+_FP4_AMD = FP4Tile(rows=64, columns=256, num_warps=4)
 _NO_FP4 = Absent(reason="no GEMM of packed FP4 operands to cast for")
 
 FP4_CAST: dict[str, FP4Tile | Absent] = {
@@ -140,7 +141,7 @@ FP4_CAST: dict[str, FP4Tile | Absent] = {
     "sm_103": _FP4,
     "sm_120": _FP4,
     "gfx942": _NO_FP4,
-    "gfx950": _NO_FP4,
+    "gfx950": _FP4_AMD,
 }
 """Target → tile of casts to packed FP4."""
 

@@ -1,4 +1,4 @@
-"""E2M1 on register tiles: Triton device functions for the template of FP4 casts, and back for stored weights.
+"""The cast to E2M1 on register tiles: Triton device functions that the templates of FP4 casts call.
 
     mxfp4   byte   = exponent of the scale, from the FP32 bits of the block's amax (`tiles.scale_byte`)
             y      = x · 2^(127 − byte)
@@ -6,21 +6,23 @@
             byte   = E4M3 bits of the amax of the block or tile · (G · 1/6), saturated
             y      = x · min(1 / (E4M3 value · (1 / G)), largest FP32)
     code    sign, 2 bits of exponent, 1 of mantissa of round-to-nearest-even(y), saturated to ±6; or rounded
-            at random by the word of the element (`formats.stochastic`)
-
-    value  2^-14 of it is an FP16 number, whose exponent and mantissa the code has at the same place
+            by the random bits of the element (`formats.stochastic`)
 
 Bit-exact with ``formats.encoding``, but for the codes of blocks under a NaN scale, whose values are NaN
-whatever they are. A byte holds two codes, the first in its low half. Blocks lie along the last dimension of
-a tile, which is the contraction; casts along columns transpose their tile first. Not here: memory, masks.
+whatever they are. A byte holds two codes, the first in its low half.
+
+A tile is [R, G, C]: row g · R + r of G · R, column c. R is the length of a block, so that each thread holds
+whole blocks along columns, and computes their scales and transforms alone. A tile goes through these
+functions as the FP32 values of its even columns and of its odd ones, [R, G, C / 2] each; two neighbours are
+often one instruction's operands. Not here: memory, masks.
 
 Compile-time arguments as in `tiles`, and
 
     BLOCK       elements along a scale: 32 of mxfp4, 16 of nvfp4
-    ACROSS      rows that share a scale
+    SQUARE      whether as many rows share it
     TWO_LEVEL   whether it is nvfp4
-    NATIVE      whether the chip converts pairs of FP32 to E2M1, else integers give the same codes
-    PTX         whether it is NVIDIA's, so that four codes are decoded at a time
+    PTX         whether the chip is NVIDIA's, from sm_100 on; on others Triton's operators give the same bits
+    BF16        whether the values are BF16's, whose largest is then found two at a time
 """
 
 from __future__ import annotations
@@ -32,72 +34,62 @@ from mxcompile.formats import E4M3
 from mxcompile.formats.encoding import FP32_MAX
 from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
 from mxcompile.formats.types import E2M1
-from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels import fp4_ptx, packed, tiles
 
 _ELEM = tl.constexpr(E2M1.name)
 _LARGEST = tl.constexpr(E2M1.max)
 _LARGEST_SCALE = tl.constexpr(E4M3.max)
 _LARGEST_VALUE = tl.constexpr(E2M1.max * E4M3.max)
 _FP32_MAX = tl.constexpr(FP32_MAX)
-_EMAX = tl.constexpr(E2M1.emax)
 _INF_BITS = tl.constexpr(0x7F800000)
 _ROUNDS, _WEYL, _MULTIPLIER = tl.constexpr(ROUNDS), tl.constexpr(WEYL), tl.constexpr(MULTIPLIER)
-
-PAIRS = tl.constexpr("""{
-    .reg .b8 first, second, third, fourth;
-    cvt.rn.satfinite.e2m1x2.f32 first, $5, $1;
-    cvt.rn.satfinite.e2m1x2.f32 second, $6, $2;
-    cvt.rn.satfinite.e2m1x2.f32 third, $7, $3;
-    cvt.rn.satfinite.e2m1x2.f32 fourth, $8, $4;
-    mov.b32 $0, {first, second, third, fourth};
-}""")
-"""Four bytes of two E2M1 codes each: of FP32 $1 to $4 in the low halves, of $5 to $8 in the high ones."""
+_TINY, _HUGE = tl.constexpr(2.0**-100), tl.constexpr(2.0**64)
 
 
-_PAIR = """
-    prmt.b32 pair, word, 0, {bytes};
-    shr.b32 size, pair, {shift};
-    and.b32 size, size, {mask};
-    lop3.b32 {result}, pair, 0x80008000, size, 0xEA;"""
-"""The codes of the high halves of two bytes, moved to where numbers of 16 bits have sign and exponent."""
+@triton.jit
+def split(x, BF16: tl.constexpr, SIGNS: tl.constexpr = 0):
+    """Even and odd columns of a tile [R, G, C] as FP32 [R, G, C / 2].
+
+    Row r is negated where bit r of SIGNS is 1.
+    """
+    pairs: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 2, 2)
+    minus = ((SIGNS >> (tl.arange(0, x.shape[0]) & 15)) & 1 == 1)[:, None, None]
+    if BF16:
+        even, odd = tl.split(tl.reshape(x.to(tl.uint16, bitcast=True), pairs))
+        words = (odd.to(tl.int32) << 16) | even.to(tl.int32)
+        return _floats(words ^ tl.where(minus, -0x7FFF8000, 0))
+    even, odd = tl.split(tl.reshape(x, pairs))
+    sign = tl.where(minus, -1.0, 1.0)  # Triton's -x is 0 - x, which is 0 for 0
+    return even.to(tl.float32) * sign, odd.to(tl.float32) * sign
 
 
-def _fp16_asm(place: int) -> str:
-    """PTX of 2^-14 of four values in FP16, of the codes in the halves `place` of four bytes."""
-    pairs = (
-        _PAIR.format(bytes=each, shift=3, mask="0x0E000E00", result=result)
-        for each, result in (("0x1404", "$0"), ("0x3424", "$1"))
+@triton.jit
+def _floats(words):
+    """FP32 of the BF16 in the low halves of int32, and of those in the high ones."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _words(even, odd):
+    """The inverse of `_floats`."""
+    low = (even.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+    return low | (odd.to(tl.int32, bitcast=True) & -65536)
+
+
+@triton.jit
+def _two(ASM: tl.constexpr, a, b, c, d):
+    args = [a, b, c, d]
+    return tl.inline_asm_elementwise(
+        ASM, "=f,=f,f,f,f,f", args, dtype=(tl.float32, tl.float32), is_pure=True, pack=1
     )
-    return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
 
 
-def _bf16_asm(place: int) -> str:
-    """PTX of four values times as many numbers of BF16, in BF16: first as 2^-126 of the values."""
-    product = """
-    fma.rn.bf16x2 pair, pair, up, none;
-    fma.rn.bf16x2 {result}, pair, {factor}, none;"""
-    pairs = (
-        _PAIR.format(bytes=each, shift=6, mask="0x01C001C0", result="pair")
-        + product.format(result=result, factor=factor)
-        for each, result, factor in (("0x1404", "$0", "$3"), ("0x3424", "$1", "$4"))
-    )
-    constants = "    mov.b32 up, 0x7E807E80;\n    mov.b32 none, 0x80008000;"  # 2^126; −0, to add nothing
-    head = f"    .reg .b32 word, pair, size, up, none;\n{constants}"
-    return f"{{\n{head}\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
-
-
-DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
-"""By place: see `decoded` and `times`."""
-
-
-@triton.constexpr_function
-def _decoded_asm(place):
-    return DECODED[place]
-
-
-@triton.constexpr_function
-def _scaled_asm(place):
-    return SCALED[place]
+@triton.jit
+def _times(even, odd, factor, other, PTX: tl.constexpr):
+    """`even` · `factor` and `odd` · `other`."""
+    if PTX:
+        return _two(fp4_ptx.MULTIPLY, even, odd, factor, other)
+    return even * factor, odd * other
 
 
 @triton.jit
@@ -109,61 +101,188 @@ def gain(amax):
 
 
 @triton.jit
-def _two_level(block_amax, tensor_gain):
-    """E4M3 bytes of blocks, uint8, and the factors of their elements, FP32."""
-    over = block_amax * (tensor_gain * (1 / _LARGEST))
-    over = tl.minimum(over, _LARGEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
-    byte = tiles.encode(over, "e4m3", "rceil", True)
-    one = tl.full(over.shape, 1.0, tl.float32)
-    back = tl.div_rn(tl.full(tensor_gain.shape, 1.0, tl.float32), tensor_gain)
-    factor = tl.div_rn(one, tiles.decode(byte, "e4m3", True) * back)
-    return byte, tl.minimum(factor, _FP32_MAX, propagate_nan=tl.PropagateNan.ALL)
+def _reciprocal(x, PTX: tl.constexpr, small):
+    """1 / x in FP32, x ≥ 0; of 0 Inf or NaN. small: whether x may be less than 2^−91."""
+    if PTX:
+        up = tl.where(small, _HUGE, 1.0)
+        inverse = tl.inline_asm_elementwise(
+            fp4_ptx.RECIPROCAL, "=f,f", [x * up], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return inverse * up
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 @triton.jit
-def _block_amax(low, high, BLOCK: tl.constexpr, ACROSS: tl.constexpr):
-    """FP32 bits of the largest magnitude of every block of rows, those of a tile the same."""
-    R: tl.constexpr = low.shape[0]
-    C: tl.constexpr = 2 * low.shape[1]
-    larger = tl.maximum(tiles.magnitude_bits(low), tiles.magnitude_bits(high))
-    amax = tl.max(tl.reshape(larger, (R, C // BLOCK, BLOCK // 2)), 2)
-    if ACROSS > 1:
-        amax = tl.max(tl.reshape(amax, (R // ACROSS, ACROSS, C // BLOCK)), 1)
-        amax = tl.broadcast_to(amax[:, None, :], (R // ACROSS, ACROSS, C // BLOCK))
-        amax = tl.reshape(amax, (R, C // BLOCK))
-    return amax
+def _scale(amax_bits, tensor_gain, TWO_LEVEL: tl.constexpr, ROUNDING: tl.constexpr, PTX: tl.constexpr):
+    """Scale bytes uint8 of blocks, by the FP32 bits of their amax, and factors of their elements, FP32."""
+    if TWO_LEVEL:
+        over = amax_bits.to(tl.float32, bitcast=True) * (tensor_gain * (1 / _LARGEST))
+        over = tl.minimum(over, _LARGEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        byte = tiles.encode(over, "e4m3", "rceil", True)
+        back = tl.div_rn(tl.full(tensor_gain.shape, 1.0, tl.float32), tensor_gain)
+        factor = _reciprocal(tiles.decode(byte, "e4m3", True) * back, PTX, back < _TINY)
+        factor = tl.minimum(factor, _FP32_MAX)  # NaN too: the scale is 0, or NaN itself
+    else:
+        exponent = tiles.scale_byte(amax_bits, _ELEM, ROUNDING)
+        byte, factor = exponent.to(tl.uint8), tiles.inverse_scale(exponent)
+    return byte, factor
 
 
 @triton.jit
-def scaled(
-    low,
-    high,
+def _magnitudes(even, odd, BF16: tl.constexpr):
+    """Pairs of BF16 magnitudes, or the FP32 bits of the larger of both: int32."""
+    if BF16:
+        return _words(even, odd) & 0x7FFF7FFF
+    return tl.maximum(tiles.magnitude_bits(even), tiles.magnitude_bits(odd))
+
+
+@triton.jit
+def _largest_of(pairs, AXIS: tl.constexpr, BF16: tl.constexpr):
+    """The largest of `_magnitudes` along an axis; of BF16 each half by itself."""
+    if BF16:
+        return tl.reduce(pairs, AXIS, packed.larger)
+    return tl.max(pairs, AXIS)
+
+
+@triton.jit
+def _of_halves(pairs, BF16: tl.constexpr):
+    """FP32 bits of the larger half."""
+    if BF16:
+        return packed.larger(pairs, pairs >> 16) << 16
+    return pairs
+
+
+@triton.jit
+def _columns_largest(even, odd, BF16: tl.constexpr):
+    """FP32 bits of the amax of every block along columns, of even ones and of odd ones: [G, C / 2]."""
+    if BF16:
+        pairs = tl.reduce(_magnitudes(even, odd, BF16), 0, packed.larger)
+        return pairs << 16, pairs & -65536
+    return tl.max(tiles.magnitude_bits(even), 0), tl.max(tiles.magnitude_bits(odd), 0)
+
+
+@triton.jit
+def _blocks_largest(even, odd, BLOCK: tl.constexpr, SQUARE: tl.constexpr, BF16: tl.constexpr):
+    """FP32 bits of the amax of blocks along rows, [R, G, C / BLOCK], or of squares, [1, G, C / BLOCK]."""
+    R: tl.constexpr = even.shape[0]
+    G: tl.constexpr = even.shape[1]
+    blocks: tl.constexpr = 2 * even.shape[2] // BLOCK
+    pairs = tl.reshape(_magnitudes(even, odd, BF16), (R, G, blocks, BLOCK // 2))
+    if SQUARE:
+        pairs = _largest_of(pairs, 0, BF16)[None, :, :, :]
+    return _of_halves(_largest_of(pairs, 3, BF16), BF16)
+
+
+@triton.jit
+def _for_pairs(of_blocks, BLOCK: tl.constexpr):
+    """[.., C / BLOCK] as [.., C / 2]: what a block has, for each of its pairs."""
+    D: tl.constexpr = of_blocks.shape[0]
+    G: tl.constexpr = of_blocks.shape[1]
+    B: tl.constexpr = of_blocks.shape[2]
+    return tl.reshape(
+        tl.broadcast_to(of_blocks[:, :, :, None], (D, G, B, BLOCK // 2)), (D, G, B * (BLOCK // 2))
+    )
+
+
+@triton.jit
+def row_scales(
+    even,
+    odd,
     tensor_gain,
     BLOCK: tl.constexpr,
-    ACROSS: tl.constexpr,
+    SQUARE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     ROUNDING: tl.constexpr,
+    PTX: tl.constexpr,
+    BF16: tl.constexpr,
 ):
-    """Elements of a tile, to be rounded, |y| ≤ 6 or NaN, FP32, and scale bytes uint8 [R, C / BLOCK].
+    """Scale bytes uint8 [R, G, C / BLOCK] of blocks along rows, and factors [R, G, C / 2] of pairs.
 
-    low, high: its elements in even places and in odd ones, FP32 [R, C / 2], as are those returned.
-    tensor_gain: `gain` of the tensor, [1, 1], of nvfp4.
+    tensor_gain: `gain` of the tensor, of nvfp4.
     """
-    amax = _block_amax(low, high, BLOCK, ACROSS)
-    if TWO_LEVEL:
-        byte, factor = _two_level(amax.to(tl.float32, bitcast=True), tensor_gain)
-    else:
-        exponent = tiles.scale_byte(amax, _ELEM, ROUNDING)
-        byte, factor = exponent.to(tl.uint8), tiles.inverse_scale(exponent)
-    return _times(low, factor), _times(high, factor), byte
+    R: tl.constexpr = even.shape[0]
+    amax = _blocks_largest(even, odd, BLOCK, SQUARE, BF16)
+    byte, factor = _scale(amax, tensor_gain, TWO_LEVEL, ROUNDING, PTX)
+    byte = tl.broadcast_to(byte, (R, byte.shape[1], byte.shape[2]))
+    return byte, tl.broadcast_to(_for_pairs(factor, BLOCK), even.shape)
 
 
 @triton.jit
-def _times(x, factor):
-    """X [R, C / 2] by the factors of its blocks, with ±6 for what is beyond."""
-    blocks: tl.constexpr = (x.shape[0], factor.shape[1], x.shape[1] // factor.shape[1])
-    y = tl.reshape(tl.reshape(x, blocks) * factor[:, :, None], x.shape)
-    return tl.clamp(y, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+def column_scales(
+    even,
+    odd,
+    tensor_gain,
+    BLOCK: tl.constexpr,
+    SQUARE: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    PTX: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Scale bytes uint8 [G, C] of blocks along columns, and factors [1, G, C / 2] of even and odd ones."""
+    G: tl.constexpr = even.shape[1]
+    C: tl.constexpr = 2 * even.shape[2]
+    if SQUARE:
+        amax = _blocks_largest(even, odd, BLOCK, True, BF16)
+        byte, factor = _scale(amax, tensor_gain, TWO_LEVEL, ROUNDING, PTX)
+        byte, factor = _for_pairs(byte, BLOCK), _for_pairs(factor, BLOCK)
+        other_byte, other = byte, factor
+    else:
+        amax, other_amax = _columns_largest(even, odd, BF16)
+        byte, factor = _scale(amax[None, :, :], tensor_gain, TWO_LEVEL, ROUNDING, PTX)
+        other_byte, other = _scale(other_amax[None, :, :], tensor_gain, TWO_LEVEL, ROUNDING, PTX)
+    return tl.reshape(tl.join(byte, other_byte), (G, C)), factor, other
+
+
+@triton.jit
+def row_codes(even, odd, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """Bytes [R, G, C / 2] of a tile, two neighbours along a row each. random: of pairs, if STOCHASTIC."""
+    return _codes(even, odd, factor, random, STOCHASTIC, PTX)
+
+
+@triton.jit
+def column_codes(column, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """Bytes [R / 2, G, W] of columns [R, G, W], two neighbours along a column each. factor: [1, G, W]."""
+    R: tl.constexpr = column.shape[0]
+    pairs = tl.reshape(column, (R // 2, 2, column.shape[1], column.shape[2]))
+    low, high = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+    return _codes(low, high, tl.broadcast_to(factor, low.shape), random, STOCHASTIC, PTX)
+
+
+@triton.jit
+def columns(even, odd):
+    """Bytes [C, G, R / 2] of those of even and odd columns, [R / 2, G, C / 2]."""
+    both = tl.permute(tl.join(even, odd), (2, 3, 1, 0))
+    return tl.reshape(both, (2 * even.shape[2], even.shape[1], even.shape[0]))
+
+
+@triton.jit
+def _codes(low, high, factor, random, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """Bytes of the codes of `low` · `factor` and `high` · `factor`, FP32."""
+    if STOCHASTIC and PTX:
+        args = [low, high, factor, random]
+        return tl.inline_asm_elementwise(
+            fp4_ptx.RANDOM_PAIRS,
+            "=r,f,f,f,f,f,f,f,f,f,f,f,f,r,r,r,r",
+            args,
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    low, high = _times(low, high, factor, factor, PTX)
+    if PTX:
+        args = [low, high]
+        return tl.inline_asm_elementwise(
+            fp4_ptx.PAIRS, "=r,f,f,f,f,f,f,f,f", args, dtype=tl.uint8, is_pure=True, pack=4
+        )
+    if STOCHASTIC:
+        low, high = _round_by(low, random & 0xFFFF), _round_by(high, (random >> 16) & 0xFFFF)
+    return (_code(_nearest(low)) | (_code(_nearest(high)) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def _nearest(y):
+    return tiles.rounded(tl.clamp(y, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL), _ELEM)
 
 
 @triton.jit
@@ -177,130 +296,85 @@ def _code(value):
 
 
 @triton.jit
-def packed(low, high, NATIVE: tl.constexpr):
-    """Bytes of the codes nearest to `low` and `high`, FP32, |y| ≤ 6 or NaN; even on ties."""
-    if NATIVE:
-        args = [low, high]
-        return tl.inline_asm_elementwise(
-            PAIRS, "=r,f,f,f,f,f,f,f,f", args, dtype=tl.uint8, is_pure=True, pack=4
-        )
-    return _joined(tiles.rounded(low, _ELEM), tiles.rounded(high, _ELEM))
+def random_pairs(place, stream, seed, COLUMNS: tl.constexpr, PTX: tl.constexpr):
+    """16 random bits of every element: int32 for pairs along the contraction, the first one's the low half.
 
-
-@triton.jit
-def _joined(low, high):
-    return (_code(low) | (_code(high) << 4)).to(tl.uint8)
-
-
-@triton.jit
-def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """2^-14 of the values of the codes in bytes, FP16, exact. PLACE: 0 for those in the low halves, or 1."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-        )
-    code = codes.to(tl.int16) >> (4 * PLACE)
-    return (((code & 0x8) << 12) | ((code & 0x7) << 9)).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
-    """The values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
-    if PTX:
-        args = [codes, factors]
-        return tl.inline_asm_elementwise(
-            _scaled_asm(PLACE), "=r,=r,r,r,r", args, dtype=tl.bfloat16, is_pure=True, pack=4
-        )
-    values = decoded(codes, PLACE, False).to(tl.float32) * 16384.0
-    return (values * factors.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def word(index, stream, seed):
-    """The random word of an element, uint32: `formats.stochastic.philox`. index: its place, modulo 2^32."""
-    left = index.to(tl.uint32)
-    right = tl.full(index.shape, 0, tl.uint32) + stream.to(tl.uint32)
-    key = tl.full(index.shape, 0, tl.uint32) + seed.to(tl.uint32)
-    for _ in tl.static_range(_ROUNDS):
-        factor = tl.full(index.shape, _MULTIPLIER, tl.uint32)
-        high = tl.umulhi(left, factor)
-        low = left * factor
-        left = high ^ key ^ right
-        right = low
-        key = key + tl.full(index.shape, _WEYL, tl.uint32)
-    return left
-
-
-@triton.jit
-def rounded_by(y, random):
-    """`y`, FP32, |y| ≤ 6 or NaN, as the value of E2M1 that `random`, a `word`, rounds it to; FP32."""
-    magnitude = tl.abs(y)
-    exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, 0), _EMAX)
-    steps = magnitude * ((128 - exponent) << 23).to(tl.float32, bitcast=True)
-    whole = tl.floor(steps)
-    up = (random >> 8).to(tl.float32) * (2.0**-24) < steps - whole
-    value = (whole + tl.where(up, 1.0, 0.0)) * ((126 + exponent) << 23).to(tl.float32, bitcast=True)
-    sign = y.to(tl.int32, bitcast=True) & -0x80000000
-    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def halves(x):
-    """Elements of a tile [R, C] in even places along its rows, and those in odd ones: [R, C / 2], FP32.
-
-    Done before all else, this leaves each thread whole blocks: what a scale needs, one thread computes.
+    place: of four elements, by `formats.stochastic`: uint32 [R, G, C / 4], or [R / 4, G, W] of COLUMNS.
     """
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    low, high = tl.split(tl.reshape(x, (R, C // 2, 2)))
-    return low.to(tl.float32), high.to(tl.float32)
+    left = place.to(tl.uint32)
+    right = tl.full(place.shape, 0, tl.uint32) + stream.to(tl.uint32)
+    key = tl.full(place.shape, 0, tl.uint32) + seed.to(tl.uint32)
+    if PTX:
+        args = [left, right, key]
+        left, right = tl.inline_asm_elementwise(
+            fp4_ptx.PHILOX, "=r,=r,r,r,r", args, dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        for _ in tl.static_range(_ROUNDS):
+            product = left.to(tl.uint64) * _MULTIPLIER
+            left = (product >> 32).to(tl.uint32) ^ key ^ right
+            right = product.to(tl.uint32)
+            key = key + _WEYL
+        left, right = left.to(tl.int32, bitcast=True), right.to(tl.int32, bitcast=True)
+    R: tl.constexpr = place.shape[0]
+    G: tl.constexpr = place.shape[1]
+    W: tl.constexpr = place.shape[2]
+    words = tl.join(left, right)
+    if COLUMNS:
+        pairs = tl.reshape(tl.permute(words, (0, 3, 1, 2)), (2 * R, G, W))
+    else:
+        pairs = tl.reshape(words, (R, G, 2 * W))
+    return pairs
 
 
 @triton.jit
-def _stage(x, APART: tl.constexpr):
-    """Sums and differences of elements of x [R, C] that lie `APART` places apart, in their places."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    pairs = tl.permute(tl.reshape(x, (R, C // (2 * APART), 2, APART)), (0, 1, 3, 2))
-    first, second = tl.split(pairs)
-    pairs = tl.join(first + second, first - second)
-    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (R, C))
+def _round_by(y, half):
+    """`y`, FP32, as the value of E2M1 that `half`, 16 random bits, rounds it to; or 8 for 6."""
+    bits = (y * 2.0**-126).to(tl.int32, bitcast=True) + ((half | 1) << 6)
+    return (bits & -0x400000).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
-def _signed(x, SIGNS: tl.constexpr, ODD: tl.constexpr):
-    """X [R, C / 2], elements in even places or odd ones, with the signs of their places."""
-    blocks: tl.constexpr = (x.shape[0], x.shape[1] // 8, 8)
-    minus = (SIGNS >> (2 * tl.arange(0, 8) + ODD)) & 1
-    sign = tl.where(minus == 1, -1.0, 1.0)
-    return tl.reshape(tl.reshape(x, blocks) * sign[None, None, :], x.shape)
+def _stage(even, odd, APART: tl.constexpr, PTX: tl.constexpr):
+    """Sums and differences of rows that lie `APART` places apart, in their places."""
+    R: tl.constexpr = even.shape[0]
+    G: tl.constexpr = even.shape[1]
+    W: tl.constexpr = even.shape[2]
+    apart: tl.constexpr = (R // (2 * APART), 2, APART, G, W)
+    a, b = tl.split(tl.permute(tl.reshape(even, apart), (0, 2, 3, 4, 1)))
+    c, d = tl.split(tl.permute(tl.reshape(odd, apart), (0, 2, 3, 4, 1)))
+    if PTX:
+        even_sum, odd_sum = _two(fp4_ptx.ADD, a, c, b, d)
+        even_difference, odd_difference = _two(fp4_ptx.SUBTRACT, a, c, b, d)
+    else:
+        even_sum, odd_sum, even_difference, odd_difference = a + b, c + d, a - b, c - d
+    even = tl.permute(tl.join(even_sum, even_difference), (0, 4, 1, 2, 3))
+    odd = tl.permute(tl.join(odd_sum, odd_difference), (0, 4, 1, 2, 3))
+    return tl.reshape(even, (R, G, W)), tl.reshape(odd, (R, G, W))
 
 
 @triton.jit
-def transformed(low, high, SIGNS: tl.constexpr, DTYPE: tl.constexpr):
-    """The random Hadamard transform of a tile along its rows, as `formats.hadamard` has it, in its dtype.
+def transformed(x, SIGNS: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr):
+    """Even and odd columns of the random Hadamard transform of x [R, G, C] along columns, R a multiple of 16.
 
-    low, high: elements in even places and in odd ones, FP32 [R, C / 2], as are those returned.
+    As `formats.hadamard` has it, rounded to the dtype of x; FP32.
     """
-    low, high = _signed(low, SIGNS, 0), _signed(high, SIGNS, 1)
-    low, high = low + high, low - high
-    for bit in tl.static_range(3):
-        low, high = _stage(low, 1 << bit), _stage(high, 1 << bit)
-    return (low * 0.25).to(DTYPE).to(tl.float32), (high * 0.25).to(DTYPE).to(tl.float32)
+    even, odd = split(x, BF16, SIGNS)
+    for bit in tl.static_range(4):
+        even, odd = _stage(even, odd, 1 << bit, PTX)
+    quarter = tl.full(even.shape, 0.25, tl.float32)
+    even, odd = _times(even, odd, quarter, quarter, PTX)
+    if BF16:
+        args = [even, odd]
+        return _floats(
+            tl.inline_asm_elementwise(fp4_ptx.ROUND, "=r,f,f", args, dtype=tl.int32, is_pure=True, pack=1)
+        )
+    return even.to(x.dtype).to(tl.float32), odd.to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def largest(low, high):
-    """The largest magnitude of a tile, FP32 [1]; NaN if one is NaN."""
-    bits = tl.maximum(tiles.magnitude_bits(low), tiles.magnitude_bits(high))
-    return tl.max(tl.max(bits, 1), 0, keep_dims=True).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def store_scale(ptr, byte, rows, blocks, R, BLOCKS):
-    """Store bytes [rows, blocks] in tiles, of an operand of `R` rows and `BLOCKS` blocks; padding is 0."""
-    row, block = rows[:, None], blocks[None, :]
-    inside = (row < (R + 127) // 128 * 128) & (block < (BLOCKS + 3) // 4 * 4)
-    byte = tl.where((row < R) & (block < BLOCKS), byte, 0)
-    tl.store(ptr + tiles.swizzled_offset(row, block, BLOCKS), byte, mask=inside)
+def largest(even, odd, BF16: tl.constexpr):
+    """The largest magnitude of a tile, FP32 [1, 1]; NaN if one is NaN."""
+    pairs = _largest_of(_magnitudes(even, odd, BF16), 0, BF16)
+    bits = tl.max(tl.max(_of_halves(pairs, BF16), 1), 0)
+    return (bits + tl.zeros((1, 1), tl.int32)).to(tl.float32, bitcast=True)

@@ -19,17 +19,21 @@ from mxcompile.lowering.kernels import tiles
 
 
 @triton.jit
+def store(ptr, scale, row, block, rows, blocks, TILED: tl.constexpr):
+    """Store bytes at `row` and `block` of an operand of so many rows and blocks; padding of tiles is 0."""
+    inside = (row < rows) & (block < blocks)
+    if TILED:
+        padded = (row < (rows + 127) // 128 * 128) & (block < (blocks + 3) // 4 * 4)
+        tl.store(ptr + tiles.swizzled_offset(row, block, blocks), tl.where(inside, scale, 0), mask=padded)
+    else:
+        tl.store(ptr + row.to(tl.int64) * blocks + block, scale, mask=inside)
+
+
+@triton.jit
 def store_rowwise(ptr, scale, rows, blocks, M, N, TILED: tl.constexpr):
     """Store bytes [rows, blocks] of a matrix [M, N] cast along N; tiled, those of padding as 0."""
     num_blocks = (N + tiles.BLOCK - 1) // tiles.BLOCK
-    row, block = rows[:, None], blocks[None, :]
-    if TILED:
-        inside = (row < (M + 127) // 128 * 128) & (block < (num_blocks + 3) // 4 * 4)
-        tl.store(
-            ptr + tiles.swizzled_offset(row, block, num_blocks), tl.where(row < M, scale, 0), mask=inside
-        )
-    else:
-        tl.store(ptr + row.to(tl.int64) * num_blocks + block, scale, mask=(row < M) & (block < num_blocks))
+    store(ptr, scale, rows[:, None], blocks[None, :], M, num_blocks, TILED)
 
 
 @triton.jit

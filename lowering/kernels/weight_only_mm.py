@@ -22,10 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxcompile.lowering.kernels import fp4_tiles, tiles
+from mxcompile.lowering.kernels import fp4_values, tiles
 
 _RAISED = tl.constexpr(2.0**14)
-"""What `fp4_tiles.decoded` is to be multiplied by."""
+"""What `fp4_values.decoded` is to be multiplied by."""
 
 
 @triton.constexpr_function
@@ -88,8 +88,8 @@ def _scaled(values, scale):
 def _pairs(codes, x, PTX: tl.constexpr):
     """2^-14 of the products of packed `codes` [columns, …] with the numbers of x, those of a byte added."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
-    low = fp4_tiles.decoded(codes, 0, PTX).to(tl.float32) * even[None, :]
-    return low + fp4_tiles.decoded(codes, 1, PTX).to(tl.float32) * odd[None, :]
+    low = fp4_values.decoded(codes, 0, PTX).to(tl.float32) * even[None, :]
+    return low + fp4_values.decoded(codes, 1, PTX).to(tl.float32) * odd[None, :]
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def dot_sums(
             even, odd = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_K // 2, 2)))
             factors = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], _blocks(codes, scale).shape)
             factors = tl.reshape(factors, codes.shape)
-            accumulator = tl.dot(fp4_tiles.times(codes, factors, 0, PTX), tl.trans(even), accumulator)
-            accumulator = tl.dot(fp4_tiles.times(codes, factors, 1, PTX), tl.trans(odd), accumulator)
+            accumulator = tl.dot(fp4_values.times(codes, factors, 0, PTX), tl.trans(even), accumulator)
+            accumulator = tl.dot(fp4_values.times(codes, factors, 1, PTX), tl.trans(odd), accumulator)
         else:
             x_ptrs = x_ptr + row[None, :].to(tl.int64) * stride_xm + k[:, None].to(tl.int64) * stride_xk
             x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)

@@ -1,123 +1,186 @@
-"""Inductor templates of `encode_packed` and `hadamard_largest`: FP4 copies with the contraction innermost.
+"""Inductor templates of the casts to packed FP4 and of the amax that they need.
 
-    x[m, n]  →  bytes [m, n/2] along rows, or [n, m/2] along columns        two codes each
-                scale bytes in tiles of 128 rows by 4 blocks
-    x[m, n]  →  the largest magnitude of its transform, of every tile
-    x        ←  prologue         as in `casts`
+    x[…, m, n]  →  bytes […, m, n/2] along rows, […, n, m/2] along columns, or both        two codes each
+                   scale bytes in tiles of 128 rows by 4 blocks, or row-major
+    x[…, m, n]  →  the largest magnitudes of every tile and of its transform
+    x           ←  prologue         as in `casts`
 
-The cast itself is ``kernels.fp4_tiles``. Along columns a tile is transposed in registers first. The grid
-covers the padding of the scales. The amax of the tensor is there before, so that a cast reads x a second
-time. The transform is computed in both kernels, and never stored.
+The contraction is innermost in every copy. The cast itself is ``kernels.fp4_tiles``. Both copies come from
+one read of x, if their elements are not random. The grid covers the padding of tiled scales. The amax of the
+tensor is there before, so that a cast reads x a second time. The transform runs along columns; both kernels
+compute it, and nothing stores it. The matrices of a batch are one after the other along the grid's first
+axis.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, realize_inputs
-from torch._inductor.utils import ceildiv, triton_type
-from torch.utils._sympy.functions import FloorDiv
+from torch._inductor.utils import sympy_product, triton_type
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
-from mxcompile.formats import Format
+from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
+from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.tiling import tiled_size
-from mxcompile.lowering.kernels.configs import FP4_CAST, chosen
-from mxcompile.lowering.targets import of_device
+from mxcompile.lowering.kernels.configs import FP4_CAST, Absent, chosen
+from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 
 _TILE = r"""
+{% if BATCHED %}
+    M = {{size("X", 1)}}
+    N = {{size("X", 2)}}
+    tiles_m = tl.num_programs(0) // {{size("X", 0)}}
+    pid_m = tl.program_id(0) % tiles_m
+    matrix = (tl.program_id(0) // tiles_m).to(tl.int64)
+    idx_q = (matrix + tl.zeros((1, 1, 1), tl.int64)).to(INDEX_DTYPE)
+{% else %}
     M = {{size("X", 0)}}
     N = {{size("X", 1)}}
     pid_m = tl.program_id(0)
+    matrix = 0
+{% endif %}
     pid_n = tl.program_id(1)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    idx_m = rm[:, None].to(INDEX_DTYPE)
-    idx_n = rn[None, :].to(INDEX_DTYPE)
+    outer = pid_m * OUTER + tl.arange(0, OUTER)
+    rm = (outer[None, :] * INNER + tl.arange(0, INNER)[:, None])[:, :, None]
+    rn = pid_n * WIDTH + tl.arange(0, WIDTH)
+    idx_m = rm.to(INDEX_DTYPE)
+    idx_n = rn[None, None, :].to(INDEX_DTYPE)
     mask = (idx_m < M) & (idx_n < N)
-    {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
-                 index_shape=("BLOCK_M", "BLOCK_N"))}}
+    {{load_input("X", "x", ("idx_q", "idx_m", "idx_n") if BATCHED else ("idx_m", "idx_n"),
+                 mask=none if EVEN else "mask", indent_width=4, index_shape=("INNER", "OUTER", "WIDTH"))}}
     x = x.to(DTYPE)
-{% if COLUMNS %}
-    x = tl.trans(x)
-{% endif %}
-    low, high = fp4_tiles.halves(x)
-{% if SIGNS is not none %}
-    low, high = fp4_tiles.transformed(low, high, SIGNS, DTYPE)
-{% endif %}
 """
 
-_CAST = r"""
-from mxcompile.lowering.kernels import fp4_tiles
+_CAST = (
+    r"""
+from mxcompile.lowering.kernels import fp4_tiles, scale_bytes
 
-{% set names = ["X", "SCALE"] %}
-{% if TWO_LEVEL %}
-{% set names = names + ["AMAX"] %}
-{% endif %}
-{% if STOCHASTIC %}
-{% set names = names + ["SEED"] %}
-{% endif %}
-{{def_kernel(*names)}}
-TILE{% if TWO_LEVEL %}
-    gain = fp4_tiles.gain(tl.load(AMAX + tl.zeros((1, 1), tl.int32)))
-{% else %}
-    gain = 1.0
-{% endif %}
-{% if COLUMNS %}
-    R, K, rows, first = N, M, rn, pid_m * (BLOCK_M // 2)
-    blocks = pid_m * (BLOCK_M // SCALED) + tl.arange(0, BLOCK_M // SCALED)
-    half = first + tl.arange(0, BLOCK_M // 2)
-{% else %}
-    R, K, rows, first = M, N, rm, pid_n * (BLOCK_N // 2)
-    blocks = pid_n * (BLOCK_N // SCALED) + tl.arange(0, BLOCK_N // SCALED)
-    half = first + tl.arange(0, BLOCK_N // 2)
-{% endif %}
-    idx_r = rows[:, None].to(INDEX_DTYPE)
-    idx_k = half[None, :].to(INDEX_DTYPE)
-    low, high, byte = fp4_tiles.scaled(low, high, gain, SCALED, ACROSS, TWO_LEVEL, ROUNDING)
-    fp4_tiles.store_scale(SCALE, byte, rows, blocks, R, (K + SCALED - 1) // SCALED)
+{% set written = (["ROW_SCALE"] if ROWS else []) + (["COLUMN"] if ROWS and COLUMNS else [])
+                 + (["COLUMN_SCALE"] if COLUMNS else []) %}
+{% set amax = (["ROW_AMAX"] if ROWS else []) + (["COLUMN_AMAX"] if COLUMNS else []) %}
+{% set names = written + (amax if TWO_LEVEL else []) + (["SEED"] if STOCHASTIC else []) %}
+{% set how = "BLOCK, SQUARE, TWO_LEVEL, ROUNDING, PTX, BF16" %}
+{{def_kernel("X", *names)}}
+"""
+    + _TILE
+    + r"""
+    one = tl.zeros((1, 1, 1), tl.int32)
 {% if STOCHASTIC %}
     seed = tl.load(SEED)
     stream = tl.full((), STREAM, tl.int64)
-    row, pair = idx_r.to(tl.uint32), idx_k.to(tl.uint32)
-    place = {{"2 * pair * N + row" if COLUMNS else "row * N + 2 * pair"}}
-    low = fp4_tiles.rounded_by(low, fp4_tiles.word(place, stream, seed))
-    high = fp4_tiles.rounded_by(high, fp4_tiles.word(place + {{"N" if COLUMNS else "1"}}, stream, seed))
 {% endif %}
-    bytes = fp4_tiles.packed(low, high, NATIVE)
-    inside = (idx_r < R) & (idx_k < K // 2)
-    {{store_output(("idx_r", "idx_k"), "bytes", "inside", val_shape=("ROWS", "HALF"))}}
-""".replace("TILE", _TILE)
+{% if ROWS %}
+    row_gain = {{"fp4_tiles.gain(tl.load(ROW_AMAX + one))" if TWO_LEVEL else "1.0"}}
+    even, odd = fp4_tiles.split(x, BF16)
+    byte, factor = fp4_tiles.row_scales(even, odd, row_gain, {{how}})
+    blocks = (N + BLOCK - 1) // BLOCK
+    block = (pid_n * (WIDTH // BLOCK) + tl.arange(0, WIDTH // BLOCK))[None, None, :]
+    scale_bytes.store(ROW_SCALE + matrix * M * blocks, byte, rm, block, M, blocks, TILED)
+{% if STOCHASTIC %}
+    group = (pid_n * (WIDTH // 4) + tl.arange(0, WIDTH // 4))[None, None, :]
+    place = ((matrix * M + rm) * ((N + 3) // 4) + group).to(tl.uint32)
+    random = fp4_tiles.random_pairs(place, stream, seed, False, PTX)
+{% endif %}
+    row_codes = fp4_tiles.row_codes(even, odd, factor, {{"random" if STOCHASTIC else "0"}}, STOCHASTIC, PTX)
+    idx_k = (pid_n * (WIDTH // 2) + tl.arange(0, WIDTH // 2))[None, None, :].to(INDEX_DTYPE)
+    in_row = (idx_m < M) & (idx_k < (N + 1) // 2)
+    {{store_output(("idx_q", "idx_m", "idx_k") if BATCHED else ("idx_m", "idx_k"), "row_codes", "in_row",
+                   val_shape=("INNER", "OUTER", "HALF"))}}
+{% endif %}
+{% if COLUMNS %}
+    K = (M + 15) // 16 * 16 if SIGNS else M
+    column_gain = {{"fp4_tiles.gain(tl.load(COLUMN_AMAX + one))" if TWO_LEVEL else "1.0"}}
+    even, odd = {{"fp4_tiles.transformed(x, SIGNS, PTX, BF16)" if SIGNS else "fp4_tiles.split(x, BF16)"}}
+    byte, factor, other = fp4_tiles.column_scales(even, odd, column_gain, {{how}})
+    blocks = (K + BLOCK - 1) // BLOCK
+    scale_bytes.store(
+        COLUMN_SCALE + matrix * N * blocks, byte, rn[None, :], outer[:, None], N, blocks, TILED)
+{% if STOCHASTIC %}
+    column = (pid_n * WIDTH + 2 * tl.arange(0, WIDTH // 2))[None, None, :]
+    group = outer[None, :, None] * (INNER // 4) + tl.arange(0, INNER // 4)[:, None, None]
+    place = ((matrix * ((K + 3) // 4) + group) * N + column).to(tl.uint32)
+    random = fp4_tiles.random_pairs(place, stream, seed, True, PTX)
+{% endif %}
+    even = fp4_tiles.column_codes(even, factor, {{"random" if STOCHASTIC else "0"}}, STOCHASTIC, PTX)
+{% if STOCHASTIC %}
+    place += 1
+    random = fp4_tiles.random_pairs(place, stream, seed, True, PTX)
+{% endif %}
+    odd = fp4_tiles.column_codes(odd, other, {{"random" if STOCHASTIC else "0"}}, STOCHASTIC, PTX)
+    column_codes = fp4_tiles.columns(even, odd)
+    idx_r = rn[:, None, None].to(INDEX_DTYPE)
+    half = outer[None, :, None] * (INNER // 2) + tl.arange(0, INNER // 2)[None, None, :]
+    idx_h = half.to(INDEX_DTYPE)
+    in_column = (idx_r < N) & (idx_h < (K + 1) // 2)
+{% if ROWS %}
+    address = (matrix * N + idx_r.to(tl.int64)) * ((K + 1) // 2) + idx_h
+    tl.store(COLUMN + address, column_codes, mask=in_column)
+{% else %}
+    {{store_output(("idx_q", "idx_r", "idx_h") if BATCHED else ("idx_r", "idx_h"), "column_codes",
+                   "in_column", val_shape=("WIDTH", "OUTER", "INNER_HALF"))}}
+{% endif %}
+{% endif %}
+"""
+)
 
-_AMAX = r"""
+_AMAX = (
+    r"""
 from mxcompile.lowering.kernels import fp4_tiles
 
 {{def_kernel("X")}}
-TILE    largest = fp4_tiles.largest(low, high)
-    place = (pid_m * tl.num_programs(1) + pid_n + tl.arange(0, 1)).to(INDEX_DTYPE)
-    inside = place < tl.num_programs(0) * tl.num_programs(1)
-    {{store_output(("place",), "largest", "inside", val_shape=("1",))}}
-""".replace("TILE", _TILE)
+"""
+    + _TILE
+    + r"""
+    even, odd = fp4_tiles.split(x, BF16)
+    largest = fp4_tiles.largest(even, odd, BF16)
+{% if SIGNS %}
+    even, odd = fp4_tiles.transformed(x, SIGNS, PTX, BF16)
+    largest = tl.reshape(tl.join(largest, fp4_tiles.largest(even, odd, BF16)), (1, 2))
+{% endif %}
+    program = tl.program_id(0) * tl.num_programs(1) + pid_n
+    idx_t = (program + tl.zeros((1, 1), tl.int32)).to(INDEX_DTYPE)
+    idx_w = tl.arange(0, HOW_MANY)[None, :].to(INDEX_DTYPE)
+    inside = (idx_w < HOW_MANY) & (idx_t < tl.num_programs(0) * tl.num_programs(1))
+    {{store_output(("idx_w", "idx_t"), "largest", "inside", val_shape=("1", "HOW_MANY"))}}
+"""
+)
 
 
 @SymbolicGridFn
-def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
+def _grid(*sizes: Any, cdiv: Any) -> tuple[Any, Any, int]:
+    *batch, m, n, meta = sizes
     down, across = meta["PADDING"]
     padded = cdiv(m, down) * down, cdiv(n, across) * across
-    return cdiv(padded[0], meta["BLOCK_M"]), cdiv(padded[1], meta["BLOCK_N"]), 1
-
-
-@SymbolicGridFn
-def _amax_grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, int]:
-    return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
+    matrices = batch[0] if batch else 1
+    return matrices * cdiv(padded[0], meta["INNER"] * meta["OUTER"]), cdiv(padded[1], meta["WIDTH"]), 1
 
 
 TEMPLATE = TritonTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
-AMAX = TritonTemplate(name="mx_fp4_amax", grid=_amax_grid, source=_AMAX)
+AMAX = TritonTemplate(name="mx_fp4_amax", grid=_grid, source=_AMAX)
+
+_AMAX_OF = lowerings[torch.ops.aten.amax.default]
+_SLICE = lowerings[torch.ops.aten.slice.Tensor]
+_VIEW = lowerings[torch.ops.aten.view.default]
+
+Results = tuple[ir.TensorBox, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PackedCopy:
+    """One copy: its format, and the amax of the tensor for two levels."""
+
+    form: Format
+    amax: ir.TensorBox | None
 
 
 @register_lowering(ops.encode_packed, type_promotion_kind=None)
@@ -128,68 +191,147 @@ def lower_encode_packed(
     seed: ir.TensorBox | None = None,
     stream: int = 0,
     amax: ir.TensorBox | None = None,
-) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """Bytes of two codes, and tiles of scale bytes."""
-    x, form, columns = realize_inputs(x), Format.of(fmt), block_dim % 2 == 0
-    device, (m, n) = x.get_device_or_error(), x.get_size()
-    target = of_device(device)
-    rows, length = (n, m) if columns else (m, n)
-    along = form.tile.along
-    size = tiled_size(rows, FloorDiv(length + (along - 1), along))
-    scale = empty_strided([size], None, dtype=torch.uint8, device=device)
-    scale.realize()
-    given = [realize_inputs(each) for each in (amax, seed) if each is not None]
-    inputs = [x, scale.data, *given]
-    tile = chosen(FP4_CAST, "an FP4 cast", target)
-    block_m, block_n = (tile.along, tile.across) if columns else (tile.across, tile.along)
-    padding = TILE_ROWS, TILE_BLOCKS * along
-    packed = call.only(
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> Results:
+    """Bytes of two codes, and scale bytes in `scale_layout`."""
+    form, rank = Format.of(fmt), len(x.get_size())
+    if block_dim % rank == rank - 2:
+        return _cast(x, {"columns": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
+    return _cast(x, {"rows": _PackedCopy(form=form, amax=amax)}, seed, stream, scale_layout)
+
+
+@register_lowering(ops.encode_packed_both, type_promotion_kind=None)
+def lower_encode_packed_both(
+    x: ir.TensorBox,
+    row_fmt: str,
+    column_fmt: str,
+    row_amax: ir.TensorBox | None = None,
+    column_amax: ir.TensorBox | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> Results:
+    """Bytes and scale bytes in rows, then in columns."""
+    copies = {
+        "rows": _PackedCopy(form=Format.of(row_fmt), amax=row_amax),
+        "columns": _PackedCopy(form=Format.of(column_fmt), amax=column_amax),
+    }
+    return _cast(x, copies, None, 0, scale_layout)
+
+
+def _cast(
+    x: ir.TensorBox, copies: dict[str, _PackedCopy], seed: ir.TensorBox | None, stream: int, scale_layout: str
+) -> Results:
+    """Bytes and scale bytes of each of `copies`."""
+    *batch, _, _ = x.get_size()
+    x, tiled = _matrices(x), scale_layout == ScaleLayout.TILED_128X4
+    device, target = x.get_device_or_error(), of_device(x.get_device_or_error())
+    shapes = [shape for way, copy in copies.items() for shape in _shapes(x, way, copy.form, tiled=tiled)]
+    others = [empty_strided(shape, None, dtype=torch.uint8, device=device) for shape in shapes[1:]]
+    for other in others:
+        other.realize()
+    inputs = [x, *(other.data for other in others)]
+    given = *(copy.amax for copy in copies.values()), seed
+    read = [realize_inputs(each) for each in given if each is not None]
+    first, last = next(iter(copies.values())).form, list(copies.values())[-1].form
+    tile = _tile(target, first.tile.along, x)
+    padding = [(TILE_ROWS, TILE_BLOCKS * first.tile.along), (TILE_BLOCKS * first.tile.along, TILE_ROWS)]
+    ways = [padding[way == "columns"] for way in copies] if tiled else [(1, 1)]
+    codes = call.only(
         TEMPLATE,
-        inputs,
-        ir.FixedLayout(device, torch.uint8, [rows, FloorDiv(length, 2)]),
-        written=[inputs[1]],
+        [*inputs, *read],
+        ir.FixedLayout(device, torch.uint8, shapes[0]),
+        written=inputs[1:],
         call_sizes=x.get_size(),
-        num_stages=1,
-        num_warps=tile.num_warps,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        ROWS=tile.across,
-        HALF=tile.along // 2,
-        PADDING=padding[::-1] if columns else padding,
-        COLUMNS=columns,
-        SIGNS=form.hadamard,
-        TWO_LEVEL=form.two_level,
-        STOCHASTIC=form.stochastic,
+        **tile,
+        ROWS="rows" in copies,
+        COLUMNS="columns" in copies,
+        HALF=tile["WIDTH"] // 2,
+        INNER_HALF=tile["INNER"] // 2,
+        PADDING=tuple(map(max, *ways)) if len(ways) > 1 else ways[0],
+        TILED=tiled,
+        SIGNS=last.hadamard or 0,
+        SQUARE=first.tile.across > 1,
+        TWO_LEVEL=first.two_level,
+        STOCHASTIC=first.stochastic,
         STREAM=stream,
-        SCALED=along,
-        ACROSS=form.tile.across,
-        ROUNDING=repr(str(form.rounding or "")),
-        NATIVE=target.encodes_fp8,
-        DTYPE=triton_type(x.get_dtype()),
+        ROUNDING=repr(str(first.rounding or "")),
     )
-    return packed, scale
+    results = codes, *others
+    return tuple(_VIEW(each, [*batch, *each.get_size()[-2:]]) if batch else each for each in results)
+
+
+def _shapes(x: ir.TensorBox, way: str, form: Format, *, tiled: bool) -> tuple[list[Any], list[Any]]:
+    """Shapes of the bytes and scales of a copy of `x`, one matrix or a batch with one dimension."""
+    *batch, rows, length = x.get_size()
+    if way == "columns":
+        rows, length = length, rows
+    length = length if form.hadamard is None else CeilDiv(length, WIDTH) * WIDTH
+    blocks = CeilDiv(length, form.tile.along)
+    return [*batch, rows, CeilDiv(length, 2)], [tiled_size(rows, blocks)] if tiled else [*batch, rows, blocks]
 
 
 @register_lowering(ops.hadamard_largest, type_promotion_kind=None)
-def lower_hadamard_largest(x: ir.TensorBox, dim: int, signs: int) -> ir.TensorBox:
-    """The largest magnitude of every tile, and of these."""
-    x, columns = realize_inputs(x), dim % 2 == 0
-    device, (m, n) = x.get_device_or_error(), x.get_size()
-    tile = chosen(FP4_CAST, "an FP4 cast", of_device(device))
-    block_m, block_n = (tile.along, tile.across) if columns else (tile.across, tile.along)
-    tiles = ceildiv(m, block_m) * ceildiv(n, block_n)
-    largest = call.only(
-        AMAX,
-        [x],
-        ir.FixedLayout(device, torch.float32, [tiles]),
-        call_sizes=x.get_size(),
-        num_stages=1,
-        num_warps=tile.num_warps,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        COLUMNS=columns,
-        SIGNS=signs,
-        DTYPE=triton_type(x.get_dtype()),
-    )
-    result: ir.TensorBox = lowerings[ops.largest](largest)
+def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
+    """The largest magnitudes of every tile and of its transform, and of these."""
+    return _largest(x, signs)
+
+
+@register_lowering(ops.largest, type_promotion_kind=None)
+def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
+    """The largest magnitude of a tensor, of every tile first if no loop of Inductor's computes the tensor."""
+    target = of_device(x.get_device_or_error())
+    if isinstance(FP4_CAST.get(target.name, Absent(reason="")), Absent) or not _is_given(x):
+        return general.lower_largest(x)
+    (result,) = _largest(x, 0)
     return result
+
+
+def _is_given(x: ir.TensorBox) -> bool:
+    """Whether `x` is a tensor of rows that lie in memory, and no loop of Inductor's computes it."""
+    data: Any = x
+    while not isinstance(data, ir.Buffer) and hasattr(data, "data"):
+        data = data.data
+    if not isinstance(data, ir.Buffer) or isinstance(data, ir.ComputedBuffer) or len(x.get_size()) < 2:
+        return False
+    known = V.graph.sizevars.statically_known_equals
+    return known(x.get_stride()[-1], 1) and not any(known(size, 0) for size in x.get_size())
+
+
+def _largest(x: ir.TensorBox, signs: int) -> Results:
+    """The largest magnitude of `x`, [1], and with signs that of its transform."""
+    *batch, m, n = x.get_size()
+    x, number = _matrices(x), 2 if signs else 1
+    device = x.get_device_or_error()
+    tile = _tile(of_device(device), WIDTH, x)
+    tiles = sympy_product(batch) * CeilDiv(m, tile["INNER"] * tile["OUTER"]) * CeilDiv(n, tile["WIDTH"])
+    layout = ir.FixedLayout(device, torch.float32, [number, tiles])
+    arguments = {**tile, "PADDING": (1, 1), "SIGNS": signs, "HOW_MANY": number}
+    largest = call.only(AMAX, [x], layout, call_sizes=x.get_size(), **arguments)
+    return tuple(_AMAX_OF(_SLICE(largest, 0, at, at + 1), [1]) for at in range(number))
+
+
+def _matrices(x: ir.TensorBox) -> Any:
+    """`x` as a matrix, or as a batch with one dimension, realized."""
+    *batch, m, n = x.get_size()
+    return realize_inputs(_VIEW(x, [sympy_product(batch), m, n]) if len(batch) > 1 else x)
+
+
+def _tile(target: Target, block: int, x: Any) -> dict[str, Any]:
+    """Arguments of both templates: a tile of blocks of so many rows, and how its numbers are computed."""
+    tile = chosen(FP4_CAST, "an FP4 cast", target)
+    known = V.graph.sizevars.statically_known_multiple_of
+    (m, n), size = x.get_size()[-2:], x.get_dtype().itemsize
+    even = known(m, tile.rows) and known(n, tile.columns)
+    ptx = isinstance(target.arch, int)
+    return {
+        "BATCHED": len(x.get_size()) > 2,
+        "EVEN": even,
+        "BLOCK": block,
+        "INNER": block,
+        "OUTER": tile.rows // block,
+        "WIDTH": tile.columns * 2 // size // (1 if even else 2),  # masks take registers too
+        "PTX": ptx,
+        "BF16": ptx and x.get_dtype() == torch.bfloat16,
+        "DTYPE": triton_type(x.get_dtype()),
+        "num_stages": 1,
+        "num_warps": tile.num_warps,
+    }

@@ -226,7 +226,7 @@ def encode_with(
     if fmt.stochastic:
         if seed is None:
             raise FormatError(f"a cast to {fmt} needs a seed")
-        y = stochastic.rounded(y, fmt.elem, stochastic.words(y.shape, stream, seed))
+        y = stochastic.rounded(y, fmt.elem, stochastic.halves(y.shape, block_dim, stream, seed))
     return to_elements(y, fmt.elem)
 
 

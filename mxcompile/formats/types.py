@@ -280,6 +280,11 @@ class Format:
         return self.scale is ScaleType.E4M3
 
     @property
+    def of_tensor(self) -> bool:
+        """Whether some scale is of the whole tensor, so that every element counts in it."""
+        return self.two_level or self.tile == Tile.TENSOR
+
+    @property
     def largest(self) -> float:
         """The largest value over the FP32 scale: of an element, times that of an E4M3 scale."""
         return self.elem.max * (E4M3.max if self.two_level else 1.0)

@@ -7,9 +7,10 @@
     latency    turns of programs · batches of loads · latency of memory
 
 The largest of the four counts, and a constant for the launch. Where a block waits for itself in every round
-of a loop, as in a reduction of each row, nothing of a round runs beside the rest of it: there memory, issue
-and latency add up. Not in it: caches (bytes are those of whole tensors, once), a last turn that is not full,
-clocks that sink under power. It is not a lower bound, because a kernel may be faster than its estimate.
+of a loop, as in a reduction of each row, and its processor has hardly another, nothing of a round runs beside
+the rest of it: there memory, issue and latency add up. Not in it: caches (bytes are those of whole tensors,
+once), a last turn that is not full, clocks that sink under power. It is not a lower bound, because a kernel
+may be faster than its estimate.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@
 
 Programs take turns where registers, shared or tensor memory hold fewer than there are. Copies into shared
 memory that are waited for n steps after they began count 1/n; those of the tensor memory accelerator count
-nothing. A program that has its processor for itself does not multiply while it waits, in a step along K, for
-what that step began to load; and between two tiles it does what is outside of its loop over K: instructions,
-and `BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one multiplies, and the others store
-a tile while the next is computed if tensor memory has room for two: of that only what takes longer than a
+nothing. Where the assembler wrote several rounds of a loop out, as its loads tell, it goes round less often.
+
+A program that has its processor for itself does not multiply while it waits, in a step along K, for what that
+step began to load; and between two tiles it does what is outside of its loop over K: instructions, and
+`BARRIER_CYCLES` for each barrier. Where warps specialise, one loads, one multiplies, and the others store a
+tile while the next is computed if tensor memory has room for two: of that only what takes longer than a
 tile's products is between.
 
 The matrix units of tensor memory read both operands of each tile from shared memory, which has as many bytes
@@ -46,6 +48,8 @@ _NUMBER = re.compile(r"^ +(\w+)(?: ?: tl\.constexpr)? = (\d+)$", re.MULTILINE)
 _SPECIALIZED = "WARP_SPECIALIZE : tl.constexpr = True"
 _GRID = re.compile(r"'grid_type': '(\w+)'")
 _BLOCKS_OF_A_PROCESSOR = 32
+_FEW_BLOCKS = 2
+"""On a processor that wait for the same: of more, one works while another waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +194,7 @@ class _Launched:
             return known | self._trips_of_warps(known[self.around])
         rounds = self._rounds()
         if rounds is not None:
+            rounds /= self._written_out
             known |= {loop: rounds for loop in self.code.loops if loop.depth == 0 and loop not in known}
         return known
 
@@ -206,15 +211,22 @@ class _Launched:
                 return math.ceil(self.sizes[extent] / self.sizes[block])
         return None
 
+    @property
+    def _written_out(self) -> int:
+        """Rounds of a loop in the source that are one round in the machine code."""
+        before = parse(self.binary.text.get("ptx", "")).loads_in_loops
+        return max(1, self.code.loads_in_loops // before) if before else 1
+
     @cached_property
     def understood(self) -> bool:
         return all(loop in self.trips for loop in self.code.loops)
 
     @cached_property
     def serial(self) -> bool:
-        """Whether the whole block waits for itself in every round of a loop without products."""
+        """Whether whole blocks, few on a processor, wait in every round of a loop without products."""
         loops = [loop for loop in self.code.loops if self.trips.get(loop, 1) > 1]
-        return not self.code.product_loops and any(map(self.code.barriers, loops))
+        waits = not self.code.product_loops and any(map(self.code.barriers, loops))
+        return waits and self.resident <= _FEW_BLOCKS
 
     @cached_property
     def instructions(self) -> float:

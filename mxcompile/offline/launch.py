@@ -52,10 +52,8 @@ class Launch:
         """Returns "product", "cast" (alone or in its producer), "attention", "collective", or "rest"."""
         if "_c10d_functional" in self.kernel:
             return COLLECTIVE
-        if "attention" in self.kernel:
-            return "attention"
         if self.gemms:
-            return "product"
+            return "attention" if "attention" in self.kernel else "product"
         return "cast" if any(name.startswith(_CASTS) for name in self.operators) else "rest"
 
 

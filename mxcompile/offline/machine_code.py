@@ -3,7 +3,8 @@
 Read from ``nvdisasm -c`` for NVIDIA and from the compiler's assembly for AMD, up to the last unconditional
 end of the program: what lies behind are waits that did not succeed at once, traps and slow paths of
 arithmetic. A branch backwards makes a loop. Forward branches count as not taken, so that both sides of a
-condition are counted.
+condition are counted. PTX is read for the loads in its loops alone: NVIDIA's assembler writes several rounds
+of some loops out, and merges loads of others.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ _NVIDIA_LINE = re.compile(
     r"\s+/\*[0-9a-f]{4,6}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<rest>[^;]*);"
 )
 _AMD_LINE = re.compile(r"\s+(?P<guard>)(?P<opcode>(?:v|s|ds|global|buffer|flat|scratch)_\w+)(?P<rest>[^;]*)")
+_PTX_LINE = re.compile(r"\s+(?P<guard>@!?%p\d+\s+)?(?P<opcode>[a-z][\w.]+)(?P<rest>[^;]*);")
 _LABEL = re.compile(r"(\.?[\w$]+):")
-_TARGET = re.compile(r"`?\(?(\.L\w+)\)?")
+_TARGET = re.compile(r"`?\(?([.$]L\w+)\)?")
 _REGISTERS = re.compile(r"\bR(\d+)\b|\bv(\d+)\b|\bv\[(\d+):(\d+)\]")
 _WIDTH = re.compile(r"\.(64|128|256)\b")
-_LOADS = ("LDG.", "global_load", "buffer_load", "flat_load")
+_LOADS = ("LDG.", "global_load", "buffer_load", "flat_load", "ld.global")
 _COPIED, _WAIT_FOR_COPIES = "LDGDEPBAR", re.compile(r"SB\d, (0x[0-9a-f]+)$")
 _PRODUCTS = ("UTC", "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "v_mfma", "v_smfmac")
 _NO_PRODUCTS = ("UTCBAR", "UTCATOMSWS", "UTCCP")
@@ -106,6 +108,11 @@ class MachineCode:
         chosen = self._within(within)
         return sum(self._times(at, trips) for at, instruction in chosen if instruction.issues)
 
+    @cached_property
+    def loads_in_loops(self) -> int:
+        """Loads in the bodies of loops, each once."""
+        return sum(each.loads and bool(self.inner(at)) for at, each in enumerate(self.instructions))
+
     def barriers(self, within: Loop | None = None) -> int:
         """Barriers in the body of `within`, or in all."""
         return sum(instruction.waits for _, instruction in self._within(within))
@@ -169,7 +176,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def parse(text: str) -> MachineCode:
-    """Returns the output of `disassemble` or AMD's compiler as data. Empty text has no instructions."""
+    """Returns the output of `disassemble`, AMD's compiler, or PTX as data. Empty text has no instructions."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     end = 0
@@ -178,11 +185,11 @@ def parse(text: str) -> MachineCode:
         if label is not None:
             labels[label[1]] = len(instructions)
             continue
-        match = _NVIDIA_LINE.match(line) or _AMD_LINE.match(line)
+        match = _NVIDIA_LINE.match(line) or _AMD_LINE.match(line) or _PTX_LINE.match(line)
         if match is None:
             continue
         instructions.append(Instruction(match["opcode"], match["rest"].strip()))
-        if match["opcode"] in ("EXIT", "s_endpgm") and not match["guard"]:
+        if match["opcode"] in ("EXIT", "s_endpgm", "ret") and not match["guard"]:
             end = len(instructions)
     kept = tuple(instructions[:end])
     return MachineCode(kept, tuple(_loops(kept, labels)))
@@ -192,7 +199,7 @@ def _loops(instructions: tuple[Instruction, ...], labels: Mapping[str, int]) -> 
     """A loop per place that branches go back to, to the last that does."""
     last: dict[int, int] = {}
     for position, instruction in enumerate(instructions):
-        if not instruction.opcode.startswith(("BRA", "s_branch", "s_cbranch")):
+        if not instruction.opcode.startswith(("BRA", "s_branch", "s_cbranch", "bra")):
             continue
         first = labels.get(next(iter(_TARGET.findall(instruction.operands)), ""), position + 1)
         if first <= position:

@@ -219,9 +219,9 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             mxfp8=(0.57, 0.60, 0.64),
         ),
         **_rates(
-            "Transformer Engine's GEMM profile of a B300: NVFP4 5,094 TFLOPS, 3.48 times BF16; Triton's on a"
-            " B200 at 8192³ 4,200 to 4,500",
-            fp4=(0.48, 0.57, 0.70),
+            "cuBLAS on a B200, triton #9697: 5,590 TFLOPS at 8192³, 4,314 at 16384³, 4,933 at 32768³; torchao"
+            " #2427: 4,460 at 4096³, 5,370 at 8192³",
+            fp4=(0.48, 0.57, 0.63),
         ),
         **_rates(
             "triton #9044: dot_scaled of 128×256 2,202 TFLOPS; #9697: Gluon on one processor 2,526",
@@ -248,14 +248,24 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
             "zzc0721/torch-performance-test-data: 234 to 240 TFLOPS at the boosted clock; some cards 178",
             bf16=(0.95, 1.10, 1.15),
         ),
-        **_rates("quack, gemm_sm120.py: 726 to 728 TFLOPS", mxfp8=(0.80, 0.87, 0.92)),
         **_rates(
-            "main-horse.github.io, 5090-mm-perf: the instruction alone 1,474 TFLOPS; CUTLASS's example over"
-            " 1,000",
-            fp4=(0.58, 0.68, 0.85),
+            "gn-kernels: cuBLAS 660 TFLOPS at 600 W, 532 to 552 at 400 W; quack, blockscaled_api.md: 728 at"
+            " 8192³",
+            mxfp8=(0.64, 0.80, 0.90),
         ),
-        **_rates("pytorch #155991: CUTLASS 389 TFLOPS", fp8_tensor=(0.80, 0.93, 1.08)),
-        **_rates(f"{_UNKNOWN}; a library's reaches 0.87", own_mxfp8=(0.40, 0.55, 0.80)),
+        **_rates(
+            "cuBLAS: gn-kernels 1,306 TFLOPS at 600 W, 1,140 to 1,165 at 400 W; quack, blockscaled_api.md:"
+            " 1,435 at 8192³; gpu-flops-bench 1,617 at 8192³",
+            fp4=(0.66, 0.80, 0.96),
+        ),
+        **_rates(
+            "gn-kernels: cuBLAS 480 TFLOPS at 600 W, 448 at 400 W; pytorch #155991: CUTLASS 389",
+            fp8_tensor=(0.90, 1.05, 1.16),
+        ),
+        **_rates(
+            "vllm #38338: Triton's product of NVFP4 845 to 874 TFLOPS, 0.52 of its peak; MXFP8 assumed alike",
+            own_mxfp8=(0.40, 0.52, 0.70),
+        ),
         **_rates(
             "a blog of FlashAttention on an RTX 5090: PyTorch's forward 187 TFLOPS; backward assumed",
             flash=(0.75, 0.85, 0.95),
@@ -263,11 +273,13 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
         ),
     },
     "gfx942": {
-        **_rates(f"{_MAMF}: 668 TFLOPS at the best shape", bf16=(0.44, 0.48, 0.52)),
+        **_rates("aiter #335: norms 3.1 to 3.9 TB/s", memory=(0.58, 0.70, 0.80)),
+        **_rates(f"{_MAMF}: 668 TFLOPS at the best shape; gn-kernels 660", bf16=(0.44, 0.48, 0.52)),
         **_rates(
-            "torchao: Llama-3 8B gains 15 % with scales a tensor and 10 % with scales a row",
-            fp8_tensor=(0.38, 0.42, 0.48),
-            fp8_channel=(0.35, 0.40, 0.46),
+            "gn-kernels: hipBLASLt 1,197 TFLOPS at the best shape; hipBLASLt #1721: 907 at 8192³ at 1 GHz;"
+            " scales a row assumed to cost 0.02",
+            fp8_tensor=(0.36, 0.42, 0.46),
+            fp8_channel=(0.34, 0.40, 0.45),
         ),
         **_rates(_UNKNOWN, flash=(0.24, 0.33, 0.42), flash_backward=(0.16, 0.24, 0.32)),
     },
@@ -284,7 +296,7 @@ _BY_TARGET: dict[str, dict[str, Rate]] = {
     },
 }
 _BY_TARGET["sm_103"] = _BY_TARGET["sm_100"] | _rates(
-    "Transformer Engine's GEMM profile of a B300: 5,094 TFLOPS over the products of a layer",
+    "Transformer Engine's GEMM profile of a B300: 5,094 TFLOPS over the products of a layer, by cuBLAS",
     fp4=(0.33, 0.38, 0.46),
 )
 

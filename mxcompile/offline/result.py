@@ -174,7 +174,7 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
                 len(same),
                 _short(_computed(same), 23),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
-                *_estimates(same),
+                *_estimates(same, result.rates),
                 _short(_instruction(binary), 12),
                 binary.registers or "",
                 binary.spill_bytes if kernel in binaries else "",
@@ -187,12 +187,13 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
 
 
-def _estimates(launches: Sequence[Launch]) -> tuple[str, str]:
-    """The sum of the launches' estimates, and what makes most of the largest."""
+def _estimates(launches: Sequence[Launch], rates: Rates) -> tuple[str, str]:
+    """The sum of the launches' estimates with its range, and what makes most of the largest."""
     known = [launch.estimate for launch in launches if launch.estimate is not None]
     if not known:
         return "", ""
-    return f"{sum(each.us for each in known):.0f}", max(known, key=lambda each: each.us).by
+    us = Step.of(launches, rates).range.text(",.0f")
+    return us, max(known, key=lambda each: each.us).by
 
 
 def _computed(launches: Sequence[Launch]) -> str:

@@ -1,7 +1,8 @@
 """How long a whole training step takes on each of some GPUs: layers, and what stands beside them.
 
     layers       forward and backward of each micro-batch, from the code of one layer
-    recompute    "full": forward again; "selective": half of its products and their casts
+    recompute    "full": forward again; "selective": all of it but attention and every other product, as
+                 torchtitan does, or what a layer says
     head         three products of tokens · width · vocabulary, in BF16
     loss         logits read twice and their gradient written, in BF16
     embedding    rows read, written, and their gradients added
@@ -26,19 +27,29 @@ from mxcompile.offline.rates import Range, Rates
 
 RECOMPUTE = ("none", "selective", "full")
 
-_SELECTED = 0.5
-"""Of a layer's products that selective recomputation computes again: every second one, as torchtitan does."""
-
 _COPY_BYTES = 2
 _ACCUMULATE_BYTES = 2 + 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWork:
-    """The work of a layer for the tokens of a micro-batch. Pairs of the kind of a launch and its work."""
+    """The work of a layer for the tokens of a micro-batch. Pairs of the kind of a launch and its work.
+
+    again: what selective recomputation computes again, if it is another choice than torchtitan's.
+    """
 
     forward: tuple[tuple[str, Work], ...]
     backward: tuple[tuple[str, Work], ...]
+    again: tuple[tuple[str, Work], ...] | None = None
+
+    @property
+    def selected(self) -> tuple[tuple[str, Work], ...]:
+        """Returns what is computed again by selection: no attention, the second of each two products."""
+        if self.again is not None:
+            return self.again
+        products = [each for each in self.forward if each[0] == "product"]
+        others = [each for each in self.forward if each[0] not in ("product", "attention")]
+        return (*others, *products[1::2])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,10 +132,8 @@ class TrainingStep:
     def _recomputed_us(self, layer: LayerWork, rates: Rates) -> float:
         if self.recompute == "none":
             return 0.0
-        if self.recompute == "full":
-            return total([work for _, work in layer.forward], rates)
-        chosen = [work for kind, work in layer.forward if kind in ("product", "cast")]
-        return _SELECTED * total(chosen, rates)
+        chosen = layer.forward if self.recompute == "full" else layer.selected
+        return total([work for _, work in chosen], rates)
 
 
 def update_bytes(gradient_bytes: float, *, clip: bool = True) -> dict[str, float]:

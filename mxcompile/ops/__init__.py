@@ -40,6 +40,7 @@ from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
 from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
 from mxcompile.ops.packed import encode_packed as encode_packed
+from mxcompile.ops.packed import encode_packed_both as encode_packed_both
 from mxcompile.ops.packed import packed_mm as packed_mm
 from mxcompile.ops.state import OPERANDS as OPERANDS
 from mxcompile.ops.state import known_scale as known_scale
@@ -72,6 +73,7 @@ CASTS = frozenset(
         encode_layouts,
         encode_blocks,
         encode_packed,
+        encode_packed_both,
     )
 )
 """The operators that change the format of one tensor."""

@@ -39,7 +39,7 @@ from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
 
 
-def _is_tiled(x: Tensor, word: str) -> bool:
+def is_tiled(x: Tensor, word: str) -> bool:
     """Whether the scales of `x` are to be tiled; `FormatError` for a tensor that is not a matrix."""
     tiled = formats.scale_layout(word) is ScaleLayout.TILED_128X4
     if tiled and x.ndim != 2:
@@ -57,7 +57,7 @@ def _quantize(
     square: bool = False,
     scale_layout: str = ScaleLayout.ROW_MAJOR,
 ) -> tuple[Tensor, Tensor]:
-    tiled = _is_tiled(x, scale_layout)
+    tiled = is_tiled(x, scale_layout)
     qdata, scale = quantize_tensors(x, block_dim, elem_dtype, rounding, square)
     if not tiled:
         return qdata, scale
@@ -75,7 +75,7 @@ def spec_quantize(
     """Elements and scale bytes of a cast of `x`."""
     scale_shape = list(x.shape)
     scale_shape[block_dim] = num_blocks(scale_shape[block_dim])
-    if _is_tiled(x, scale_layout):
+    if is_tiled(x, scale_layout):
         scale_shape = [tiled_length(scale_shape[1 - block_dim % 2], scale_shape[block_dim])]
     return [(x.shape, elem_dtype), (scale_shape, torch.uint8)]
 

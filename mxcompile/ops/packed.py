@@ -1,13 +1,17 @@
 """Operators of FP4: the cast in the layout that an FP4 GEMM reads, and that GEMM.
 
-    encode_packed   x[M, N] → bytes, scale                 bytes [M, N/2] along rows, [N, M/2] along columns
-    packed_mm       bytes_a[M, K/2] · bytes_b[N, K/2]ᵀ (+ bias[N])      FP32 accumulation, rounded once
+    encode_packed        x[…, M, N] → bytes, scale     bytes […, M, N/2] along rows, […, N, M/2] along columns
+    encode_packed_both   x[…, M, N] → both of each     along rows, then along columns; not of random elements
+    packed_mm            bytes_a[M, K/2] · bytes_b[N, K/2]ᵀ (+ bias[N])      FP32 accumulation, rounded once
 
 A byte holds two codes that follow each other along the contraction, the first in its low half, as in
-`torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source.
-Scales are the bytes of `formats.scale_tiles`, one for each block along the contraction: E8M0, or E4M3 with
-an FP32 scale of each tensor beside it (`known_scale` of its amax). A format with a transform transforms x
-along the contraction first (`formats.hadamard`); the amax is the transformed tensor's.
+`torch.float4_e2m1fn_x2`. The contraction is innermost in memory, whichever dimension it is of the source. If
+its length is odd, the high half of the last byte is 0. Matrices of a batch are cast one by one.
+
+Scales are bytes, one for each block along the contraction: E8M0, or E4M3 with an FP32 scale of each tensor
+beside it (`known_scale` of its amax). They are tiled (`formats.scale_tiles`), of matrices alone, or
+row-major, […, rows, blocks]. A format with a transform transforms x along columns first (`formats.hadamard`);
+the amax is the transformed tensor's. Along rows such a format is a `FormatError`.
 
 The lowering makes these of `encode` and `encoded_mm`; the implementations are the reference.
 """
@@ -18,13 +22,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mxcompile.formats import Format, Tile
+from mxcompile.errors import FormatError
+from mxcompile.formats import Format, ScaleLayout, Tile, num_blocks
 from mxcompile.formats.encoding import decode_tensors, encode_tensors, extents, pack, unpack
-from mxcompile.formats.hadamard import transformed
+from mxcompile.formats.hadamard import num_transformed, transformed
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
-from mxcompile.ops.mx import product
+from mxcompile.ops.mx import is_tiled, product
 
 
 def _encode_packed(
@@ -34,24 +40,63 @@ def _encode_packed(
     seed: Tensor | None = None,
     stream: int = 0,
     amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
 ) -> tuple[Tensor, Tensor]:
-    form = Format.of(fmt)
+    form, tiled, dim = Format.of(fmt), is_tiled(x, scale_layout), block_dim % x.ndim
+    _spec_encode_packed(x, dim, fmt, scale_layout=scale_layout)  # whose errors are this one's
     if form.hadamard is not None:
-        x, form = transformed(x, block_dim, form.hadamard), form.untransformed
-    qdata, scale = encode_tensors(x, block_dim, form, seed, stream, amax=amax)
-    across = 1 - block_dim % 2
-    scale = scale.repeat_interleave(extents(2, block_dim, form.tile)[across], across)
+        x, form = transformed(x, dim, form.hadamard), form.untransformed
+    qdata, scale = encode_tensors(x, dim, form, seed, stream, amax=amax)
+    across = 2 * x.ndim - 3 - dim
+    scale = scale.view(torch.uint8).repeat_interleave(extents(x.ndim, dim, form.tile)[across], across)
     scale = scale.narrow(across, 0, x.shape[across])
-    if block_dim % 2 == 0:
-        qdata, scale = qdata.t(), scale.t()
-    return pack(qdata, -1, form.elem), tile_scale(scale.view(torch.uint8))
+    if dim == x.ndim - 2:
+        qdata, scale = qdata.mT, scale.mT
+    packed = pack(F.pad(qdata, (0, qdata.shape[-1] % form.elem.per_byte)), -1, form.elem)
+    return packed, tile_scale(scale) if tiled else scale.contiguous()
 
 
-def _spec_encode_packed(x: Tensor, block_dim: int, fmt: str, *_: object) -> list[Spec]:
-    rows, length = x.shape if block_dim % 2 else (x.shape[1], x.shape[0])
-    along = Format.of(fmt).tile.along
-    tiles = tiled_length(rows, (length + along - 1) // along)
-    return [((rows, length // 2), torch.uint8), ((tiles,), torch.uint8)]
+def _spec_encode_packed(
+    x: Tensor,
+    block_dim: int,
+    fmt: str,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> list[Spec]:
+    form, along_rows = Format.of(fmt), block_dim % x.ndim == x.ndim - 1
+    if along_rows and form.hadamard is not None:
+        raise FormatError(f"a cast along rows to {form}: its transform runs along columns")
+    *batch, rows, length = x.shape if along_rows else x.mT.shape
+    length = length if form.hadamard is None else num_transformed(length)
+    blocks = num_blocks(length, form.tile.along)
+    scale = [tiled_length(rows, blocks)] if is_tiled(x, scale_layout) else [*batch, rows, blocks]
+    return [((*batch, rows, num_blocks(length, form.elem.per_byte)), torch.uint8), (scale, torch.uint8)]
+
+
+def _encode_packed_both(
+    x: Tensor,
+    row_fmt: str,
+    column_fmt: str,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = _encode_packed(x, -1, row_fmt, amax=row_amax, scale_layout=scale_layout)
+    return *rows, *_encode_packed(x, -2, column_fmt, amax=column_amax, scale_layout=scale_layout)
+
+
+def _spec_encode_packed_both(
+    x: Tensor,
+    row_fmt: str,
+    column_fmt: str,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
+    scale_layout: str = ScaleLayout.TILED_128X4,
+) -> list[Spec]:
+    rows = _spec_encode_packed(x, -1, row_fmt, scale_layout=scale_layout)
+    return rows + _spec_encode_packed(x, -2, column_fmt, scale_layout=scale_layout)
 
 
 def _packed_mm(
@@ -93,10 +138,17 @@ def _spec_packed_mm(
 
 
 encode_packed = define(
-    "encode_packed(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? amax=None)"
-    " -> (Tensor packed, Tensor scale)",
+    "encode_packed(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? amax=None,"
+    " str scale_layout='128x4') -> (Tensor packed, Tensor scale)",
     _encode_packed,
     _spec_encode_packed,
+)
+encode_packed_both = define(
+    "encode_packed_both(Tensor x, str row_fmt, str column_fmt, Tensor? row_amax=None,"
+    " Tensor? column_amax=None, str scale_layout='128x4')"
+    " -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)",
+    _encode_packed_both,
+    _spec_encode_packed_both,
 )
 packed_mm = define(
     "packed_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"

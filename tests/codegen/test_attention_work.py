@@ -79,6 +79,17 @@ def test_with_a_mask():
     assert forward.work.product == "efficient"
 
 
+def test_what_prepares_a_mask_is_no_attention():
+    """A kernel of Inductor has the name of the operator that it works for."""
+    length = LENGTH - 2
+    q = torch.empty(1, HEADS, length, HEAD, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.empty(length, length, device="meta", dtype=torch.bfloat16)
+    launches = mxcompile.codegen(Attention(False), q, mask, target="sm_100", policy="bf16").launches
+    named = [launch for launch in launches if "attention" in launch.kernel]
+    assert [launch.generated for launch in named if launch.kind == "attention"] == [False, False]
+    assert [launch.kind for launch in named if launch.generated] == ["rest"]
+
+
 def test_a_backend_that_is_none():
     with pytest.raises(OptionError, match="unknown attention 'fa4'; allowed: auto, flash, cudnn"):
         attention_backend(TARGETS["sm_100"], "fa4")

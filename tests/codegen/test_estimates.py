@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -265,7 +266,7 @@ def test_rows_that_a_block_reduces_one_after_the_other():
     """16 rows a program: every round waits for the block, and nothing runs beside it."""
     settings = {"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16}
     binary = Binary(settings=settings, registers=64, text={"sass": ROWS})
-    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    facts = _facts(source=MIXED, binary=dataclasses.replace(binary, registers=128), flops=0.0, numbers=())
     assert facts.understood
     assert (facts.programs, facts.instructions) == (256, 16 * 5 + 1)
     assert (facts.work.round_trips, facts.work.serial) == (16, True)
@@ -273,6 +274,44 @@ def test_rows_that_a_block_reduces_one_after_the_other():
     assert estimate.us == pytest.approx(estimate.memory_us + estimate.issue_us + estimate.latency_us)
     streamed = dataclasses.replace(binary, text={"sass": ROWS.replace("BAR.SYNC", "MOV")})
     assert not _facts(source=MIXED, binary=streamed, flops=0.0, numbers=()).work.serial
+
+
+@pytest.mark.parametrize(("registers", "blocks", "serial"), [(128, 2, True), (80, 3, False)])
+def test_blocks_beside_each_other_do_not_wait_for_each_other(registers, blocks, serial):
+    binary = Binary(
+        settings={"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16}, registers=registers, text={"sass": ROWS}
+    )
+    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    assert (facts.resident, facts.work.serial) == (blocks, serial)
+
+
+PTX = """
+.visible .entry kernel()
+{
+	ld.param.b64 	%rd1, [kernel_param_0];
+$L__BB0_1:                              // =>This Inner Loop Header: Depth=1
+	// begin inline asm
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	// end inline asm
+	@%p2 bra 	$L__BB0_1;
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize(("written_out", "rounds"), [(1, 16), (2, 8), (4, 4)])
+def test_rounds_that_the_assembler_writes_out(written_out, rounds):
+    """A round of its loop is then several of the source's, as its loads tell."""
+    load = "        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;\n"
+    loads = "".join(load.replace("R4", f"R{4 + 8 * at}") for at in range(written_out))
+    binary = Binary(
+        settings={"num_warps": 8, "XBLOCK": 1, "RSPLIT_SIZE": 16},
+        registers=64,
+        text={"sass": ROWS.replace(load, loads), "ptx": PTX},
+    )
+    facts = _facts(source=MIXED, binary=binary, flops=0.0, numbers=())
+    assert facts.instructions == rounds * (4 + written_out) + 1
+    assert facts.work.round_trips == rounds
 
 
 SPECIALIZED = """
@@ -387,7 +426,9 @@ def test_every_launch_of_a_block_is_understood(generated):
     assert result.step.launches == len(result.launches)
     assert result.step.us == pytest.approx(sum(launch.estimate.us for launch in result.launches))
     assert result.step.us == pytest.approx(sum(result.step.by_kind.values()))
-    assert "estimates of the launches, from the machine code" in str(result)
+    text = str(result)
+    assert "estimates of the launches, from the machine code" in text
+    assert len(re.findall(r" \d+ \(\d+–\d+\) +(?:memory|issue|mma|latency) ", text)) >= 10, "a range each"
 
 
 @pytest.mark.slow

@@ -123,6 +123,28 @@ def test_grouped_experts(tmp_path, ends: tuple[int, ...]):
 
 
 @pytest.mark.slow
+def test_one_scale_for_all_experts_is_of_the_rows_in_groups(tmp_path):
+    """FP8 with a scale a tensor; rows past the last group hold anything."""
+    model, offs = Grouped(4, 64, 128), torch.tensor((70, 70, 121, 150), dtype=torch.int32)
+    x = _spread(160, 64)
+    rule = {"match": {"name": "*"}, "use": {"precision": "fp8", "scaling": "tensor"}}
+    policy = {"version": 1, "rules": [rule]}
+    result = codegen(model, x.requires_grad_(), offs, target="sm_90", policy=policy, out_dir=tmp_path)
+    assert result.problems == ()
+    assert {gemm.precision for gemm in result.report.gemms} == {"fp8"}
+    gradient, found = torch.randn_like(x), []
+    for left_over in (0.0, 1e30):
+        rows, above = x.detach().clone(), gradient.clone()
+        rows[150:] = above[150:] = left_over
+        out, *gradients = interpret(tmp_path, [model.up, rows.requires_grad_(), offs, model.down], above)
+        up, dx, _, down = gradients
+        found.append((out[:150], up, dx[:150], down))
+    for clean, other in zip(*found, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, other)
+
+
+@pytest.mark.slow
 def test_groups_of_many_rows_read_tiled_scales(tmp_path):
     """By the tensor memory accelerator; K is 128 or ends inside a step, and so do N and the groups.
 

@@ -24,14 +24,14 @@ class Casts(nn.Module):
     def forward(self, x: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
         form, results = Format.of(self.word), []
         for dim in (-1, -2):
-            amax = None
-            if form.hadamard is not None:
-                amax = ops.hadamard_largest(x, dim, form.hadamard)
+            amax, its = None, form.untransformed if dim == -1 else form
+            if its.hadamard is not None:
+                _, amax = ops.hadamard_largest(x, its.hadamard)
                 results.append(amax)
             elif form.two_level:
                 amax = ops.largest(x)
             given = (seed, 5) if form.stochastic else (None, 0)
-            results += ops.encode_packed(x, dim, self.word, *given, amax)
+            results += ops.encode_packed(x, dim, str(its), *given, amax)
         return tuple(results)
 
 

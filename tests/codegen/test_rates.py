@@ -115,5 +115,37 @@ def test_rates_are_measured_in_the_same_form(monkeypatch, capsys, tmp_path):
     assert Rates.of(B200, path)["memory"] == rates["memory"].centre
 
 
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [
+        ("sm_80", set()),
+        ("sm_90", {"tensor", "channel", "block"}),
+        ("sm_100", {"tensor", "channel"}),
+        ("sm_120", {"tensor"}),
+    ],
+)
+def test_what_a_chip_can_measure(monkeypatch, name, fp8):
+    """Scales of each extent where the vendor's product takes them, each matrix with as many as it wants."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_rates = importlib.import_module("gpu_rates")
+    target = TARGETS[name]
+    kinds = {kind for kind in gpu_rates.KINDS if gpu_rates.runs_on(kind, target)}
+    assert {kind.removeprefix("fp8_") for kind in kinds if kind.startswith("fp8_")} == fp8
+    assert set(gpu_rates.KINDS) <= set(KINDS)
+    monkeypatch.setattr(gpu_rates.gpu_common, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_rates, "SHAPES", [(256, 384, 512)])
+    scales = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, *s, out_dtype: scales.append(s))
+    for extent in fp8:
+        list(gpu_rates.KINDS[f"fp8_{extent}"](target.peak, lambda run: run() or 1.0))
+    layouts = {(tuple(a.shape), tuple(b.shape), b.dim() and b.stride(0)) for a, b in scales}
+    wanted = {
+        "tensor": ((), (), 0),
+        "channel": ((256, 1), (1, 384), 1),
+        "block": ((256, 4), (4, 3), 1),
+    }
+    assert layouts == {wanted[extent] for extent in fp8}
+
+
 def _refused(*_, **__):
     raise RuntimeError("not on this chip\nand more")

@@ -44,11 +44,17 @@ def test_parts_by_hand():
 
 @pytest.mark.parametrize(
     ("recompute", "again"),
-    [("full", PRODUCT_US + 2 * CAST_US), ("selective", (PRODUCT_US + CAST_US) / 2)],
+    [("none", 0), ("full", 3 * PRODUCT_US + 2 * CAST_US), ("selective", PRODUCT_US + 2 * CAST_US)],
 )
 def test_recomputation(recompute, again):
+    """Selected are the second of two products and what multiplies nothing, or what the layer says."""
     step = dataclasses.replace(STEP, recompute=recompute)
-    assert step.parts(LAYER, RATES)["recompute"] == pytest.approx(4 * again)
+    attention = ("attention", PRODUCT)
+    layer = LayerWork(forward=(*LAYER.forward, ("product", PRODUCT), attention), backward=LAYER.backward)
+    assert step.parts(layer, RATES)["recompute"] == pytest.approx(4 * again)
+    other = dataclasses.replace(layer, again=(attention,) * 3)
+    chosen = 3 * PRODUCT_US if recompute == "selective" else again
+    assert step.parts(other, RATES)["recompute"] == pytest.approx(4 * chosen)
 
 
 def test_micro_batches_share_an_optimizer():

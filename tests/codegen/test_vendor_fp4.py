@@ -275,5 +275,6 @@ def test_operators_pass_opcheck(shape: tuple[int, int], word: str):
     opcheck(ops.encode_packed, (x, -1, word, None, 0, amax))
     opcheck(ops.encode_packed, (w, -2, word, None, 0, amax))
     a, b = ops.encode_packed(x, -1, word, None, 0, amax), ops.encode_packed(w, -2, word, None, 0, amax)
-    opcheck(ops.hadamard_largest, (x, -1, 9))
+    opcheck(ops.hadamard_largest, (x, 9))
+    opcheck(ops.encode_packed_both, (x, word, word, amax, amax))
     opcheck(ops.packed_mm, (*a, *b, None, torch.bfloat16, word, word, amax, amax))

@@ -152,6 +152,30 @@ def test_the_scale_of_experts_tokens_is_of_those_in_groups():
         assert torch.equal(one[:12], other[:12])
 
 
+@pytest.mark.parametrize("left_over", [1e30, torch.nan])
+@pytest.mark.parametrize(
+    "use", [*USES.values(), {"precision": "fp8", "scaling": "delayed"}], ids=[*USES, "fp8 delayed"]
+)
+def test_rows_past_the_last_group_change_nothing(use, left_over):
+    """In training, and without gradients, where nothing else has them at 0."""
+    offs = torch.tensor([40, 70], dtype=torch.int32)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
+    x, dy = torch.randn(80, 48, dtype=torch.bfloat16), torch.randn(80, 32, dtype=torch.bfloat16)
+    call = torch.compile(
+        lambda x: torch._grouped_mm(x, weight, offs), backend=EagerBackend(policy=policy(use)), fullgraph=True
+    )
+    found = []
+    for rest in (0.0, left_over):
+        x[70:] = dy[70:] = rest
+        torch.manual_seed(1)
+        y, dx, dw = run(call, weight, x, dy)
+        with torch.no_grad():
+            found.append((y[:70], dx[:70], dw, call(x)[:70]))
+    for clean, other in zip(*found, strict=True):
+        assert torch.equal(clean, other)
+
+
 def test_batched_products_have_one_scale_for_all_matrices():
     use = {"precision": "nvfp4"}
     torch.manual_seed(0)

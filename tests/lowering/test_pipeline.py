@@ -95,7 +95,7 @@ NATIVE = {"as_mx", "native", "fuse", "pair"}
         (
             "sm_100",
             ["tile_scales", "vendor_fp8", "vendor_fp4"],
-            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "vendor_fp4"},
+            NATIVE | {"couple", "vendor_fp8", "fp8_layouts", "vendor_fp4", "pair_fp4"},
         ),
     ],
 )

@@ -152,3 +152,21 @@ def test_fma_rounds_once():
     for end in (torch.inf, -torch.inf):
         near = torch.nextafter(out, torch.full((), end))
         assert all(ours <= theirs for ours, theirs in zip(errors(out), errors(near), strict=True))
+
+
+@triton.jit
+def extreme_kernel(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    tl.store(out_ptr + at, tl.minimum(x, y))
+    tl.store(out_ptr + SIZE + at, tl.maximum(x, y))
+    tl.store(out_ptr + 2 * SIZE + at, tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL))
+
+
+def test_a_number_beats_a_nan():
+    """Unless NaN is to propagate."""
+    nan = torch.nan
+    x, y, out = torch.tensor([1.0, nan, 2.0, nan]), torch.tensor([nan, 3.0, 4.0, nan]), torch.empty(3, 4)
+    extreme_kernel[(1,)](x, y, out, SIZE=4)
+    expected = torch.tensor([[1.0, 3.0, 2.0, nan], [1.0, 3.0, 4.0, nan], [nan, nan, 2.0, nan]])
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)

@@ -8,9 +8,10 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.dot                 operands widened to FP32
     tl.dot_scaled          dequantized in FP32 and multiplied there
     tl.fma                 one rounding
+    tl.minimum, maximum    the number beside a NaN, unless NaN is to propagate
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
-    inline PTX             that of ``lowering.kernels.packed`` and ``fp4_tiles``, by its text; any other is an
-                           error as before
+    inline PTX             that of ``packed``, ``fp4_ptx`` and ``fp4_values`` in ``lowering.kernels``, by its text;
+                           any other is an error as before
     tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
@@ -26,7 +27,8 @@ import triton.runtime.interpreter as interpreter
 from triton.language.semantic import TritonSemantic
 
 from mxcompile.formats import ELEM_TYPES
-from mxcompile.lowering.kernels import fp4_tiles, packed
+from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
+from mxcompile.lowering.kernels import fp4_ptx, fp4_values, packed
 
 NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -60,6 +62,8 @@ def pytest_configure() -> None:
     _Builder.binary_op = _binary
     _Builder.unary_op = _unary
     _Builder.create_fma = _fma
+    _Builder.create_minnumf = lambda self, left, right: self.binary_op(left, right, np.fmin)
+    _Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)
     _Builder.create_dot = _dot
     _Builder.create_inline_asm = _inline_asm
     interpreter.ReduceOps.generic_reduce = _reduce
@@ -247,15 +251,68 @@ def _times(place):
     return times
 
 
+def _of_pairs(operation):
+    """An instruction of two FP32 numbers in one register pair, `f32x2`: each by itself, rounded once."""
+
+    def both(a, b, c, d):
+        return operation(a, c), operation(b, d)
+
+    return both
+
+
+def _round_pair(low, high):
+    """`cvt.rn.bf16x2.f32`."""
+    low, high = (np.ascontiguousarray(_rounded(y)).astype(np.uint32) for y in (low, high))
+    return (low | high << 16).view(np.int32)
+
+
+def _reciprocal(x):
+    """1 / x to nearest, which the sequence is for numbers of this range; a zero is Inf, then NaN."""
+    small = x < np.float32(2.0**-126)
+    assert not ((x > 0) & small).any(), "subnormals count as 0 here"
+    assert not (x >= np.float32(2.0**126)).any()
+    return np.where(small, np.float32(np.nan), np.float32(1.0) / x).astype(np.float32)
+
+
+def _philox(place, stream, key):
+    """Each instruction of `fp4_ptx.PHILOX`."""
+    left, right, key = (
+        np.ascontiguousarray(each).view(np.uint32).astype(np.uint64) for each in (place, stream, key)
+    )
+    for _ in range(ROUNDS):
+        product = left * np.uint64(MULTIPLIER)
+        left, right = (product >> 32) ^ key ^ right, product & 0xFFFFFFFF
+        key = (key + WEYL) & 0xFFFFFFFF
+    return tuple(word.astype(np.uint32).view(np.int32) for word in (left, right))
+
+
+def _random_pairs(low, high, factor, word):
+    """Each instruction of `fp4_ptx.RANDOM_PAIRS`."""
+
+    def rounded(y, half):
+        bits = (y * factor * np.float32(2.0**-126)).view(np.uint32) + (half | 1) * np.uint32(64)
+        return (bits & np.uint32(0xFFC00000)).view(np.float32) * np.float32(2.0**126)
+
+    word = word.view(np.uint32)
+    return _pairs(rounded(low, word & 0xFFFF), rounded(high, word >> 16))
+
+
 _FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 _PTX = {
     packed.LARGER.value: (tl.int32, _larger),
     packed.SPECIAL.value: (tl.int32, _special),
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
-    fp4_tiles.PAIRS.value: (tl.uint8, _pairs),
-    **{asm: (tl.float16, _decoded(place)) for place, asm in enumerate(fp4_tiles.DECODED)},
-    **{asm: (tl.bfloat16, _times(place)) for place, asm in enumerate(fp4_tiles.SCALED)},
+    **{asm: (tl.float16, _decoded(place)) for place, asm in enumerate(fp4_values.DECODED)},
+    **{asm: (tl.bfloat16, _times(place)) for place, asm in enumerate(fp4_values.SCALED)},
+    fp4_ptx.PAIRS.value: (tl.uint8, _pairs),
+    fp4_ptx.ADD.value: (tl.float32, _of_pairs(np.add)),
+    fp4_ptx.SUBTRACT.value: (tl.float32, _of_pairs(np.subtract)),
+    fp4_ptx.MULTIPLY.value: (tl.float32, _of_pairs(np.multiply)),
+    fp4_ptx.ROUND.value: (tl.int32, _round_pair),
+    fp4_ptx.RECIPROCAL.value: (tl.float32, _reciprocal),
+    fp4_ptx.PHILOX.value: (tl.int32, _philox),
+    fp4_ptx.RANDOM_PAIRS.value: (tl.uint8, _random_pairs),
     **{
         asm[name]: (tl.uint8, _encoded(_FP8[name]))
         for name in ELEM_TYPES
@@ -266,12 +323,11 @@ _PTX = {
 
 
 class _Results:
-    def __init__(self, handle):
-        self.handle = handle
+    def __init__(self, handles):
+        self.handles = handles
 
     def get_result(self, index):
-        assert index == 0
-        return self.handle
+        return self.handles[index]
 
 
 def _inline_asm(self, asm, constraints, values, types, is_pure, pack):
@@ -279,7 +335,9 @@ def _inline_asm(self, asm, constraints, values, types, is_pure, pack):
         raise NotImplementedError(f"no meaning is known of this PTX:\n{asm}")
     dtype, meaning = _PTX[asm]
     data = [np.ascontiguousarray(value.data) for value in values]
-    return _Results(_Handle(meaning(*data).reshape(data[0].shape), dtype))
+    results = meaning(*data)
+    results = results if isinstance(results, tuple) else (results,)
+    return _Results([_Handle(result.reshape(data[0].shape), dtype) for result in results])
 
 
 def _reduce(self, tensors):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleType, Tile, is_quantized
+from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleType, is_quantized
 from mxcompile.lowering.targets import TARGETS, Peak, Target
 from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 
@@ -77,8 +77,7 @@ def _us(gemm: GemmRecord, peak: Peak, target: Target, siblings: int) -> float:
     cast_bytes = product_bytes = 0.0
     width = _width(gemm)
     for numel, form, share, operand in zip((a, b), forms, shares, gemm.formats, strict=True):
-        of_tensor = form.tile == Tile.TENSOR or form.two_level
-        twice = of_tensor and form.amax.kind is not AmaxKind.DELAYED
+        twice = form.of_tensor and form.amax.kind is not AmaxKind.DELAYED
         reads = width if twice else width / 2
         as_mx = tflops and tflops != peak.fp4_tflops and form.mx_elem
         held = _QUANTIZED if form.is_mx or as_mx else form.bytes_per_element

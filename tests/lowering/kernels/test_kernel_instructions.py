@@ -118,6 +118,27 @@ def test_cast_formats(elem, rounding, target):
     kernel(lambda x: ops.quantize_both(x, elem.dtype, str(rounding)), [x], target)
 
 
+FP4 = ["sm_100", "sm_103", "sm_120", "gfx950"]
+
+
+@pytest.mark.parametrize("target", mostly_slow(FP4, "sm_100", "gfx950"))
+@pytest.mark.parametrize("shape", [(4096, 4096), (8, 1000, 1001)], ids=str)
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_fp4_casts(dim, shape, target):
+    """Also of batches of odd matrices, whose elements are read one by one."""
+    layout = ScaleLayout.ROW_MAJOR if len(shape) == 3 else TARGETS[target].scale_layout
+    word = "e2m1 1x32 rceil" if target == "gfx950" else "e2m1 1x16 two-level"
+    amax = [meta(1, dtype=F32)] if "two-level" in word else []
+
+    def function(x: Tensor, *amax: Tensor) -> list[Tensor]:
+        return list(ops.encode_packed(x, dim, word, None, 0, *(amax or (None,)), str(layout)))
+
+    _, text = kernel(function, [meta(*shape, dtype=BF16), *amax], target)
+    assert target == "gfx950" or re.search(r"cvt\.rn\.satfinite\.e2m1x2\.f32", text)
+    assert len(shape) == 3 or re.search(WIDE_LOAD, text)
+    assert not re.search(r"ex2|lg2", text)
+
+
 def on_the_mx_instruction(operands: list[Tensor], target: str, *, wide: bool = True) -> tuple[Binary, str]:
     binary, text = kernel(multiply, operands, target)
     assert re.search(MMA[target], text)
@@ -174,6 +195,7 @@ def test_scaled_mm_tiled(form, config, monkeypatch):
 
 TABLES = {
     "quantize": (configs.QUANTIZE, NATIVE),
+    "fp4_cast": (configs.FP4_CAST, FP4),
     "scaled_mm": (configs.SCALED_MM, NATIVE),
     "scaled_mm_tiled": (configs.SCALED_MM_TILED, TENSOR_MEMORY),
     "fused_quantize_mm": (configs.FUSED_QUANTIZE_MM, NATIVE),
