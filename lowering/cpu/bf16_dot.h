@@ -2,7 +2,7 @@
 // permutations.
 //
 // 64 bytes of codes become BF16 numbers by a table: E2M1 of 16 words, four codes of each word after the other; others of
-// 128 entries, in two halves of a byte. Dot products of pairs add the numbers of a lane, which share a scale, and one FMA
+// 128 entries, in two halves of a byte, and so do NVFP4's scales, 64 at once. Dot products of pairs add the numbers of a lane, which share a scale, and one FMA
 // multiplies by the scale. FP32 is as fast on AVX2.
 //
 // These instructions take subnormal numbers for zeros and sum before they scale: x is of ordinary exponents.
@@ -30,9 +30,11 @@ struct Bf16Dot {
   static constexpr int64_t BYTES = 64, STEP = BYTES * Elem::per_byte;  // codes that are decoded together
   static constexpr int NUMBERS = STEP / 32;                            // registers of them
   static constexpr int64_t SCALES = STEP / Elem::block;                // of a step
-  static constexpr int64_t SHARED = Elem::two_level ? 2 : 4;           // steps whose scales are one register
+  static constexpr int64_t STEPS = Elem::two_level ? 2 : 4;            // whose scales are one register
+  static constexpr int64_t REGISTERS = Elem::two_level ? 4 : 1;        // of scales that are decoded together
+  static constexpr int64_t SHARED = STEPS * REGISTERS;                 // steps whose scales are
 
-  const Decoder decoder{tables<Elem>()};
+  const Decoder decoder{tables<std::conditional_t<Elem::two_level, E4M3, Elem>>()};  // of codes, or of such scales
   const __m512i words = _mm512_load_si512(BF16_OF_E2M1);
 
   inline __attribute__((always_inline)) void unpack(__m512i codes, __m512i* numbers) const {
@@ -64,27 +66,40 @@ struct Bf16Dot {
     }
   }
 
-  // The scales of SHARED steps, in the lanes of the numbers that they multiply.
-  static inline __attribute__((always_inline)) __m512 numbers_of_scales(__m128i bytes) {
-    if constexpr (Elem::two_level) {  // FP16 of 2^-8 times the value, which Elem's numbers are not: see `raised`
-      const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-      const __m256i word = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, order)), 7);
-      const __m256i magnitudes = _mm256_and_si256(word, _mm256_set1_epi16(0x3f80));
-      const __m512 number = _mm512_cvtph_ps(_mm256_and_si256(word, _mm256_set1_epi16(static_cast<int16_t>(0xbf80))));
-      const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitudes, _mm256_set1_epi16(0x3f80));
-      return _mm512_mask_mov_ps(number, nan, _mm512_set1_ps(as_float(NAN_BITS)));
+  // Where scales of two levels come from: in 128 bits two of each step.
+  struct Pairs {
+    alignas(64) uint8_t of[64] = {};
+    constexpr Pairs() {
+      for (int64_t i = 0; i < 64; i++) of[i] = static_cast<uint8_t>(i % 16 / 2 * 8 + i / 16 * 2 + i % 2);
     }
-    const __m128i order = packed ? _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
-                                 : _mm_setr_epi8(0, 2, 4, 6, 0, 2, 4, 6, 1, 3, 5, 7, 1, 3, 5, 7);
-    const __m512i field = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_shuffle_epi8(bytes, order)), 23);
-    const __m512i number = _mm512_max_epu32(field, _mm512_set1_epi32(0x00400000));
-    const __mmask16 nan = _mm512_cmpeq_epi32_mask(field, _mm512_set1_epi32(INFINITY_BITS));
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(number, nan, _mm512_set1_epi32(NAN_BITS)));
+  };
+
+  // The scales of SHARED steps, in the lanes of the numbers that they multiply.
+  inline __attribute__((always_inline)) void numbers_of_scales(const uint8_t* bytes, __m512* out) const {
+    if constexpr (Elem::two_level) {  // BF16 is the upper half of FP32
+      static constexpr Pairs pairs;
+      __m512i words[2];
+      decoder.unpack(_mm512_permutexvar_epi8(_mm512_load_si512(pairs.of), _mm512_loadu_si512(bytes)), words);
+      const __m512i none = _mm512_setzero_si512();
+      each(std::make_integer_sequence<int, 2>(), [&](auto i) __attribute__((always_inline)) {
+        out[2 * i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(none, words[i]));
+        out[2 * i + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(none, words[i]));
+      });
+    } else {
+      const __m128i order = packed ? _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+                                   : _mm_setr_epi8(0, 2, 4, 6, 0, 2, 4, 6, 1, 3, 5, 7, 1, 3, 5, 7);
+      const __m128i* from = reinterpret_cast<const __m128i*>(bytes);
+      const __m128i some = SHARED * SCALES == 16 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
+      const __m512i field = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_shuffle_epi8(some, order)), 23);
+      const __m512i number = _mm512_max_epu32(field, _mm512_set1_epi32(0x00400000));
+      const __mmask16 nan = _mm512_cmpeq_epi32_mask(field, _mm512_set1_epi32(INFINITY_BITS));
+      *out = _mm512_castsi512_ps(_mm512_mask_mov_epi32(number, nan, _mm512_set1_epi32(NAN_BITS)));
+    }
   }
 
   // Which of four lanes the scales of a step are in, for permutations within 128 bits.
   static inline __attribute__((always_inline)) __m512i lanes_of_step(int64_t step) {
-    const int first = static_cast<int>(step % SHARED);
+    const int first = static_cast<int>(step % STEPS);
     return Elem::two_level ? _mm512_set4_epi32(2 * first + 1, 2 * first + 1, 2 * first, 2 * first) : _mm512_set1_epi32(first);
   }
 
@@ -111,10 +126,9 @@ struct Bf16Dot {
         steps = (width - at + BYTES - 1) / BYTES;
       }
       const int64_t later = weight.soon(at, weights);
-      __m512 shared[weights];
+      __m512 shared[weights][REGISTERS];
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
-        const __m128i* from = reinterpret_cast<const __m128i*>(bytes + w * scales_apart);
-        shared[w] = numbers_of_scales(TURN_SCALES == 16 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from));
+        dot.numbers_of_scales(bytes + w * scales_apart, shared[w]);
       });
       auto step = [&](int64_t i) __attribute__((always_inline)) {
         if (i >= steps) return;
@@ -136,7 +150,7 @@ struct Bf16Dot {
             });
           });
           each(all_weights, [&](auto w) __attribute__((always_inline)) {
-            const __m512 scale = _mm512_permutevar_ps(shared[w], lanes);
+            const __m512 scale = _mm512_permutevar_ps(shared[w][i / STEPS], lanes);
             total[w * rows + m] = _mm512_fmadd_ps(sum[w], scale, total[w * rows + m]);
           });
         });
@@ -144,12 +158,13 @@ struct Bf16Dot {
       if constexpr (rows == 1)  // unrolled
         each(std::make_integer_sequence<int, SHARED>(), step);
       else
-        for (int64_t i = 0; i < SHARED; i++) step(i);
+        each(std::make_integer_sequence<int, REGISTERS>(), [&](auto r) __attribute__((always_inline)) {
+          for (int64_t i = r * STEPS; i < (r + 1) * STEPS; i++) step(i);
+        });
     }
-    constexpr float factor = Elem::two_level ? 256.0f : 1.0f;
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
       each(all_rows, [&](auto m) __attribute__((always_inline)) {
-        sums[w * stride + m] = _mm512_reduce_add_ps(total[w * rows + m]) * factor;
+        sums[w * stride + m] = _mm512_reduce_add_ps(total[w * rows + m]);
       });
     });
   }
