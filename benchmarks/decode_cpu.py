@@ -4,7 +4,7 @@ Rows of BF16 activations times a weight, larger than the last-level cache by def
 faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
 turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there
 is a pause in which the threads of the one before fall asleep. With one thread (OMP_NUM_THREADS=1) times are the
-thread's own, so that other programs on the machine count less.
+thread's own, so that other programs on the machine count less, and results have a file of their own.
 
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
@@ -127,7 +127,7 @@ def main() -> None:
             rows += measure(shape, made, m, repeats, llama)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
     if not options.dry:
-        common.write("decode_cpu", rows)
+        common.write("decode_cpu" if torch.get_num_threads() > 1 else "decode_cpu_one_thread", rows)
 
 
 @torch.no_grad()
