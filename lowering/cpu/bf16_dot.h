@@ -2,8 +2,8 @@
 // permutations.
 //
 // 64 bytes of codes become BF16 numbers by a table: E2M1 of 16 words, four codes of each word after the other; others of
-// 128 entries, in two halves of a byte. Dot products of pairs add the numbers of a lane, which share a scale, and one FMA
-// multiplies by the scale. Up to 64 scales become numbers together: in BF16 too, which is the upper half of FP32.
+// 128 entries, in two halves of a byte, and so do NVFP4's scales, 64 at once. Dot products of pairs add the numbers of a
+// lane, which share a scale, and one FMA multiplies by the scale. FP32 is as fast on AVX2.
 //
 // These instructions take subnormal numbers for zeros and sum before they scale: x is of ordinary exponents.
 #ifndef MXCOMPILE_BF16_DOT_H
@@ -30,9 +30,9 @@ struct Bf16Dot {
   static constexpr int64_t BYTES = 64, STEP = BYTES * Elem::per_byte;  // codes that are decoded together
   static constexpr int NUMBERS = STEP / 32;                            // registers of them
   static constexpr int64_t SCALES = STEP / Elem::block;                // of a step
-  static constexpr int64_t OWN = SCALES > 4 ? SCALES / 4 : 1;          // of a step in 128 bits of its numbers
-  static constexpr int64_t STEPS = 4 / OWN;                            // whose scales are one register
-  static constexpr int64_t REGISTERS = 4, TURN = REGISTERS * STEPS;    // steps whose scales are decoded together
+  static constexpr int64_t STEPS = Elem::two_level ? 2 : 4;            // whose scales are one register
+  static constexpr int64_t REGISTERS = Elem::two_level ? 4 : 1;        // of scales that are decoded together
+  static constexpr int64_t SHARED = STEPS * REGISTERS;                 // steps whose scales are
 
   const Decoder decoder{tables<std::conditional_t<Elem::two_level, E4M3, Elem>>()};  // of codes, or of such scales
   const __m512i words = _mm512_load_si512(BF16_OF_E2M1);
@@ -66,39 +66,41 @@ struct Bf16Dot {
     }
   }
 
-  // Which scales of a turn 128 bits of numbers need, step after step.
-  struct Order {
+  // Where scales of two levels come from: in 128 bits two of each step.
+  struct Pairs {
     alignas(64) uint8_t of[64] = {};
-    constexpr Order() {
-      for (int64_t i = 0; i < 64; i++)
-        of[i] = static_cast<uint8_t>(i % 16 / OWN * SCALES + i / 16 * SCALES / 4 + i % OWN);
+    constexpr Pairs() {
+      for (int64_t i = 0; i < 64; i++) of[i] = static_cast<uint8_t>(i % 16 / 2 * 8 + i / 16 * 2 + i % 2);
     }
   };
 
-  static __mmask64 first(int64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; }
-
-  // `count` scales of a turn as BF16, which is the upper half of FP32.
-  inline __attribute__((always_inline)) void halves_of_scales(const uint8_t* bytes, int64_t count, __m512i* out) const {
-    static constexpr Order order;
-    const __m512i given = _mm512_maskz_loadu_epi8(first(count), bytes);
-    const __m512i codes = _mm512_permutexvar_epi8(_mm512_load_si512(order.of), given);
-    if constexpr (Elem::two_level) return decoder.unpack(codes, out);
-    const __mmask64 more = _mm512_cmplt_epu8_mask(_mm512_add_epi8(codes, _mm512_set1_epi8(1)), _mm512_set1_epi8(2));
-    const __m512i low = _mm512_maskz_mov_epi8(more, _mm512_set1_epi8(static_cast<char>(0x80)));  // of 2^-127 and NaN
-    out[0] = _mm512_srli_epi16(_mm512_unpacklo_epi8(low, codes), 1);
-    out[1] = _mm512_srli_epi16(_mm512_unpackhi_epi8(low, codes), 1);
-  }
-
-  // Register r of scales, in the lanes of the numbers that they multiply.
-  static inline __attribute__((always_inline)) __m512 scales_of(const __m512i* halves, int64_t r) {
-    const __m512i half = halves[r / 2], none = _mm512_setzero_si512();
-    return _mm512_castsi512_ps(r % 2 ? _mm512_unpackhi_epi16(none, half) : _mm512_unpacklo_epi16(none, half));
+  // The scales of SHARED steps, in the lanes of the numbers that they multiply.
+  inline __attribute__((always_inline)) void numbers_of_scales(const uint8_t* bytes, __m512* out) const {
+    if constexpr (Elem::two_level) {  // BF16 is the upper half of FP32
+      static constexpr Pairs pairs;
+      __m512i words[2];
+      decoder.unpack(_mm512_permutexvar_epi8(_mm512_load_si512(pairs.of), _mm512_loadu_si512(bytes)), words);
+      const __m512i none = _mm512_setzero_si512();
+      each(std::make_integer_sequence<int, 2>(), [&](auto i) __attribute__((always_inline)) {
+        out[2 * i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(none, words[i]));
+        out[2 * i + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(none, words[i]));
+      });
+    } else {
+      const __m128i order = packed ? _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
+                                   : _mm_setr_epi8(0, 2, 4, 6, 0, 2, 4, 6, 1, 3, 5, 7, 1, 3, 5, 7);
+      const __m128i* from = reinterpret_cast<const __m128i*>(bytes);
+      const __m128i some = SHARED * SCALES == 16 ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
+      const __m512i field = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_shuffle_epi8(some, order)), 23);
+      const __m512i number = _mm512_max_epu32(field, _mm512_set1_epi32(0x00400000));
+      const __mmask16 nan = _mm512_cmpeq_epi32_mask(field, _mm512_set1_epi32(INFINITY_BITS));
+      *out = _mm512_castsi512_ps(_mm512_mask_mov_epi32(number, nan, _mm512_set1_epi32(NAN_BITS)));
+    }
   }
 
   // Which of four lanes the scales of a step are in, for permutations within 128 bits.
   static inline __attribute__((always_inline)) __m512i lanes_of_step(int64_t step) {
-    const int lane = static_cast<int>(step % STEPS);
-    return OWN == 2 ? _mm512_set4_epi32(2 * lane + 1, 2 * lane + 1, 2 * lane, 2 * lane) : _mm512_set1_epi32(lane);
+    const int first = static_cast<int>(step % STEPS);
+    return Elem::two_level ? _mm512_set4_epi32(2 * first + 1, 2 * first + 1, 2 * first, 2 * first) : _mm512_set1_epi32(first);
   }
 
   // `rows` of x, `padded` apart, times `weights` rows of the weight, whose sums are `stride` apart.
@@ -106,25 +108,36 @@ struct Bf16Dot {
   static void sums(const Bfloat16* x, int64_t padded, Weight<Elem> weight, int64_t stride, float* sums) {
     constexpr std::make_integer_sequence<int, rows> all_rows{};
     constexpr std::make_integer_sequence<int, weights> all_weights{};
+    constexpr int64_t TURN_BYTES = SHARED * BYTES, TURN_SCALES = SHARED * SCALES;
     const Bf16Dot dot;
     const int64_t width = weight.width(), blocks = weight.blocks(), between = weight.between;
     __m512 total[weights * rows];
     for (int i = 0; i < weights * rows; i++) total[i] = _mm512_setzero_ps();
-    for (int64_t at = 0, block = 0; at < width; at += TURN * BYTES, block += TURN * SCALES) {
+    for (int64_t at = 0, block = 0; at < width; at += TURN_BYTES, block += TURN_SCALES) {
       const uint8_t *codes = weight.codes + at, *bytes = weight.scales + block;
-      const int64_t later = weight.soon(at, weights), left = width - at;
-      __m512i halves[weights][2];
+      int64_t apart = between * width, scales_apart = between * blocks, steps = SHARED;
+      uint8_t last[weights][TURN_BYTES], last_bytes[weights][TURN_SCALES];
+      if (at + TURN_BYTES > width) {  // what is left, before zeros
+        for (int w = 0; w < weights; w++) {
+          std::memcpy(std::memset(last[w], 0, TURN_BYTES), codes + w * apart, width - at);
+          std::memcpy(std::memset(last_bytes[w], 0, TURN_SCALES), bytes + w * scales_apart, blocks - block);
+        }
+        codes = last[0], bytes = last_bytes[0], apart = TURN_BYTES, scales_apart = TURN_SCALES;
+        steps = (width - at + BYTES - 1) / BYTES;
+      }
+      const int64_t later = weight.soon(at, weights);
+      __m512 shared[weights][REGISTERS];
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
-        const int64_t count = blocks - block < TURN * SCALES ? blocks - block : TURN * SCALES;
-        dot.halves_of_scales(bytes + w * between * blocks, count, halves[w]);
+        dot.numbers_of_scales(bytes + w * scales_apart, shared[w]);
       });
-      auto step = [&](int64_t i, const __m512* shared, auto whole) __attribute__((always_inline)) {
+      auto step = [&](int64_t i) __attribute__((always_inline)) {
+        if (i >= steps) return;
         const __m512i lanes = lanes_of_step(i);
         __m512i numbers[weights][NUMBERS];
         each(all_weights, [&](auto w) __attribute__((always_inline)) {
-          const uint8_t* here = codes + w * between * width + i * BYTES;
+          const uint8_t* here = codes + w * apart + i * BYTES;
           _mm_prefetch(reinterpret_cast<const char*>(here + later), _MM_HINT_T1);  // L2 has room for more
-          dot.unpack(whole ? _mm512_loadu_si512(here) : _mm512_maskz_loadu_epi8(first(left - i * BYTES), here), numbers[w]);
+          dot.unpack(_mm512_loadu_si512(here), numbers[w]);
         });
         each(all_rows, [&](auto m) __attribute__((always_inline)) {
           const Bfloat16* row = x + m * padded + at * Elem::per_byte + i * STEP;
@@ -137,26 +150,17 @@ struct Bf16Dot {
             });
           });
           each(all_weights, [&](auto w) __attribute__((always_inline)) {
-            total[w * rows + m] = _mm512_fmadd_ps(sum[w], _mm512_permutevar_ps(shared[w], lanes), total[w * rows + m]);
+            const __m512 scale = _mm512_permutevar_ps(shared[w][i / STEPS], lanes);
+            total[w * rows + m] = _mm512_fmadd_ps(sum[w], scale, total[w * rows + m]);
           });
         });
       };
-      auto steps = [&](auto r, auto whole) __attribute__((always_inline)) {
-        __m512 shared[weights];
-        each(all_weights, [&](auto w) __attribute__((always_inline)) { shared[w] = scales_of(halves[w], r); });
-        if constexpr (whole)
-          each(std::make_integer_sequence<int, STEPS>(),
-               [&](auto i) __attribute__((always_inline)) { step(r * STEPS + i, shared, whole); });
-        else
-          for (int64_t i = r * STEPS; i < (r + 1) * STEPS && i * BYTES < left; i++) step(i, shared, whole);
-      };
-      if (left < TURN * BYTES)
-        for (int64_t r = 0; r < REGISTERS; r++) steps(r, std::false_type());
-      else if constexpr (rows == 1)  // unrolled
-        each(std::make_integer_sequence<int, REGISTERS>(),
-             [&](auto r) __attribute__((always_inline)) { steps(r, std::true_type()); });
+      if constexpr (rows == 1)  // unrolled
+        each(std::make_integer_sequence<int, SHARED>(), step);
       else
-        for (int64_t r = 0; r < REGISTERS; r++) steps(r, std::true_type());
+        each(std::make_integer_sequence<int, REGISTERS>(), [&](auto r) __attribute__((always_inline)) {
+          for (int64_t i = r * STEPS; i < (r + 1) * STEPS; i++) step(i);
+        });
     }
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
       each(all_rows, [&](auto m) __attribute__((always_inline)) {
