@@ -3,8 +3,8 @@
 Rows of BF16 activations times a weight, larger than the last-level cache by default. What counts is the
 faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
 turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there
-is a pause in which the threads of the one before fall asleep. With one thread (OMP_NUM_THREADS=1) times are the
-thread's own, so that other programs on the machine count less, and results have a file of their own.
+is a pause in which the threads of the one before fall asleep. With one thread (OMP_NUM_THREADS=1) times are
+the thread's own, so that other programs on the machine count less, and results have a file of their own.
 
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32

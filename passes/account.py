@@ -6,38 +6,22 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, E5M2
-from mxcompile.graph.opsets import PICKS, argument, packet
-from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, numel, tag_of, tensor, value_of
+from mxcompile.graph.casts import made_by
+from mxcompile.graph.opsets import COLLECTIVES, argument, packet
+from mxcompile.graph.tags import PASS_KEY, GemmTag, Kind, bytes_of, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
 from mxcompile.models.names import module_of
-from mxcompile.ops.view import Product, result_of, results_of
+from mxcompile.ops.view import Product, results_of
 from mxcompile.passes.flow import gemms_reading, origin, stored, viewed
 from mxcompile.passes.gather import Gather
 from mxcompile.policy import Gemm
 
 _ELEMENTS_AND_SCALES = frozenset({ops.quantize, ops.encode, ops.encode_packed})
 """Casts of one tensor along one dimension: elements, which a product may read, and their scales."""
-_SENT = tuple(
-    getattr(torch.ops._c10d_functional, name)
-    for name in (
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-        "all_reduce",
-        "all_reduce_",
-        "all_reduce_coalesced",
-        "all_to_all_single",
-        "broadcast",
-    )
-    if hasattr(torch.ops._c10d_functional, name)
-)
-"""Collectives; the first argument is what a rank gives."""
 
 
 def weight_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[tuple[str, int, int], ...]:
@@ -73,10 +57,8 @@ def _per_byte(tag: GemmTag) -> int:
 def stored_weight(node: fx.Node, side: int) -> fx.Node | None:
     """The tensor a forward GEMM's weight is stored in, before casts and views."""
     if packet(node) in ops.PRODUCTS:
-        qdata = untransposed(Product.read(node).sides[side][0])[0]
-        qdata = argument(qdata) if packet(qdata) in PICKS else qdata
-        cast = result_of(qdata)[0] or qdata
-        return stored(argument(cast)) if packet(cast) in ops.CASTS else stored(cast)
+        maker, _ = made_by(Product.read(node).sides[side][0])
+        return stored(argument(maker) if packet(maker) in ops.CASTS else maker)
     matrices = [
         arg for arg in node.args if isinstance(arg, fx.Node) and (v := tensor(arg)) is not None and v.ndim > 1
     ]
@@ -128,8 +110,7 @@ def _cast_of(node: fx.Node) -> fx.Node | None:
 
 
 def _bytes(node: fx.Node) -> int:
-    value = value_of(node)
-    return numel(value.shape) * value.element_size()
+    return bytes_of(value_of(node))
 
 
 def num_casts(graph: fx.Graph, count: Callable[[str], int]) -> int:
@@ -168,7 +149,7 @@ def wire_bytes(graph: fx.Graph, count: Callable[[str], int]) -> tuple[int, int]:
 def sent(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, int]]:
     """The collectives of `graph`, each with the bytes that this rank gives, and those without mxcompile."""
     for node in graph.nodes:
-        if packet(node) not in _SENT:
+        if packet(node) not in COLLECTIVES:
             continue
         tensors = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
         given = sum(_bytes(each) for each in tensors if tensor(each) is not None)

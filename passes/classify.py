@@ -10,7 +10,7 @@ policy can quantize it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -19,7 +19,7 @@ from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.passes.roles import feeds, uses
-from mxcompile.passes.roles.cuts import Cuts, cut_inputs, ends, live
+from mxcompile.passes.roles.cuts import ends, live
 from mxcompile.passes.roles.precedence import role_of
 from mxcompile.passes.roles.products import Products
 from mxcompile.passes.roles.site import Model, Site
@@ -32,11 +32,12 @@ Verdicts = dict[str, tuple[Role, Evidence]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classify:
-    """Options: `inputs`, of the captured graph; `cuts`, where it was cut out of the model."""
+    """inputs: of the captured graph. cut_inputs, cut_outputs: whether other parts of the model are there."""
 
     name: ClassVar[str] = "classify"
     inputs: tuple[GraphInput, ...] = ()
-    cuts: Cuts = field(default_factory=Cuts)
+    cut_inputs: bool = False
+    cut_outputs: bool = False
 
     def apply(self, graph: fx.Graph) -> None:
         """Set role and evidence in every tag of `graph`."""
@@ -44,12 +45,13 @@ class Classify:
         forward = [node for node in live(graph) if Depends.GRADIENT not in depends[node]]
         traits = traits_of(forward)
         streams = find_streams(forward, depends, traits)
-        origins = feeds.sweep(forward, depends, traits, streams, cut_inputs(graph, self.cuts))
+        cuts = frozenset(graph.find_nodes(op="placeholder") if self.cut_inputs else ())
+        origins = feeds.sweep(forward, depends, traits, streams, cuts)
         model = Model.of(
             origins,
-            uses.sweep(forward, traits, origins, streams, ends(graph, self.cuts)),
+            uses.sweep(forward, traits, origins, streams, ends(graph, are_cut=self.cut_outputs)),
             has_streams=bool(streams.joins),
-            is_cut=self.cuts.any,
+            is_cut=self.cut_inputs or self.cut_outputs,
         )
         verdicts = _of_products(origins.products)
         for node in reversed(origins.layers):

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from mxcompile import ops
 from mxcompile.formats import BLOCK, E4M3, Rounding
+from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import TRANSPARENT, argument, aten, packet
 from mxcompile.graph.reshapes import Chain, chain_to, inverse, is_step, memory_order, repeated, undone
@@ -112,14 +113,15 @@ class _Crossing:
         if copy is None:
             return False
         value = self._restored(node, copy, steps if copy is saved else ())
-        if value is not None:
-            for cast in casts:
-                self._read_saved(cast, copy)
-            end.replace_all_uses_with(value)
-            self._backward.graph.erase_node(end)
-            self._saved.remove(node)
-            if copy is not saved:
-                self._copies[root] = replace(copy, steps=(*steps, *copy.steps))
+        if value is None:
+            return False
+        for cast in casts:
+            self._read_saved(cast, copy)
+        end.replace_all_uses_with(value)
+        self._backward.graph.erase_node(end)
+        self._saved.remove(node)
+        if copy is not saved:
+            self._copies[root] = replace(copy, steps=(*steps, *copy.steps))
         self._output.args = ((*self._results, *self._saved),)
         return True
 
@@ -174,15 +176,28 @@ class _Crossing:
         after: the steps to `node` from where those to the copy's source begin.
         """
         end, value = self._ends[node.name], value_of(node)
-        qdata, scale = (self._input(part, end) for part in (copy.qdata, copy.scale))
-        build, readers = self._backward, list(end.users)
-        known = end.meta.pop("val")  # what is about to go is no source of sizes
-        with build.graph.inserting_before(self._first(readers)):
+        parts = copy.qdata, copy.scale
+        added = [part for part in parts if part.name not in self._ends]
+        qdata, scale = (self._input(part, end) for part in parts)
+        build = self._backward
+        build.leaving.add(end)
+        with build.graph.inserting_before(self._first([*end.users])):
             result = build.call(ops.dequantize, qdata, scale, copy.dim, value.dtype, like=end)
             begun = undone(copy.steps, result, build)
             repeated_value = None if begun is None else repeated(after, begun, build)
-            end.meta["val"] = known
-            return None if repeated_value is None else self._laid_out(repeated_value, value)
+            if repeated_value is not None:
+                return self._laid_out(repeated_value, value)
+        build.leaving.remove(end)
+        self._take_back(added)
+        return None
+
+    def _take_back(self, parts: Sequence[fx.Node]) -> None:
+        """Save `parts` of a copy no longer, which backward cannot bring into the shape that it needs."""
+        self._saved = [node for node in self._saved if node not in parts]
+        dead.eliminate(self._backward.graph)
+        for part in parts:
+            self._backward.graph.erase_node(self._ends.pop(part.name))
+        dead.eliminate(self._forward.graph)
 
     def _first(self, readers: Sequence[fx.Node]) -> fx.Node:
         """Returns the one of `readers` that comes first in backward."""
@@ -215,11 +230,7 @@ class _Crossing:
 
     def _read_saved(self, cast: fx.Node, copy: _Copy) -> None:
         """Let backward read what forward has cast instead of `cast`."""
-        for place, user in list(results_of(cast)):
-            part = copy.qdata if place == 0 else copy.scale
-            user.replace_all_uses_with(self._ends[part.name])
-            self._backward.graph.erase_node(user)
-        self._backward.graph.erase_node(cast)
+        self._backward.replace_results(cast, [self._ends[part.name] for part in (copy.qdata, copy.scale)])
 
 
 def _saved_copies(saved: Sequence[Any]) -> dict[fx.Node, _Copy]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, stored_form
-from mxcompile.graph.opsets import MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
+from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, tag_of, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
@@ -30,7 +30,6 @@ class Depends(Flag):
 
 _BY_VALUE = tuple(Depends(value) for value in range(8))
 _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
-_BIASED = frozenset({aten.addmm, aten.baddbmm})
 
 
 def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Depends]:
@@ -80,7 +79,7 @@ def _kind(node: fx.Node) -> int:
 
 def _is_layer(node: fx.Node, repeated: set[fx.Node]) -> bool:
     """Whether `node`, a product of what parameters alone make, is a layer's: x·w + b, or x is repeated."""
-    biased = packet(node) in _BIASED
+    biased = packet(node) in BIASED
     x, w = node.args[biased], node.args[biased + 1]
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or w in repeated:
         return False
@@ -182,7 +181,7 @@ def stored_as(node: fx.Node) -> Format | None:
     return None
 
 
-def gathered(node: fx.Node) -> fx.Node | None:
+def picked_stack(node: fx.Node) -> fx.Node | None:
     """The stack of matrices that `node` picks from along its first dimension, or None.
 
     ``stack[E, …, n, k][index]``, as experts take their weights by their number or a tensor of numbers.
@@ -213,5 +212,5 @@ def _is_list_of_numbers(index: Any) -> bool:
 def stored(node: fx.Node) -> fx.Node:
     """The tensor a weight is stored in: back through views, casts, copies, and the choice of an expert."""
     node = origin(node)
-    stack = gathered(node)
+    stack = picked_stack(node)
     return origin(stack) if stack is not None else node

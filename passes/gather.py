@@ -16,7 +16,6 @@ change.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,11 +26,11 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument, aten, packet, prims
+from mxcompile.graph.opsets import SIZED_VIEWS, argument, aten, packet, prims
 from mxcompile.graph.tags import set_tag, tag_of, tensor, value_of
 from mxcompile.graph.transpose import untransposed
-from mxcompile.ops.view import Cast, Product, results_of
-from mxcompile.passes.rows import EXCHANGES, VIEWS, arrives, is_conversion, is_zero, moved_rows
+from mxcompile.ops.view import Cast, Product
+from mxcompile.passes.rows import EXCHANGES, arrives, is_conversion, is_zero, moved_rows
 from mxcompile.policy import Code, Reason, Sent
 
 _SIZE = aten.sym_size.int
@@ -114,7 +113,7 @@ class _Moved:
             for dtype in self.dtypes:
                 x = call(prims.convert_element_type.default, x, dtype, like=self.casts[0])
             cast = call(ops.quantize, x, last, *how, like=self.casts[0])
-            qdata, scale = (call(operator.getitem, cast, index, like=cast) for index in (0, 1))
+            qdata, scale = build.results(cast)
             codes = call(aten.view.dtype, qdata, byte, like=cast)
             packed = call(aten.cat.default, [codes, scale], last, like=cast)
             sent = call(self.gather.target, packed, *self.gather.args[1:], like=self.gather)
@@ -131,9 +130,8 @@ class _Moved:
         for each in self.casts:
             with graph.inserting_before(each):
                 parts = _unpacked(results[argument(each)], width, how[0], build)
-            for place, user in list(results_of(each)):
-                build.replace(user, parts[place])
-        for old in (*self.casts, *reversed(self.steps), self.gather):  # a collective is never dead by itself
+            build.replace_results(each, parts)
+        for old in (*reversed(self.steps), self.gather):  # a collective is never dead by itself
             graph.erase_node(old)
 
 
@@ -160,7 +158,8 @@ def _note_others(graph: fx.Graph) -> None:
             cast = argument(untransposed(qdata)[0]) if word != "w" else None
             if cast is not None and packet(cast) in ops.CASTS and arrives(argument(cast)):
                 why = "something else reads it" if cast.target is ops.quantize else "its cast is not MXFP8's"
-                set_tag(node, tag.with_reason(Reason(Code.NOT_SENT, word, why)))
+                tag = tag.with_reason(Reason(Code.NOT_SENT, word, why))
+        set_tag(node, tag)
 
 
 def _how(node: fx.Node) -> tuple[torch.dtype, str] | None:
@@ -199,6 +198,6 @@ def _repeated(step: fx.Node, results: dict[fx.Node, fx.Node], width: int, build:
         return build.call(aten.full.default, sizes, 0, like=step, **options)
 
     args: Any = fx.node.map_arg(step.args, as_bytes)
-    if packet(step) in VIEWS:
+    if packet(step) in SIZED_VIEWS:
         args = (args[0], [*args[1][:-1], width])
     return build.call(step.target, *args, like=step, **step.kwargs)

@@ -18,7 +18,7 @@ from torch import fx
 from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
 from mxcompile.graph.tags import tensor
 from mxcompile.ops.view import argument_of
-from mxcompile.passes.flow import Depends, gathered, origin, stored
+from mxcompile.passes.flow import Depends, origin, picked_stack, stored
 
 _NEAR = 6
 """How many operators may lie between a product and the norms it is added to."""
@@ -36,7 +36,7 @@ class Weights:
         """Whether `node` is a weight, given as what a product reads."""
         if not isinstance(node, fx.Node):
             return False
-        stack = gathered(origin(node))
+        stack = picked_stack(origin(node))
         if stack is not None and self._depends[stack] == Depends.PARAMETER:
             return True
         if self._depends[node] != Depends.PARAMETER or self._is_composed(origin(node)):

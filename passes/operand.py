@@ -18,7 +18,8 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CASTS, TRANSPARENT, is_matmul_like, packet
+from mxcompile.graph.opsets import CONVERSIONS, TRANSPARENT, is_matmul_like, packet
+from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import tensor
 
 _MODEL_CAST = "aten._to_copy.default"  # by name: graphs are copied, and their operators with them
@@ -45,7 +46,7 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
     widest_source: tuple[fx.Node, int] | None = None
     while packet(source) in TRANSPARENT and isinstance(source.args[0], fx.Node):
         before = source.args[0]
-        if packet(source) in CASTS:
+        if packet(source) in CONVERSIONS:
             if not _undoable(source, before, products):
                 break
             widest_source = before, len(chain)
@@ -55,9 +56,7 @@ def widest(node: fx.Node, builder: Builder, products: frozenset[Any]) -> fx.Node
     if widest_source is None:
         return node
     result, depth = widest_source
-    for view in reversed(chain[:depth]):
-        result = builder.call(view.target, result, *view.args[1:], like=view, **view.kwargs)
-    return result
+    return retaken(tuple(reversed(chain[:depth])), result, builder)
 
 
 def _call(node: fx.Node) -> Any:

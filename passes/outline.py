@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Tile
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
 from mxcompile.models.names import GraphInput, joined, module_of, source_of
@@ -31,7 +30,6 @@ from mxcompile.policy import Role
 from mxcompile.report import Outline, OutlineNode, folded
 from mxcompile.report.outline import inner_block
 
-_ELEMS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _PRODUCTS = {Role.ATTN_SCORES: "q · kᵀ", Role.ATTN_VALUES: "softmax · v"}
 _Edges = set[tuple[int, int]]
 
@@ -225,10 +223,7 @@ def _cast_words(node: fx.Node) -> tuple[str, str]:
     if cast is None or cast.node.target not in ops.QUANTIZERS:
         return _operator(node), _operator(node)
     layout = "rowwise" if cast.block_dim in (-1, node.meta["val"][0].ndim - 1) else "columnwise"
-    if isinstance(cast, Encode):
-        return f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
-    name, tile = _ELEMS[cast.elem_dtype], Tile.SQUARE if cast.square else Tile.ROW
-    return f"{name} {layout}", f"{name} {tile} {cast.rounding}, {layout}"
+    return f"{cast.form.elem} {layout}", f"{cast.form}, {layout}"
 
 
 def _operator(node: fx.Node) -> str:

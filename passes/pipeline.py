@@ -25,7 +25,6 @@ from mxcompile.passes.gather import Gather
 from mxcompile.passes.restore import Restore
 from mxcompile.passes.reuse import Reuse
 from mxcompile.passes.rewrite import Rewrite
-from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.passes.save import Save
 from mxcompile.passes.seed import Seed
 from mxcompile.passes.share import Share
@@ -75,7 +74,7 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
         Split(),
         Balance(),
         Find(inputs=inputs, prefix=prefix, first_index=context.first_index, blocks=context.blocks),
-        Classify(inputs=inputs, cuts=Cuts(inputs=None, outputs=None) if cut else Cuts()),
+        Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut)),
         *((Follow(known=context.known),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),
         Rewrite(tapped=context.tapped),

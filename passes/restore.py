@@ -82,20 +82,13 @@ def _decomposed(node: fx.Node, build: Builder) -> fx.Node | None:
             return build.call(aten.mul.Tensor, *operands(node), like=node)
     if what is aten.mv and _same_dtype(node):
         value = value_of(node)
-        matrix, vector = (_to(operand, torch.float32, build) for operand in operands(node))
+        matrix, vector = (build.converted(operand, torch.float32, operand) for operand in operands(node))
         product = build.call(aten.mul.Tensor, matrix, vector, like=node)
         total = build.call(aten.sum.dim_IntList, product, [1], like=node)
-        return _to(total, value.dtype, build)
+        return build.converted(total, value.dtype, total)
     return None
 
 
 def _same_dtype(node: fx.Node) -> bool:
     dtypes = {value.dtype for n in (node, *operands(node)) if (value := tensor(n)) is not None}
     return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
-
-
-def _to(node: fx.Node, dtype: torch.dtype, build: Builder) -> fx.Node:
-    value = tensor(node)
-    if value is not None and value.dtype is dtype:
-        return node
-    return build.call(torch.ops.prims.convert_element_type.default, node, dtype, like=node)

@@ -28,6 +28,7 @@ from mxcompile.errors import PolicyError
 from mxcompile.formats import BLOCK, Format, Rounding
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
+from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.tags import numel, set_tag, tags_of, value_of
 from mxcompile.graph.transpose import transpose, untransposed
@@ -67,8 +68,7 @@ class Reuse:
             with graph.inserting_before(cast):
                 parts = _elements(dequantize, build), dequantize.scale
                 operands = [transpose(part, build) if swapped else part for part in parts]
-            for place, result in list(results_of(cast)):
-                result.replace_all_uses_with(operands[place])
+            build.replace_results(cast, operands)
         for node in graph.nodes:
             _note_casts(node)
         dead.eliminate(graph)
@@ -119,7 +119,7 @@ def _note_casts(product: fx.Node) -> None:
         return
     sides = Product.read(product).sides
     of_weights = [sides[tag.tensors.index("w")][0] for tag in tags]
-    recast = [result_of(untransposed(qdata)[0])[0] is not None for qdata in of_weights]
+    recast = [made_by(qdata)[0].target in ops.QUANTIZERS for qdata in of_weights]
     set_tag(product, *(replace(tag, recast=each) for tag, each in zip(tags, recast, strict=True)))
 
 

@@ -16,7 +16,6 @@ where they would count in a scale. Numerics change in this pass and in no other.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -28,12 +27,12 @@ from mxcompile import ops
 from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
+from mxcompile.graph.opsets import BIASED, CONVOLUTIONS, PICKS, VIEWS, argument, aten, is_grouped, packet
 from mxcompile.graph.shapes import offsets
 from mxcompile.graph.tags import GemmTag, numel, set_tag, tag_of, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.ops.view import result_of
-from mxcompile.passes.flow import gathered
+from mxcompile.passes.flow import picked_stack
 from mxcompile.passes.matrices import as_returned, matrices
 from mxcompile.passes.operand import product_calls, widest
 from mxcompile.passes.rows import arrives
@@ -140,18 +139,15 @@ class _GemmWriter:
 
     def _product(self, node: fx.Node, a: Quantized, b: Quantized, casts: _Casts) -> fx.Node:
         """The product of `a` and `b`, with what the replaced operator adds to it."""
-        if packet(node) in CONVOLUTIONS:
-            return self._convolution(node, a, b, casts)
-        what, out = packet(node), value_of(node)
-        biased = what in (aten.addmm, aten.baddbmm, aten.addmv)
+        what = packet(node)
+        if what in CONVOLUTIONS:
+            bias = node.args[2] if HALF not in node.meta else None
+            return as_returned(self._scaled(node, a, b, bias, casts), node, self._build)
+        biased = what in BIASED
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         plain = alpha == 1 and beta == 1 and what is not aten.addmv
         bias = node.args[0] if biased and plain else None
-        op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
-        result = self._build.call(
-            op, *_operands(a, b), bias, out.dtype, *self._words(a, b, casts, node), like=node
-        )
-        set_tag(result, *tags_of(node))
+        result = self._scaled(node, a, b, bias, casts)
         if what in (aten.mv, aten.addmv):
             result = self._build.call(aten.squeeze.dim, result, 1, like=node)
         if biased and not plain:
@@ -164,14 +160,13 @@ class _GemmWriter:
                 result = self._build.call(aten.add.Tensor, result, added, like=node)
         return result
 
-    def _convolution(self, node: fx.Node, a: Quantized, b: Quantized, casts: _Casts) -> fx.Node:
-        bias = node.args[2] if HALF not in node.meta else None
-        out = _result(node)
+    def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, casts: _Casts) -> fx.Node:
+        """The product of `a` and `b` with the tags of `node`."""
         op = ops.scaled_mm if casts[0].mx else ops.encoded_mm
         words = self._words(a, b, casts, node)
-        product = self._build.call(op, *_operands(a, b), bias, out.dtype, *words, like=node)
+        product = self._build.call(op, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
         set_tag(product, *tags_of(node))
-        return as_returned(product, node, self._build)
+        return product
 
     def _grouped(
         self,
@@ -306,8 +301,7 @@ class _GemmWriter:
             pair = self._build.call(ops.encode, source, dim, str(fmt), None, 0, None, amax, like=like)
         else:
             pair = self._build.call(ops.encode, source, dim, str(fmt), like=like)
-        qdata = self._build.call(operator.getitem, pair, 0, like=like)
-        scale = self._build.call(operator.getitem, pair, 1, like=like)
+        qdata, scale = self._build.results(pair)
         cast = Quantized(qdata, scale, amax)
         if seen is not None:
             self._seen[cast] = seen
@@ -361,7 +355,7 @@ def _result(node: fx.Node) -> torch.Tensor:
 
 def _is_better_picked_later(source: fx.Node, fmt: Format) -> bool:
     """Whether `source` picks from a stack of matrices that is no larger than what it picks."""
-    stack, value = gathered(source), tensor(source)
+    stack, value = picked_stack(source), tensor(source)
     if stack is None or value is None or not fmt.is_mx or fmt.tile == Tile.SQUARE:
         return False
     return numel(stack.meta["val"].shape) <= numel(value.shape)

@@ -7,8 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from mxcompile.graph import opsets
-from mxcompile.graph.opsets import COPIES, argument, aten, packet, prims
+from mxcompile.graph.opsets import COPIES, SIZED_VIEWS, VIEWS, argument, aten, packet, prims
 from mxcompile.graph.tags import tensor
 from mxcompile.ops.view import argument_of
 
@@ -20,7 +19,6 @@ EXCHANGES = tuple(
 )
 """Collectives whose result is made of rows of what ranks give, none of them changed."""
 
-VIEWS = frozenset({aten.view, aten.reshape, aten._unsafe_view})
 _ALONG = frozenset({aten.slice, aten.split, aten.split_with_sizes, aten.index_select})
 _SAME = frozenset({_COLLECTIVES.wait_tensor, operator.getitem}) | COPIES
 
@@ -52,7 +50,7 @@ def moved_rows(step: fx.Node) -> list[fx.Node] | None:
     if what is aten.where:
         return _masked(step)
     value = tensor(step)
-    rows = tensor(argument(step)) if what is aten.permute or what in VIEWS else None
+    rows = tensor(argument(step)) if what is aten.permute or what in SIZED_VIEWS else None
     if value is None or rows is None or not isinstance(value.shape[-1], int):
         return None
     if value.shape[-1] != rows.shape[-1]:
@@ -84,7 +82,7 @@ def is_conversion(step: fx.Node) -> bool:
 
 def is_zero(node: object) -> bool:
     """Whether `node` is a tensor of zeros, in a known shape or as the graph makes it, or the number."""
-    if isinstance(node, fx.Node) and packet(node) in opsets.VIEWS:
+    if isinstance(node, fx.Node) and packet(node) in VIEWS:
         value = tensor(node)
         known = value is not None and all(isinstance(size, int) for size in value.shape)
         return known and is_zero(argument(node))

@@ -42,13 +42,18 @@ def _drawn(graph: fx.Graph, cast: fx.Node) -> fx.Node:
     """A seed on the device of `cast`, drawn before anything is computed: forward or backward can hold it."""
     source = value_of(argument(cast))
     inputs = graph.find_nodes(op="placeholder")
-    like = next((node for node in inputs if _is_on(node, source.device)), argument(cast))
+    there = [node for node in inputs if _is_on(node, source.device)]
+    like = min(there, key=_num_dims, default=argument(cast))  # bytes of `like` count as read in estimates
     after = inputs[-1] if like.op == "placeholder" else like
     with graph.inserting_after(after):
         drawn = Builder(graph, Seed.name).call(ops.draw_seed, like, like=cast)
     for key in ("recompute", "ac_graph_id"):  # checkpointing draws nothing again
         drawn.meta.pop(key, None)
     return drawn
+
+
+def _num_dims(node: fx.Node) -> int:
+    return value_of(node).dim()
 
 
 def _is_on(node: fx.Node, device: object) -> bool:

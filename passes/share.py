@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.graph.opsets import CASTS, VIEWS, packet
+from mxcompile.graph.opsets import CONVERSIONS, VIEWS, packet
 from mxcompile.graph.tags import PASS_KEY, tags_of
 
-_MERGED = VIEWS | CASTS | ops.CASTS | {operator.getitem}
+_MERGED = VIEWS | CONVERSIONS | ops.CASTS | {operator.getitem}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ def verify(graph: fx.Graph, after: str, *, decided: bool, tagged: bool = True) -
     """Check `graph` after the pass called `after`. Raises `VerificationError`.
 
     Every matmul-like node is tagged if `tagged`, with a choice if `decided`; operands of products are FP8
-    with scales of matching shape; every mx node has a fake value; casts that are kept are of inputs.
+    with scales of matching shape; every cast has a fake value.
     """
     sound.check(graph, after)
     elementary: dict[int, bool] = {}  # by identity: operators compute their hash in Python

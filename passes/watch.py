@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, Rounding, Tile, elem_type
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import COPIES, PICKS, VIEWS, argument, packet
+from mxcompile.graph.casts import made_by
+from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
-from mxcompile.graph.transpose import untransposed
-from mxcompile.ops.view import Cast, Encode, Product, result_of, results_of
+from mxcompile.ops.view import Cast, Encode, Product, results_of
 from mxcompile.policy import Gemm
 
 KEPT = 1 << 16
@@ -41,8 +40,6 @@ RESULTS = {Gemm.FPROP: "y", Gemm.WGRAD: "dw"}
 
 OPERANDS = ("x", "w", "dy", *RESULTS.values())
 """What can be watched of products."""
-
-_GATHERS = frozenset({"_c10d_functional.all_gather_into_tensor", "_c10d_functional.wait_tensor"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,22 +114,10 @@ def _operands(graph: fx.Graph) -> Iterator[tuple[GemmTag, str, fx.Node | None]]:
         tag = tag_of(node)
         if tag is not None and packet(node) in ops.PRODUCTS:
             for operand, (qdata, _) in zip(tag.tensors, Product.read(node).sides, strict=True):
-                yield tag, operand, _cast_of(qdata)
+                cast, _ = made_by(qdata)
+                yield tag, operand, cast if cast.target in ops.QUANTIZERS else None
             if tag.gemm in RESULTS:
                 yield tag, RESULTS[tag.gemm], node
-
-
-def _cast_of(qdata: fx.Node) -> fx.Node | None:
-    """The call that makes `qdata`, through views of it and gathers; None if the graph has none."""
-    while True:
-        qdata, _ = untransposed(qdata)
-        call, _ = result_of(qdata)
-        if call is not None:
-            return call if call.target in ops.QUANTIZERS else None
-        through = packet(qdata) in VIEWS | COPIES | PICKS or str(packet(qdata)) in _GATHERS
-        if not through:
-            return None
-        qdata = argument(qdata)
 
 
 def _sizes(source: fx.Node) -> tuple[int, ...]:
@@ -146,31 +131,19 @@ def _site(cast: fx.Node, readers: Sequence[Reader], is_dumped: bool) -> Site:
     if packet(cast) in ops.PRODUCTS:
         return Site(readers=given, source=cast.name)
     scales = next((result.name for place, result in results_of(cast) if place == 1), "")
-    encode = Encode.of(cast)
-    if encode is not None:
-        seed, scale = (node.name if node is not None else "" for node in (encode.seed, encode.scale))
-        return Site(
-            readers=given,
-            source=encode.x.name,
-            dim=encode.block_dim,
-            fmt=encode.fmt,
-            seed=seed,
-            stream=encode.stream,
-            scale=scale,
-            scales="" if encode.form.amax.stateful else scales,
-            sizes=_sizes(encode.x) if is_dumped else (),
-        )
-    view = Cast.read(cast)
-    tile = Tile.SQUARE if view.square else Tile.ROW
-    form = Format(elem=elem_type(view.elem_dtype), rounding=Rounding(view.rounding), tile=tile)
-    return Site(
+    view = Encode.of(cast) or Cast.read(cast)
+    site = Site(
         readers=given,
         source=view.x.name,
         dim=view.block_dim,
-        fmt=str(form),
-        scales=scales,
+        fmt=str(view.form),
+        scales="" if view.form.amax.stateful else scales,
         sizes=_sizes(view.x) if is_dumped else (),
     )
+    if isinstance(view, Cast):
+        return site
+    seed, scale = (node.name if node is not None else "" for node in (view.seed, view.scale))
+    return replace(site, seed=seed, stream=view.stream, scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import ATTENTION_FORWARD, TRANSPARENT, argument, aten, packet
+from mxcompile.graph.opsets import ATTENTION_FORWARD, SIZED_VIEWS, TRANSPARENT, argument, aten, packet
 from mxcompile.graph.tags import Kind, hint, set_tag, tags_of, tensor
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel
@@ -38,7 +38,6 @@ _FORMS = {
     ),
 }
 """What PyTorch's attention is in a graph, by the kind of device."""
-_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view})
 _STORED = "(keys and values mxfp8)"
 _DEQUANTIZED = "keys and values dequantized"
 KERNEL = f"mx_attention C++ {_STORED}"
@@ -183,7 +182,7 @@ def _held(node: fx.Node) -> _Held | None:
 
 def _unrepeated(node: fx.Node) -> fx.Node:
     """[B, KV, T, D] of which `node` is [B, KV·n, T, D], each head n times in turn; else `node`."""
-    if packet(node) not in _RESHAPES:
+    if packet(node) not in SIZED_VIEWS:
         return node
     expanded = argument(node)
     while packet(expanded) is aten.clone:

@@ -22,7 +22,7 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.templates.configs import single
-from mxcompile.ops.view import Cast, results_of
+from mxcompile.ops.view import Cast
 
 _FORMS = {ops.quantize: "codes", ops.quantize_dequantize: "values"}
 
@@ -129,9 +129,7 @@ def _write(build: Builder, group: _Group) -> None:
         if cast.dtype is not None:
             build.replace(cast.node, results[side][0])
         else:
-            for place, user in list(results_of(cast.node)):
-                build.replace(user, results[side][place])
-            build.graph.erase_node(cast.node)
+            build.replace_results(cast.node, results[side])
         for result in results[side]:
             if not result.users:
                 build.graph.erase_node(result)

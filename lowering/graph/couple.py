@@ -12,7 +12,6 @@ of their size are read. For chips whose casts have a template, after `pair` or
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from mxcompile.graph.tags import hint, tensor, value_of
 from mxcompile.lowering import optional
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, NativePass, Reasons
 from mxcompile.lowering.templates import packing
-from mxcompile.ops.view import arguments_of, results_of
+from mxcompile.ops.view import arguments_of
 
 _MOST_LEAVES, _SHARED_LEAVES = 3, 2
 
@@ -142,11 +141,9 @@ def _merge(build: Builder, first: _ComputedCast, second: _ComputedCast) -> None:
         both = first.cast.target is ops.quantize_both
         target = ops.quantize_two if both else ops.quantize_operands
         two = build.call(target, *sources, *_how(first.cast), like=first.cast)
-        results = [build.call(operator.getitem, two, index, like=first.cast) for index in range(8)]
-    for cast, outputs in ((first.cast, results[:4]), (second.cast, results[4:])):
-        for place, user in list(results_of(cast)):
-            build.replace(user, outputs[place])
-        build.graph.erase_node(cast)
+        results = build.results(two)
+    build.replace_results(first.cast, results[:4])
+    build.replace_results(second.cast, results[4:])
     for unread in [result for result in results if not result.users]:
         build.graph.erase_node(unread)
 

@@ -89,7 +89,7 @@ class _Expander:
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
                 result = scaled(result, factors, product.bias, self._build, node)
-            result = cast(result, out.dtype, self._build, node)
+            result = self._build.converted(result, out.dtype, node)
         self._build.replace(node, result)
 
     def _product(
@@ -101,27 +101,19 @@ class _Expander:
         if bias is None:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
-        return self._build.call(target, cast(bias, dtype, self._build, node), a, b, like=node)
+        return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
 
 
 def scaled(
     product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, build: Builder, like: fx.Node
 ) -> fx.Node:
     """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
-    result = cast(product, torch.float32, build, like)
+    result = build.converted(product, torch.float32, like)
     for factor in factors:
         result = build.call(aten.mul.Tensor, result, factor, like=like)
     if bias is not None:
-        result = build.call(aten.add.Tensor, result, cast(bias, torch.float32, build, like), like=like)
+        result = build.call(aten.add.Tensor, result, build.converted(bias, torch.float32, like), like=like)
     return result
-
-
-def cast(node: fx.Node, dtype: torch.dtype, build: Builder, like: fx.Node) -> fx.Node:
-    """`node` in `dtype`."""
-    value = tensor(node)
-    if value is not None and value.dtype is dtype:
-        return node
-    return build.call(torch.ops.prims.convert_element_type.default, node, dtype, like=like)
 
 
 def _spans_contraction(word: str) -> bool:

@@ -8,7 +8,6 @@ are as good (see `casts`). Numerics do not change.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from mxcompile import ops
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
-from mxcompile.ops.view import Cast, results_of
+from mxcompile.ops.view import Cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +58,6 @@ def _merge(build: Builder, *, first: fx.Node, second: fx.Node) -> None:
     how = cast.x, cast.elem_dtype, cast.rounding, str(cast.scale_layout)
     with build.graph.inserting_before(first):
         both = build.call(ops.quantize_both, *how, like=first)
-        results = [build.call(operator.getitem, both, index, like=first) for index in range(4)]
-    for node, outputs in ((rowwise, results[:2]), (columnwise, results[2:])):
-        for place, user in list(results_of(node)):
-            build.replace(user, outputs[place])
-        build.graph.erase_node(node)
+        results = build.results(both)
+    build.replace_results(rowwise, results[:2])
+    build.replace_results(columnwise, results[2:])

@@ -116,10 +116,9 @@ class _Promoter:
 
     def _replace(self, node: fx.Node, product: fx.Node, before: torch.Tensor | None) -> None:
         """Put `product`, rounded to the dtype of `before`, in the place of `node`."""
-        value = tensor(product)
-        if value is not None and before is not None and value.dtype is not before.dtype:
+        if before is not None:
             with self._graph.inserting_before(node):
-                product = self._build.call(_CONVERT, product, before.dtype, like=node)
+                product = self._build.converted(product, before.dtype, node)
         self._build.replace(node, product)
 
     def _widened(self, operand: fx.Node) -> fx.Node:

@@ -12,7 +12,6 @@ change.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,7 +72,7 @@ def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> No
     node, arguments = cast.node, cast.arguments(scale_layout=str(ScaleLayout.TILED_128X4))
     with build.graph.inserting_before(node):
         new_node = build.call(node.target, *arguments, like=node)
-        results = [build.call(operator.getitem, new_node, index, like=node) for index in range(2)]
+        results = build.results(new_node)
     new_node.meta = {**node.meta, **new_node.meta}
     for user, scale in uses:
         user.replace_input_with(scale, results[1])

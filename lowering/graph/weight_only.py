@@ -32,7 +32,7 @@ from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.graph.expand import cast, scaled, working_dtype
+from mxcompile.lowering.graph.expand import scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
@@ -161,7 +161,7 @@ class WeightOnly(LoweringPass):
             else:
                 result = self._product(node, build, x, _operand(product), None, torch.float32)
                 result = scaled(result, [product.alpha], product.bias, build, node)
-                result = cast(result, out.dtype, build, node)
+                result = build.converted(result, out.dtype, node)
         build.replace(node, result)
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
@@ -178,7 +178,7 @@ class WeightOnly(LoweringPass):
         out = value_of(node)
         if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
             return x
-        return cast(x, working_dtype(out.dtype, self.target), build, node)
+        return build.converted(x, working_dtype(out.dtype, self.target), node)
 
     @property
     def _on_cpu(self) -> bool:

@@ -1,11 +1,12 @@
 """Values of E2M1 codes on register tiles: Triton device functions for products with stored FP4 weights.
 
-    2^-14 · value  is the FP16 number that has the code's sign, exponent and mantissa: its exponent's bias is 15,
-                   E2M1's is 1; subnormals are subnormals
-    2^-126 · value is the BF16 number of the same bits, whose bias is 127
+    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa: the bias of its exponent is 15,
+                    E2M1's is 1; subnormals are subnormals
+    2^-126 · value  the BF16 number of the same bits, whose bias is 127
 
-A byte holds two codes, the first in its low half. Exact, and `times` rounds once. On NVIDIA's chips, from sm_80
-on, PTX decodes the codes of four bytes at a time. Not here: scales, memory; the cast to E2M1 (``fp4_tiles``).
+A byte holds two codes, the first in its low half. `decoded` is exact, `times` rounds once. On NVIDIA's chips,
+from sm_80 on, PTX decodes the codes of four bytes at a time. Not here: scales, memory; the cast to E2M1
+(``fp4_tiles``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
-from mxcompile.checkpoint.layouts import FileLayout, layout_of
+from mxcompile.checkpoint.layouts import FileLayout, layout_of, named
 from mxcompile.checkpoint.load import architecture
 from mxcompile.checkpoint.save import linears
 from mxcompile.errors import CheckpointError
@@ -30,7 +30,6 @@ from mxcompile.serving.table import StoredWeight, StoredWeights
 from mxcompile.serving.weights import chosen_weights, empty
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KEEPS_BLOCKS = frozenset({"MergeModulelist", "Concatenate"})
 
 
@@ -90,9 +89,10 @@ def make_plan(
 ) -> Conversion:
     """The plan for the checkpoint at `source`. Raises `CheckpointError`, `ModelError`, `PolicyError`."""
     form, checkpoint = layout_of(layout), Checkpoint.open(source)
-    quantized = next((e for e in checkpoint.entries.values() if e.dtype in _FP8), None)
+    quantized = next((weight for weight in named(checkpoint)[1] if weight.scales), None)
     if quantized is not None:
-        raise CheckpointError(f"{quantized.file}: {quantized.name!r} is FP8 already")
+        label = stored_precision(quantized.form).label
+        raise CheckpointError(f"{source}: {quantized.name!r} is stored in {label} already")
     config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
     if "quantization_config" in config:
         raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
 
     check_output(options, lambda path: form_of(path, {".html": None}, "page"))
+    look = Look.load(options.file)
     while True:
-        look = Look.load(options.file)
         if options.output is not None:
             save(options.output, look.page(), "page")
             print(f"{len(look.samples)} samples; written to {options.output}", flush=True)
@@ -54,6 +54,5 @@ def run(options: argparse.Namespace) -> int:
             print("\n".join(lines(look, options.top, options.back)), flush=True)
         if not options.follow:
             return 1 if look.findings else 0
-        size = options.file.stat().st_size
-        while options.file.stat().st_size == size:
+        while not look.has_grown():
             time.sleep(_POLL_S)

@@ -3,8 +3,8 @@
     its shard of each of them     once in forward, and in backward too unless reshard_after_forward=False
 
 FSDP2 gathers outside of compiled graphs, each weight before the graph that reads it is compiled. The gathered
-tensors are read from its own state, which is not public. If a torch keeps them otherwise, nothing is counted,
-and a warning says so. Gradients, which are reduced as without mxcompile, are not counted either. Neither are
+tensors are read from its own state. If a torch keeps them otherwise, nothing is counted, and a warning says
+so. Gradients, which are reduced as without mxcompile, are not counted either. Neither are
 weights that no compiled graph reads.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from mxcompile.models.names import GraphInput, joined, user_path
+from mxcompile.models.fsdp_state import groups
+from mxcompile.models.names import GraphInput, joined
 
 log = logging.getLogger(__name__)
 
@@ -57,40 +57,22 @@ def forward_dtypes(root: nn.Module) -> dict[str, torch.dtype]:
 
     Raises AttributeError with a torch that keeps it otherwise.
     """
-    paths = {id(module): name for name, module in root.named_modules()}
-    dtypes: dict[str, torch.dtype] = {}
-    for module in root.modules():
-        for group in groups_of_state(getattr(module, "_get_fsdp_state", lambda: None)()):
-            for parameter in group.fsdp_params:
-                dtype, about = group.mp_policy.param_dtype, parameter._module_info
-                if dtype is not None and id(about.module) in paths:
-                    dtypes[user_path(joined(paths[id(about.module)], about.param_name))] = dtype
-    return dtypes
+    return {
+        path: group.mp_policy.param_dtype
+        for group, parameters in groups(root)
+        for path, _ in parameters
+        if group.mp_policy.param_dtype is not None
+    }
 
 
 def _parameters(root: nn.Module) -> Iterator[tuple[str, tuple[int, int, bool]]]:
     """Path of every parameter that FSDP2 has gathered, the bytes given, those without, and whether twice."""
-    paths = {id(module): name for name, module in root.named_modules()}
-    for module in root.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        for group in groups_of_state(state):
-            for parameter in group.fsdp_params:
-                about = parameter._module_info
-                outputs = parameter.all_gather_outputs
-                if not outputs or id(about.module) not in paths:
-                    continue
+    for group, parameters in groups(root):
+        for path, parameter in parameters:
+            outputs = parameter.all_gather_outputs
+            if outputs:
                 ranks = group.mesh_info.shard_mesh_size
                 sent = sum(output.numel() * output.element_size() for output in outputs) // ranks
                 dtype = parameter.param_dtype or parameter.orig_dtype
                 without = parameter.padded_sharded_param_size.numel() * dtype.itemsize
-                name = joined(paths[id(about.module)], about.param_name)
-                yield name, (sent, without, group.post_forward_mesh_info is not None)
-
-
-def groups_of_state(state: Any) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers together; torch before 2.12 has one for a module."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    one = getattr(state, "_fsdp_param_group", None)
-    return [] if one is None else [one]
+                yield path, (sent, without, group.post_forward_mesh_info is not None)

@@ -38,6 +38,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.trace import copied
 from mxcompile.policy import Policy
+from mxcompile.watch.steps import in_backward
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class Stateful:
         """Run one call, and let its histories move on."""
         weights = [args[position] for position in self._tapped.positions]
         histories = {index: self._history(weights[index], self._lengths[index]) for index in self._lengths}
-        again = _in_backward() and all(weights[index] in self._read for index in histories)
+        again = in_backward() and all(weights[index] in self._read for index in histories)
         states = self._states(weights, histories, again=again)
         results = self._compiled(*args, *states.unbind(0))
         outputs, seen = results[: self._tapped.outputs], results[self._tapped.outputs :]
@@ -216,7 +217,7 @@ class Stateful:
                 rows[index] = amax.to(weights[index].device)
             states = torch.stack(rows)
         if self._trains and torch.is_grad_enabled():
-            if not _in_backward():
+            if not in_backward():
                 self._read.update({weights[index]: rows[index] for index in histories})
             states.requires_grad_()
             states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
@@ -257,10 +258,6 @@ class Stateful:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self._owned[parameter] = weakref.ref(module), f"{name}{SUFFIX}"
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from mxcompile.publish import publish
 from mxcompile.report import Part, schema
-from mxcompile.report.files import publish
 
 log = logging.getLogger(__name__)
 

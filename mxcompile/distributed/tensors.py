@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from mxcompile import ops
 from mxcompile.errors import FormatError, ModelError
 from mxcompile.formats import BLOCK, num_blocks
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import quantize_tensors
 
 aten = torch.ops.aten
 
@@ -179,6 +179,11 @@ def local(x: Tensor) -> Tensor:
     """Returns this rank's part of `x`, a DTensor or a plain tensor."""
     held: Tensor = getattr(x, "_local_tensor", x)
     return held
+
+
+def local_bytes(x: Tensor) -> int:
+    """Returns the bytes of this rank's part of `x`."""
+    return int(local(x).nbytes)
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from mxcompile.errors import FormatError
 from mxcompile.formats import stochastic
 from mxcompile.formats.amax import AmaxKind
-from mxcompile.formats.numerics import inverse_scale_value, quantize_tensors, scale_bytes, scale_value
-from mxcompile.formats.types import E4M3, WHOLE, ElemType, Format, Rounding, Tile
+from mxcompile.formats.numerics import inverse_scale_value, scale_bytes, scale_value
+from mxcompile.formats.types import BLOCK, E4M3, WHOLE, ElemType, Format, Rounding, Tile, elem_type, rounding
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -69,7 +69,7 @@ def _tiled(x: Tensor, every: Sequence[int]) -> Tensor:
         count = 1 if extent == WHOLE else -(-size // length)
         sizes += [count, length]
         pads = [0, count * length - size, *pads]
-    return F.pad(x, pads).reshape(sizes)
+    return (F.pad(x, pads) if any(pads) else x).reshape(sizes)
 
 
 def _whole(tiles: Tensor, shape: Sequence[int]) -> Tensor:
@@ -148,8 +148,9 @@ def encode_tensors(
 
     seed, stream, amax: see `encode_with`. scale: replaces the scale of `x`.
     """
-    scale = scales_of(x, block_dim, fmt, amax) if scale is None else scale.clone()
-    return encode_with(x, scale, block_dim, fmt, seed, stream, amax), scale
+    tiles = _tiles(x, block_dim, fmt)
+    scale = _scales(tiles, x, block_dim, fmt, amax) if scale is None else scale.clone()
+    return _elements(tiles, x.shape, scale, block_dim, fmt, seed, stream, amax), scale
 
 
 def rounded_tensors(
@@ -163,7 +164,16 @@ def rounded_tensors(
 
 def scales_of(x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None = None) -> Tensor:
     """Scales of `x` contracted along `block_dim`. amax: see `encode_with`."""
-    tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
+    return _scales(_tiles(x, block_dim, fmt), x, block_dim, fmt, amax)
+
+
+def _tiles(x: Tensor, block_dim: int, fmt: Format) -> Tensor:
+    """`x` in FP32, split into the tiles of `fmt`."""
+    return _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
+
+
+def _scales(tiles: Tensor, x: Tensor, block_dim: int, fmt: Format, amax: Tensor | None) -> Tensor:
+    """Scales of `x`, of which `tiles` are."""
     inside = list(range(1, tiles.ndim, 2))
     tile_amax = tiles.abs().amax(inside)
     if fmt.amax.kind is AmaxKind.PERCENTILE:
@@ -213,7 +223,20 @@ def encode_with(
     tells casts of one seed apart. amax: of the tensor, FP32 [1], for formats of two levels; `FormatError`
     without it.
     """
-    tiles = _tiled(x.to(torch.float32), extents(x.ndim, block_dim, fmt.tile))
+    return _elements(_tiles(x, block_dim, fmt), x.shape, scale, block_dim, fmt, seed, stream, amax)
+
+
+def _elements(
+    tiles: Tensor,
+    shape: Sequence[int],
+    scale: Tensor,
+    block_dim: int,
+    fmt: Format,
+    seed: Tensor | None,
+    stream: int,
+    amax: Tensor | None,
+) -> Tensor:
+    """Qdata of a tensor of `shape`, split into `tiles`."""
     if fmt.two_level:
         over = tiles * _spread(inverse_e4m3_scale(scale, _given(amax, fmt), fmt))
     elif fmt.rounding is not None:
@@ -222,7 +245,7 @@ def encode_with(
         over = tiles / _spread(scale)
     if fmt.amax.stateful:
         over = torch.where(tiles.isfinite(), over, torch.nan)
-    y = _whole(over.clamp(-fmt.elem.max, fmt.elem.max), x.shape)
+    y = _whole(over.clamp(-fmt.elem.max, fmt.elem.max), shape)
     if fmt.stochastic:
         if seed is None:
             raise FormatError(f"a cast to {fmt} needs a seed")
@@ -245,6 +268,28 @@ def decode_tensors(
     """
     tiles = _tiled(element_values(qdata, fmt.elem), extents(qdata.ndim, block_dim, fmt.tile))
     return _whole(tiles * _spread(scale_factors(scale, fmt, amax, global_scale)), qdata.shape).to(dtype)
+
+
+def quantize_tensors(
+    x: Tensor, block_dim: int, elem_dtype: torch.dtype, mode: str, square: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`encode_tensors` to MXFP8, scales rounded by `mode`.
+
+    With `square` one scale is shared by 32×32 elements of the last two dimensions; its bytes are repeated so
+    that they have the shape they have without.
+    """
+    tile = Tile.SQUARE if square else Tile.ROW
+    fmt = Format(elem=elem_type(elem_dtype), rounding=rounding(mode), tile=tile)
+    qdata, scale = encode_tensors(x, block_dim, fmt)
+    if square:
+        other = -3 - (block_dim % x.ndim - x.ndim)
+        scale = scale.repeat_interleave(BLOCK, other).narrow(other, 0, x.shape[other]).contiguous()
+    return qdata, scale
+
+
+def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
+    """`decode_tensors` of MXFP8 with a scale for every row of a block."""
+    return decode_tensors(qdata, scale, block_dim, Format(), dtype)
 
 
 def pack(codes: Tensor, dim: int, elem: ElemType) -> Tensor:
@@ -287,13 +332,12 @@ def encode_stored(x: Tensor, block_dim: int, form: Format, amax: Tensor | None =
 
     Raises `FormatError` for a length that `ElemType.unstorable` refuses.
     """
-    if form.elem.packed is None:
-        return Encoded(*quantize_tensors(x, block_dim, form.elem.dtype, form.derivation))
     if form.two_level and amax is None:
         amax = tensor_amax(x)
     codes, scale = encode_tensors(x, block_dim, form, amax=amax)
     whole = None if amax is None else gain(amax, form).reshape([1] * x.ndim)
-    return Encoded(pack(codes, block_dim, form.elem), scale.view(torch.uint8), whole)
+    elements = codes if form.elem.packed is None else pack(codes, block_dim, form.elem)
+    return Encoded(elements, scale.view(torch.uint8), whole)
 
 
 def to_elements(y: Tensor, elem: ElemType) -> Tensor:

@@ -1,12 +1,12 @@
-"""The MX cast in plain torch operations: the definition every kernel is held to.
+"""E8M0 scales in plain torch operations: the definition every kernel is held to.
 
     byte     = exponent of the block's scale, from the FP32 bits of its amax (see `scale_bytes`)
     element  = round-to-nearest-even(x · 2^(127 − byte)), saturated to ±max
     value    = element · 2^(byte − 127)
 
 All arithmetic on scales is on integers; multiplications by powers of two are exact in FP32, also at
-byte 0 (2^127) and byte 254 (the subnormal 2^−127). FP64 sources are rounded to FP32 first. Not here:
-the swizzled scale layouts of particular chips.
+byte 0 (2^127) and byte 254 (the subnormal 2^−127). `encoding` casts with them. Not here: the swizzled scale
+layouts of particular chips.
 
 Source: OCP Microscaling Formats v1.0 §6.3 (FLOOR); arXiv 2506.08027 Algorithm 1 (RCEIL).
 """
@@ -15,18 +15,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mxcompile.errors import FormatError
-from mxcompile.formats import (
-    BLOCK,
-    SCALE_NAN,
-    ElemType,
-    Rounding,
-    elem_type,
-    num_blocks,
-    rounding,
-)
+from mxcompile.formats import SCALE_NAN, ElemType, Rounding
 
 _INF_BITS = 0x7F800000
 _NAN_BITS = 0x7FC00000
@@ -67,61 +58,6 @@ def inverse_scale_value(byte: Tensor) -> Tensor:
     """2^(127 − byte) in FP32 for int32 bytes; NaN for 255."""
     bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
     return torch.where(byte == SCALE_NAN, _NAN_BITS, bits).view(torch.float32)
-
-
-def split_blocks(x: Tensor, dim: int) -> Tensor:
-    """`x` with dimension `dim` split into [blocks, 32], the last block padded with zeros.
-
-    dim: non-negative. The result has one dimension more; a length of 0 gives 0 blocks.
-    """
-    length = x.shape[dim]
-    missing = num_blocks(length) * BLOCK - length
-    x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
-    blocks: Tensor = x.unflatten(dim, (num_blocks(length), BLOCK))
-    return blocks
-
-
-def _join_blocks(blocks: Tensor, dim: int, length: int) -> Tensor:
-    return blocks.flatten(dim, dim + 1).narrow(dim, 0, length).contiguous()
-
-
-def _amax(blocks: Tensor, dim: int, square: bool) -> Tensor:
-    """Block maxima, keeping the reduced dimension; of 32×32 tiles of the last two dims if `square`."""
-    amax = blocks.abs().amax(dim + 1, keepdim=True)
-    if not square:
-        return amax
-    # blocks is [..., M, N/32, 32] or [..., M/32, 32, N]: the other dimension of the tile
-    other = dim - 1 if dim == blocks.ndim - 2 else dim + 2
-    length = amax.shape[other]
-    tiles = split_blocks(amax, other).amax(other + 1)
-    return tiles.repeat_interleave(BLOCK, other).narrow(other, 0, length)
-
-
-def quantize_tensors(
-    x: Tensor, block_dim: int, elem_dtype: torch.dtype, mode: str, square: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Quantize `x` along `block_dim`.
-
-    x: any float dtype, rank ≥ 1 (≥ 2, and `block_dim` one of the last two, if `square`).
-    Returns qdata (shape of x, FP8, contiguous) and scale bytes (uint8, ⌈n/32⌉ along `block_dim`,
-    contiguous). With `square` one scale is shared by 32×32 elements; its bytes are repeated so that they
-    have the shape they have without.
-    """
-    elem, how = elem_type(elem_dtype), rounding(mode)
-    dim = block_dim % x.ndim
-    blocks = split_blocks(x.to(torch.float32), dim)
-    byte = scale_bytes(_amax(blocks, dim, square), elem, how)
-    scaled = (blocks * inverse_scale_value(byte)).clamp(-elem.max, elem.max)
-    qdata = _join_blocks(scaled, dim, x.shape[dim]).to(elem_dtype)
-    return qdata, byte.squeeze(dim + 1).to(torch.uint8).contiguous()
-
-
-def dequantize_tensors(qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype) -> Tensor:
-    """`qdata` · 2^(`scale` − 127), exact in FP32, rounded once to `dtype`; contiguous, shape of qdata."""
-    dim = block_dim % qdata.ndim
-    blocks = split_blocks(qdata.to(torch.float32), dim)
-    values = blocks * scale_value(scale.to(torch.int32)).unsqueeze(dim + 1)
-    return _join_blocks(values, dim, qdata.shape[dim]).to(dtype)
 
 
 def check_source(x: Tensor, block_dim: int) -> None:

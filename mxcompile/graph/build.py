@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._mode_utils import no_dispatch
 
 from mxcompile import ops
-from mxcompile.graph.tags import PASS_KEY
+from mxcompile.graph.tags import PASS_KEY, tensor
+from mxcompile.ops.view import results_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -34,11 +35,15 @@ _INHERITED = (
 
 
 class Builder:
-    """Inserts call nodes into `graph` on behalf of the pass called `made_by`."""
+    """Inserts call nodes into `graph` on behalf of the pass called `made_by`.
+
+    leaving: inputs that the pass takes away, so that sizes do not come from them.
+    """
 
     def __init__(self, graph: fx.Graph, made_by: str) -> None:
         self.graph = graph
         self.made_by = made_by
+        self.leaving: set[fx.Node] = set()
         values = (node.meta.get("val") for node in graph.nodes)
         first = next((value for value in values if isinstance(value, FakeTensor)), None)
         self._fake = detect_fake_mode([first]) if first is not None else None
@@ -51,6 +56,18 @@ class Builder:
         """Result `index` of `several`, as a node of that name."""
         picked = self.graph.create_node("call_function", operator.getitem, (several, index), name=named)
         return self._filled(picked, several)
+
+    def results(self, several: fx.Node) -> list[fx.Node]:
+        """The results of `several`, a call that returns more than one, at the current insertion point."""
+        places = range(len(several.meta["val"]))
+        return [self.call(operator.getitem, several, place, like=several) for place in places]
+
+    def converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        """`node` in `dtype`: itself if it has that."""
+        value = tensor(node)
+        if value is not None and value.dtype is dtype:
+            return node
+        return self.call(prims.convert_element_type.default, node, dtype, like=like)
 
     def _filled(self, node: fx.Node, like: fx.Node) -> fx.Node:
         target: Any = node.target
@@ -98,7 +115,7 @@ class Builder:
         """An input of the graph that is `size`, or the length of one."""
         wanted = size.node.expr
         for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
+            value = None if node in self.leaving else node.meta.get("val")
             if isinstance(value, torch.SymInt) and value.node.expr == wanted:
                 given: fx.Node = node
                 return given
@@ -116,6 +133,12 @@ class Builder:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Put `new` in the place of `old`, which disappears."""
         old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def replace_results(self, old: fx.Node, new: Sequence[fx.Node]) -> None:
+        """Put `new` in the places of the results of `old`, which disappears with them."""
+        for place, result in list(results_of(old)):
+            self.replace(result, new[place])
         self.graph.erase_node(old)
 
     @contextmanager

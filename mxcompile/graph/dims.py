@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, packet, permutation
+from mxcompile.graph.opsets import SIZED_VIEWS, aten, packet, permutation
 from mxcompile.graph.tags import hint, tensor
 
-_RESHAPES = frozenset({aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.squeeze})
+_REGROUPED = SIZED_VIEWS | {aten.unflatten, aten.squeeze}
 
 
 def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[int]:
@@ -27,7 +27,7 @@ def before(node: fx.Node, source: fx.Node, dims: frozenset[int]) -> frozenset[in
     if old is None or new is None:
         return dims
     what = packet(node)
-    if what in _RESHAPES:
+    if what in _REGROUPED:
         return _through_reshape(list(map(hint, old.shape)), list(map(hint, new.shape)), dims)
     order = permutation(node)
     if order is not None:

@@ -1,4 +1,4 @@
-"""Sets of operators the passes tell apart, each defined once, here.
+"""Sets of operators the passes tell apart, each defined once, here; what one pass can do is said there.
 
 An operator that is in no set is treated as elementwise by the data flow (it passes on what reaches it)
 and is never looked through.
@@ -30,6 +30,9 @@ MATMULS = _packets(
     "_sparse_addmm",
 )  # fmt: skip
 """Operators that are one matrix product of their floating-point operands."""
+
+BIASED = _packets(aten, "addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm")
+"""Those whose first argument is added to the product."""
 
 GROUPED_FALLBACK = "transformers.grouped_mm_fallback"
 GROUPED_FALLBACK_BACKWARD = "transformers.grouped_mm_fallback_backward"
@@ -161,11 +164,15 @@ RESHAPES = _packets(
 )  # fmt: skip
 """The views that show all elements, each once."""
 
-CASTS = _packets(prims, "convert_element_type") | _packets(aten, "_to_copy", "to")
+SIZED_VIEWS = _packets(aten, "view", "reshape", "_unsafe_view")
+"""The views that are given sizes, and keep the order of elements."""
+
+CONVERSIONS = _packets(prims, "convert_element_type") | _packets(aten, "_to_copy", "to")
+"""Changes of dtype, of the model or of autocast. Casts to quantized formats are `ops.CASTS`."""
 
 COPIES = _packets(aten, "clone", "contiguous", "lift_fresh_copy")
 
-TRANSPARENT = VIEWS | CASTS | COPIES
+TRANSPARENT = VIEWS | CONVERSIONS | COPIES
 """What a tensor can pass through and still be the same tensor."""
 
 LINEAR_OPS = TRANSPARENT | _packets(
@@ -222,6 +229,13 @@ MAXIMA = _packets(aten, "amax", "max") | _packets(prims, "prepare_softmax_online
 
 SUMS = _packets(aten, "add", "sub", "rsub")
 """What joins a branch to a residual stream."""
+
+COLLECTIVES = _packets(
+    torch.ops._c10d_functional, "all_gather_into_tensor", "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "all_reduce", "all_reduce_",
+    "all_reduce_coalesced", "all_to_all_single", "broadcast",
+)  # fmt: skip
+"""What ranks exchange tensors by; the first argument is what a rank gives."""
 
 RANDOM = _packets(aten, "rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout")
 

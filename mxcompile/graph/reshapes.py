@@ -38,6 +38,13 @@ def repeated(steps: Chain, start: fx.Node, build: Builder) -> fx.Node | None:
     return result
 
 
+def retaken(steps: Chain, start: fx.Node, build: Builder) -> fx.Node:
+    """`start`, in the shape of what `steps` begin with, taken through the same steps in the same graph."""
+    for step in steps:
+        start = build.call(step.target, start, *step.args[1:], like=step, **step.kwargs)
+    return start
+
+
 def undone(steps: Chain, end: fx.Node, build: Builder) -> fx.Node | None:
     """Returns the node that `steps` have made `end` of; None if a size is not at hand."""
     result: fx.Node | None = end

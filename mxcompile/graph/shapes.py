@@ -10,6 +10,7 @@ from torch import fx
 from mxcompile.graph.convolutions import convolution_sizes
 from mxcompile.graph.opsets import (
     ATTENTION_FORWARD,
+    BIASED,
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
     GROUPED_FALLBACK_BACKWARD,
@@ -19,8 +20,6 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.tags import UNKNOWN, Sizes, tensor
-
-_BIASED = frozenset({aten.addmm, aten.baddbmm, aten.addmv, aten.addbmm, aten._sparse_addmm})
 
 
 def operands(node: fx.Node) -> tuple[Any, Any]:
@@ -35,7 +34,7 @@ def operands(node: fx.Node) -> tuple[Any, Any]:
     if str(what) == GROUPED_FALLBACK_BACKWARD:
         x, w, _, dy = node.args
         return (dy, w) if gradient_index(node) == 0 else (x, dy)
-    first = 1 if what in _BIASED else 0
+    first = 1 if what in BIASED else 0
     return node.args[first], node.args[first + 1]
 
 

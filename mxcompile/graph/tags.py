@@ -24,8 +24,6 @@ PASS_KEY = "mx_pass"
 STATE_KEY = "mx_state"
 """Where the placeholder of a weight holds that of the state of its layer's scales."""
 
-"""Where a cast whose result is kept from call to call has the path of its weight."""
-
 
 class Kind(Enum):
     """The kind of matmul that a node is."""
@@ -60,9 +58,9 @@ class GemmTag:
     GEMM casts such a weight again. block: where the layer lies among the model's repeated ones. batch, m, n,
     k: sizes, symbolic ones by their hint. role, evidence: from `classify`. whole: n and k of the layer of
     which this GEMM computes a shard or a part, from the model's plan; None where the graph shows all of it.
-    choice, formats (of the operands; None unless the
-    GEMM goes to MXFP8), saved, sent, weights: from `decide`. kernel: from the lowering. fallbacks: from there
-    too, the reasons why a kernel that is for such a GEMM does not run it.
+    choice, formats (of the operands; None unless the GEMM is quantized), saved, sent: from `decide`. kernel:
+    from the lowering. fallbacks: from there too, the reasons why a kernel that is for such a GEMM does not
+    run it.
     """
 
     layer: str
@@ -192,3 +190,8 @@ def hint(size: Any) -> int:
 def numel(shape: Iterable[Any]) -> int:
     """Number of elements of a tensor of `shape`, symbolic sizes by their hint."""
     return math.prod(map(hint, shape))
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
+    return numel(value.shape) * value.element_size() if isinstance(value, torch.Tensor) else 0

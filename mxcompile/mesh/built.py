@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError, MXCompileError, OptionError
 from mxcompile.mesh.experts import EXPERTS
 from mxcompile.mesh.fsdp import FSDPGroup, groups
@@ -57,8 +58,7 @@ class RankModel:
         wholes = {user_path(path): parameter for path, parameter in self.plain.named_parameters()}
         numbers = {}
         for path, parameter in ((user_path(path), p) for path, p in self.model.named_parameters()):
-            local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            own, whole = gathered.get(path, local.shape), wholes[path].shape
+            own, whole = gathered.get(path, local(parameter).shape), wholes[path].shape
             if len(own) == _EXPERTS_NDIM and own[0] != whole[0]:
                 numbers[path] = own[0], whole[0]
         return numbers

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxcompile.compiler.gathers import groups_of_state
 from mxcompile.errors import ModelError
 from mxcompile.formats import num_blocks
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.fsdp_state import states
+from mxcompile.models.names import user_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,23 +81,18 @@ def groups(model: nn.Module) -> tuple[FSDPGroup, ...]:
 
 
 def _groups(model: nn.Module) -> Iterator[FSDPGroup]:
-    paths = {id(module): path for path, module in model.named_modules()}
     roots: set[str] = set()
-    for path, module in model.named_modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        if state is None or state._modules[0] is not module:
-            continue
+    for path, state, own in states(model):
         is_root = not any(path.startswith(f"{root}.") or not root for root in roots)
         roots |= {path} if is_root else set()
         freed = not (is_root and state._auto_reshard_after_forward)
-        for group in groups_of_state(state):
-            yield _group(user_path(path), group, paths, freed=freed)
+        yield from (_group(user_path(path), group, held, freed=freed) for group, held in own)
 
 
-def _group(path: str, group: Any, paths: dict[int, str], *, freed: bool) -> FSDPGroup:
+def _group(path: str, group: Any, held: list[tuple[str, Any]], *, freed: bool) -> FSDPGroup:
     mesh, again = group.mesh_info, group.post_forward_mesh_info if freed else None
     mixed = group.mp_policy
-    parameters = tuple(_sharded(parameter, paths) for parameter in group.fsdp_params)
+    parameters = tuple(_sharded(place, parameter) for place, parameter in held)
     trained = [one for one in parameters if one.parameter.requires_grad]
     return FSDPGroup(
         path=path,
@@ -111,13 +106,13 @@ def _group(path: str, group: Any, paths: dict[int, str], *, freed: bool) -> FSDP
     )
 
 
-def _sharded(parameter: Any, paths: dict[int, str]) -> Sharded:
-    about, held = parameter._module_info, parameter.sharded_param
+def _sharded(path: str, parameter: Any) -> Sharded:
+    held = parameter.sharded_param
     dtype = parameter.mp_policy.param_dtype if held.dtype.is_floating_point else None
     numel = parameter.padded_sharded_param_size.numel()
     dtype = dtype or held.dtype
     return Sharded(
-        path=user_path(joined(paths[id(about.module)], about.param_name)),
+        path=path,
         parameter=held,
         size=parameter._orig_size,
         spec=parameter._unsharded_dtensor_spec,

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import numel
+from mxcompile.graph.tags import bytes_of
 from mxcompile.models.names import GraphInput, module_of
 from mxcompile.offline.graph_work import base, unwritten
 from mxcompile.passes.flow import input_of, plain_descriptor
@@ -187,7 +186,7 @@ def _gradients(
     for value, about in zip(outputs.args[0], outputs.meta.get("desc") or (), strict=False):
         known = input_of(getattr(plain_descriptor(about), "grad_of", None), inputs)
         if isinstance(value, fx.Node) and known is not None and known.static:
-            written[_storage(value)].append((known.path, _bytes(value)))
+            written[_storage(value)].append((known.path, bytes_of(value.meta.get("val"))))
     for node, gradients in written.items():
         yield node, tuple(gradients)
 
@@ -207,7 +206,7 @@ def _buffers(graph: fx.Graph, *, given: bool = False) -> dict[fx.Node, _Buffer]:
         if (node.op == "call_function" or (given and node.op == "placeholder"))
         and node not in skipped
         and _storage(node) is node
-        and (size := _bytes(node))
+        and (size := bytes_of(node.meta.get("val")))
     }
 
 
@@ -236,8 +235,3 @@ def _saved_as(node: fx.Node, names: set[str]) -> str:
         return node.name
     views = (user for user in node.users if user.op == "call_function" and _storage(user) is not user)
     return next((name for view in views if (name := _saved_as(view, names))), "")
-
-
-def _bytes(node: Any) -> int:
-    value = node.meta.get("val")
-    return numel(value.shape) * value.element_size() if isinstance(value, Tensor) else 0

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from mxcompile.distributed.tensors import local_bytes
 from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.live import Live, Moment
 
@@ -241,9 +241,3 @@ def reduced_bytes(group: FSDPGroup) -> int:
         return 0
     trained = [one for one in group.parameters if one.parameter.requires_grad]
     return group.ranks * group.reduced.itemsize * sum(one.numel for one in trained)
-
-
-def local_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the part of `tensor` that this rank holds."""
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.nbytes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mxcompile.distributed.tensors import local_bytes
 from mxcompile.mesh.collectives import Axes, Collective, stride
 from mxcompile.models.names import user_path
 
@@ -26,8 +27,7 @@ def backward(output: Any) -> None:
 def result_bytes(output: Any) -> int:
     """Returns the bytes of what is differentiable in `output`, of the part that this rank has."""
     results = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
-    local: list[Any] = [value.to_local() if hasattr(value, "to_local") else value for value in results]
-    return sum(value.numel() * value.element_size() for value in local)
+    return sum(map(local_bytes, results))
 
 
 def partial_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:

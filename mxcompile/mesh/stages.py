@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx
 
 from mxcompile.errors import ModelError, OptionError
-from mxcompile.graph.tags import numel
+from mxcompile.graph.tags import bytes_of
 from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.schedule import Schedule
@@ -70,8 +70,7 @@ class Stages:
             if block is not None and any(other not in (None, block) for other in others):
                 value = node.meta.get("val")
                 if isinstance(value, Tensor):
-                    size = numel(value.shape) * value.element_size()
-                    self.sent.append((size, str(value.dtype).removeprefix("torch.")))
+                    self.sent.append((bytes_of(value), str(value.dtype).removeprefix("torch.")))
 
     def sends(self, rank: int, stride: int, training: bool) -> Iterator[Collective]:
         """The activations that `rank` sends for a micro-batch. stride: to the next rank of the pipeline."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +21,9 @@ import triton
 from torch._inductor.codecache import PyCodeCache
 from triton.backends.nvidia.compiler import get_ptxas
 
+from mxcompile.errors import TargetError
 from mxcompile.lowering.targets import Target
-from mxcompile.offline.machine_code import disassemble
+from mxcompile.offline.machine_code import disassemble, run_tool
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +33,7 @@ _MMA = re.compile(
 )
 _TEXT = ("ttir", "ttgir", "llir", "ptx", "amdgcn")
 _BINARY = ("cubin", "hsaco")
+_AMD_KEYS = "vgpr_count", "vgpr_spill_count"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +116,16 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
     """Returns Triton's binary, with the fields of `Binary` that are `known`."""
     text = {suffix: str(asm[suffix]) for suffix in _TEXT if suffix in asm}
     image = {suffix: bytes(asm[suffix]) for suffix in _BINARY if suffix in asm}
-    if "cubin" in image:
-        text["sass"] = disassemble(image["cubin"])
-    registers, spill_bytes = _resources(text, image)
-    if spill_bytes and "ptx" in text and isinstance(target.arch, int):
-        spill_bytes = _spilled(text["ptx"], target.arch)
+    registers = spill_bytes = 0
+    unread = []
+    try:
+        if "cubin" in image:
+            text["sass"] = disassemble(image["cubin"])
+        registers, spill_bytes = _resources(text, image)
+        if spill_bytes and "ptx" in text and isinstance(target.arch, int):
+            spill_bytes = _spilled(text["ptx"], target.arch)
+    except TargetError as error:
+        unread = [str(error)]
     tmem = int(getattr(metadata, "tmem_size", None) or 0)
     assembly = text.get("ptx") or text.get("amdgcn", "")
     return Binary(
@@ -131,7 +136,7 @@ def read_binary(asm: Mapping[str, Any], metadata: Any, target: Target, **known: 
         mma=tuple(sorted(set(_MMA.findall(assembly)))),
         text=text,
         image=image,
-        problems=tuple(_problems(int(metadata.shared), tmem, target)),
+        problems=(*_problems(int(metadata.shared), tmem, target), *unread),
         **known,
     )
 
@@ -146,26 +151,22 @@ def _problems(shared_bytes: int, tmem_columns: int, target: Target) -> list[str]
 
 
 def _resources(text: Mapping[str, str], image: Mapping[str, bytes]) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of memory it has for itself."""
+    """Registers of a thread, and the bytes of memory it has for itself. Raises `TargetError`."""
     if "cubin" in image:
-        return _cubin_resources(image["cubin"])
+        dump = run_tool(_CUOBJDUMP, "--dump-resource-usage", content=image["cubin"], suffix=".cubin").stdout
+        registers, stack, local = _numbers(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", dump)[:3]
+        return registers, stack + local
     assembly = text.get("amdgcn", "")
-    counts = dict(re.findall(r"\.(vgpr_count|agpr_count|vgpr_spill_count):\s+(\d+)", assembly))
-    spills = 4 * int(counts.get("vgpr_spill_count", 0))
-    return int(counts.get("vgpr_count", 0)), spills
+    registers, spills = (_numbers(rf"\.{key}:\s+(\d+)", assembly)[-1] for key in _AMD_KEYS)
+    return registers, 4 * spills
 
 
-def _cubin_resources(cubin: bytes) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", shown)
-    if match is None:
-        return 0, 0
-    registers, stack, local = map(int, match.groups())
-    return registers, stack + local
+def _numbers(pattern: str, text: str) -> list[int]:
+    """The groups of `pattern` wherever it fits `text`. Raises `TargetError` if it does nowhere."""
+    numbers = [int(number) for match in re.finditer(pattern, text) for number in match.groups()]
+    if not numbers:
+        raise TargetError(f"its registers are not known: no {pattern!r} in what the compiler says of it")
+    return numbers
 
 
 def _architecture(arch: int) -> str:
@@ -173,12 +174,10 @@ def _architecture(arch: int) -> str:
 
 
 def _spilled(ptx: str, arch: int) -> int:
-    """Bytes the assembler spills: the stack also holds arrays, such as those of a slow path of sine."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(arch).path, "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}"]
-        process = subprocess.run(
-            [*command, file.name, "-o", "/dev/null"], capture_output=True, text=True, check=False
-        )
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", process.stderr)))
+    """Bytes the assembler spills: the stack also holds arrays, such as those of a slow path of sine.
+
+    Raises `TargetError`.
+    """
+    options = "-v", "--regAllocOptLevel=2", f"--gpu-name={_architecture(arch)}", "-o", "/dev/null"
+    log = run_tool(get_ptxas(arch).path, *options, content=ptx.encode(), suffix=".ptx").stderr
+    return sum(_numbers(r"(\d+) bytes spill stores", log))

@@ -10,7 +10,6 @@ is not loaded: its source is kept.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.trace import Unused, trace
 from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, packet
-from mxcompile.graph.tags import GemmTag, hint, tags_of
+from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
 from mxcompile.mesh.copied import rank_copy
 from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.models.assumed import Assuming
@@ -153,7 +152,7 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
     return Generated(
         phase=phase,
         source=source,
-        input_bytes={name: num_bytes(value) for name, value in values.items()},
+        input_bytes={name: bytes_of(value) for name, value in values.items()},
         origins={
             name: tuple(node_names)
             for name, node_names in debug._inductor_triton_kernel_to_post_grad_node_info.items()
@@ -166,10 +165,3 @@ def _generated(phase: str, lowered: GraphLowering, source: str) -> Generated:
             if packet(node) in ATTENTION_FORWARD | ATTENTION_BACKWARD
         },
     )
-
-
-def num_bytes(value: Any) -> int:
-    """Bytes of a tensor, symbolic sizes by their hint; 0 for anything else."""
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return int(math.prod(map(hint, value.shape))) * value.element_size()

@@ -34,18 +34,16 @@ from mxcompile.offline.binary import Binary, cross_compile
 from mxcompile.offline.device import attention_backend
 from mxcompile.offline.driver import Driver, Generated
 from mxcompile.offline.estimate import Work, library_work
-from mxcompile.offline.launch import COLLECTIVE, Kernel, Launch
+from mxcompile.offline.launch import CASTS, COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
-from mxcompile.ops import CASTS
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.watch import Watch
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
-_CASTS = frozenset(str(cast) for cast in CASTS)
 _DOTS = (
     "tl.dot",
     "tile_product(",
@@ -248,7 +246,7 @@ def _launches(phase: str, module: Module, graph: Generated) -> list[Launch]:
             products
         )  # what reads a product's parts, to sum them, has it among its origins as well
         tags = [tag for node in products for tag in graph.gemms.get(node, ())]
-        only_casts = bool(computed) and all(_packet(name) in _CASTS for name in computed)
+        only_casts = bool(computed) and CASTS.issuperset(computed)
         launches.append(
             Launch(
                 phase=phase,

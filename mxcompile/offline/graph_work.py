@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from networkx.utils import UnionFind
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +33,7 @@ from mxcompile.graph.opsets import (
     aten,
     packet,
 )
-from mxcompile.graph.tags import GemmTag, numel, tags_of
+from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
 from mxcompile.lowering.targets import Target
 from mxcompile.models.names import module_of
 from mxcompile.offline.device import attention_backend, attention_flops
@@ -120,10 +121,11 @@ class _Reader:
         inside = set(members)
         read = self._read(members, inside)
         written = sum(self._bytes(node) for node in _results(members) if _leaves(node, inside))
-        is_cast = any(packet(node) in ops.CASTS for node in members)
-        times = 2 if _reads_again(members, is_cast=is_cast) else 1
+        operators = {packet(node) for node in members}
+        times = 2 if _reads_again(members, is_cast=not operators.isdisjoint(ops.CASTS)) else 1
         moved = times * read + written
-        return ("cast" if is_cast else "rest", Work(num_bytes=float(moved))) if moved else None
+        kind = "rest" if operators.isdisjoint(ops.CAST_WORK) else "cast"
+        return (kind, Work(num_bytes=float(moved))) if moved else None
 
     def _read(self, members: list[fx.Node], inside: set[fx.Node]) -> int:
         """Bytes of what comes from outside: of a tensor seen through views no more than they show of it."""
@@ -138,24 +140,23 @@ class _Reader:
 
     def _bytes(self, node: fx.Node) -> int:
         """Bytes of the value of `node`."""
-        tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        return sum(numel(value.shape) * value.element_size() for value in tensors)
+        return sum(map(bytes_of, tree_leaves(node.meta.get("val"))))
 
 
 def _launches(graph: fx.Graph) -> Iterable[list[fx.Node]]:
-    """The nodes of each launch that multiplies nothing."""
+    """The nodes of each launch that multiplies nothing, in order."""
     levels = _levels(graph)
-    joined = _Sets()
+    joined = UnionFind(levels)
     casts: dict[tuple[fx.Node, int], fx.Node] = {}
     for node, level in levels.items():
-        joined.add(node)
         for given in map(base, node.all_input_nodes):
             given = _producer(given)
             if levels.get(given) == level:
-                joined.join(node, given)
+                joined.union(node, given)
             elif packet(node) in ops.CASTS:
-                joined.join(node, casts.setdefault((given, level), node))
-    return joined.groups()
+                joined.union(node, casts.setdefault((given, level), node))
+    place = {node: index for index, node in enumerate(levels)}
+    return [sorted(group, key=place.__getitem__) for group in joined.to_sets()]
 
 
 def _leaves(result: fx.Node, inside: set[fx.Node]) -> bool:
@@ -224,30 +225,3 @@ def _reads_again(members: list[fx.Node], *, is_cast: bool) -> bool:
                 whole = value.ndim and value.shape[-1] == given.shape[-1]
                 rows, columns = rows or bool(whole), columns or not whole
     return rows or (columns and is_cast)
-
-
-class _Sets:
-    """Nodes in disjoint sets."""
-
-    def __init__(self) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-
-    def add(self, node: fx.Node) -> None:
-        """A node, alone at first."""
-        self._parent.setdefault(node, node)
-
-    def join(self, one: fx.Node, other: fx.Node) -> None:
-        """Make the sets of two nodes one."""
-        self._parent[self._root(one)] = self._root(other)
-
-    def groups(self) -> Iterable[list[fx.Node]]:
-        """The sets, each in the order in which its nodes came."""
-        members: Mapping[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in self._parent:
-            members[self._root(node)].append(node)
-        return members.values()
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        while self._parent[node] is not node:
-            self._parent[node] = node = self._parent[self._parent[node]]
-        return node

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mxcompile import ops
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import Estimate, Work
 from mxcompile.offline.kernel_work import Facts
 
-_CASTS = ("mx.quantize", "mx.encode", "mx.scales", "mx.scale_of", "mx.largest")
-"""How the names of casts begin, and of what they follow from."""
+CASTS = frozenset(f"{operator}.default" for operator in ops.CAST_WORK)
+"""The names of casts, and of what is computed for them alone."""
 
 _KERNELS = "from mxcompile.lowering.kernels import"
 """What the source of a template imports."""
@@ -54,7 +55,7 @@ class Launch:
             return COLLECTIVE
         if self.gemms:
             return "attention" if "attention" in self.kernel else "product"
-        return "cast" if any(name.startswith(_CASTS) for name in self.operators) else "rest"
+        return "rest" if CASTS.isdisjoint(self.operators) else "cast"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

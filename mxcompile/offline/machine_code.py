@@ -19,6 +19,8 @@ from pathlib import Path
 
 import triton
 
+from mxcompile.errors import TargetError
+
 _NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 _NVIDIA_LINE = re.compile(
@@ -167,12 +169,22 @@ class MachineCode:
 
 
 def disassemble(cubin: bytes) -> str:
-    """NVIDIA's machine code as text, by the tool that comes with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+    """NVIDIA's machine code as text, by the tool that comes with Triton. Raises `TargetError`."""
+    return run_tool(_NVDISASM, "-c", content=cubin, suffix=".cubin").stdout
+
+
+def run_tool(
+    tool: str | Path, *options: str, content: bytes, suffix: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `tool` on a file with `content`. Raises `TargetError` if it fails."""
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(content)
         file.flush()
-        command = [str(_NVDISASM), "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        try:
+            return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            message = str(getattr(error, "stderr", "") or error).strip().splitlines()[0]
+            raise TargetError(f"{Path(tool).name} does not read the kernel: {message}") from None
 
 
 def parse(text: str) -> MachineCode:

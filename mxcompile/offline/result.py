@@ -170,19 +170,17 @@ def _table(result: CodegenResult, launches: Sequence[Launch]) -> str:
         binary = binaries.get(kernel, Binary())
         rows.append(
             [
-                _short(kernel, 26),
+                _short(kernel, 22),
                 len(same),
-                _short(_computed(same), 23),
+                _short(_computed(same), 21),
                 f"{sum(launch.num_bytes for launch in same) / 1e6:.1f}",
                 *_estimates(same, result.rates),
                 _short(_instruction(binary), 12),
                 binary.registers or "",
-                binary.spill_bytes if kernel in binaries else "",
                 f"{binary.shared_bytes / 1024:.0f}" if kernel in binaries else "",
-                binary.tmem_columns or "",
             ]
         )
-    headers = ["kernel", "×", "computes", "MB", "µs ≈", "by", "MMA", "regs", "spill", "KiB", "tmem"]
+    headers = ["kernel", "×", "computes", "MB", "µs ≈", "by", "MMA", "regs", "KiB"]
     aligned = ("left", "right", "left", "right", "right")
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
 
@@ -243,14 +241,14 @@ _MOST_OF_REST = 3
 
 
 def _rest(result: CodegenResult) -> list[str]:
-    """A line with the kernels that take most of the time that no product, cast or attention takes."""
+    """Lines: the kernels that take most of the time that no product, cast or attention takes."""
     times: Counter[str] = Counter()
     for launch in result.launches:
         if launch.kind == "rest" and launch.estimate is not None:
             fused = re.sub(r"^triton_\w+?_fused_|_\d+$", "", launch.kernel)
             times[_short(fused, 40)] += round(launch.estimate.us)
-    most = ", ".join(f"{name} {us:,}" for name, us in times.most_common(_MOST_OF_REST))
-    return [f"  most of the rest: {most}"] if most else []
+    most = [f"    {name} {us:,}" for name, us in times.most_common(_MOST_OF_REST)]
+    return ["  most of the rest, µs:", *most] if most else []
 
 
 def side_by_side(results: Mapping[str, CodegenResult]) -> str:

@@ -78,6 +78,9 @@ CASTS = frozenset(
 )
 """The operators that change the format of one tensor."""
 
+CAST_WORK = CASTS | {op.overloadpacket for op in (scales, largest, hadamard, hadamard_largest)}
+"""Casts and what is computed for them alone: a kernel of these is a cast's."""
+
 QUANTIZERS = frozenset({quantize, encode})
 """Those that passes make of an operand: elements and scales."""
 

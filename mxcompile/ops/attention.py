@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.ops.define import Spec, define
 
 

@@ -33,8 +33,7 @@ from torch import Tensor
 from mxcompile import formats
 from mxcompile.errors import FormatError
 from mxcompile.formats import Format, ScaleLayout, num_blocks
-from mxcompile.formats.encoding import decode_tensors, unpack
-from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.formats.encoding import decode_tensors, dequantize_tensors, quantize_tensors, unpack
 from mxcompile.formats.scale_tiles import tile_scale, tiled_length, untile_scale
 from mxcompile.ops.define import Spec, define
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import fx
 
-from mxcompile.formats import Format, ScaleLayout
+from mxcompile.formats import Format, Rounding, ScaleLayout, Tile, elem_type
 from mxcompile.ops.general import encode, encoded_grouped_mm, encoded_mm, unpack
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
@@ -104,6 +104,12 @@ class Cast(View):
     scale_layout: str = ScaleLayout.ROW_MAJOR
     dtype: torch.dtype | None = None
     operators: ClassVar[frozenset[Any]] = frozenset({quantize, quantize_dequantize})
+
+    @property
+    def form(self) -> Format:
+        """The format as a value."""
+        tile = Tile.SQUARE if self.square else Tile.ROW
+        return Format(elem=elem_type(self.elem_dtype), rounding=Rounding(self.rounding), tile=tile)
 
     @property
     def side(self) -> int:

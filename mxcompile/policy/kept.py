@@ -6,13 +6,13 @@ rules of the policy   →   a rule for each layer, which says of its other GEMMs
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from mxcompile.formats import KEPT
 from mxcompile.policy.model import Gemm, Layer, Match, Rule, Use
+from mxcompile.policy.patterns import literal
 from mxcompile.policy.policy import Policy
 from mxcompile.policy.shadow import Shadows
 
@@ -37,4 +37,4 @@ def _rule(policy: Policy, layer: Layer, why: Mapping[Gemm, str]) -> Rule:
         use = Use()
     own: dict[str, Any] = {gemm.value: KEPT for gemm in why}
     use = replace(use, **own)
-    return Rule(match=Match(name=(glob.escape(layer.name),)), use=use, kept=tuple(why.items()))
+    return Rule(match=Match(name=(literal(layer.name),)), use=use, kept=tuple(why.items()))

@@ -28,6 +28,7 @@ from mxcompile.policy.model import (
 from mxcompile.policy.parse import Origin, load_yaml, parse_data, read_file
 from mxcompile.policy.presets import DEFAULT, PRESETS
 from mxcompile.policy.reason import Code, Reason
+from mxcompile.publish import publish
 
 _NOTHING = Use()
 
@@ -162,12 +163,12 @@ class Policy:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
 
     def dump(self, path: str | Path) -> None:
-        """Write the policy to `path` as YAML that `load` reads back as an equal policy.
+        """Write the policy to `path` as YAML that `load` reads back as an equal policy, whole or not at all.
 
         Raises `PolicyError` if the file cannot be written.
         """
         try:
-            Path(path).write_text(self.to_yaml(), encoding="utf-8")
+            publish(Path(path), self.to_yaml())
         except OSError as error:
             raise PolicyError(f"{path}: cannot be written: {error.strerror}") from None
 

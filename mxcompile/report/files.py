@@ -1,37 +1,21 @@
 """Report files: written whole or not at all, and no reason for anything else to stop.
 
-A file is written beside its place and renamed into it: a reader, and another process that writes the same
-file, see an old or a new one, never half of one. ``{rank}`` in a path is the rank of the process.
+``{rank}`` in a path is the rank of the process.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from mxcompile.errors import OptionError, not_allowed
+from mxcompile.publish import beside, publish
 
 _T = TypeVar("_T")
-_counter = itertools.count()
 RANK = "{rank}"
 """In the path of a report: the rank of the process."""
-
-
-def publish(path: Path, text: str) -> None:
-    """Write `text` to `path`, with the folders it needs, by rename. Raises `OSError`."""
-    path = Path(os.path.realpath(path))  # a link stays a link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.{next(_counter)}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def save(path: str | Path, text: str, what: str) -> None:
@@ -69,7 +53,7 @@ def check_place(path: Path) -> None:
         if path.is_dir():
             raise OptionError(f"report {str(path)!r} cannot be written: Is a directory")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        probe = folder / f".mxcompile.{os.getpid()}.{next(_counter)}"
+        probe = beside(folder / "mxcompile")
         probe.touch()
         probe.unlink()
     except OSError as error:

@@ -198,30 +198,21 @@ def _check_alike(summaries: Sequence[Summary]) -> None:
 
 
 def _sum(summaries: Sequence[Summary], gemms: Sequence[GemmRecord]) -> Summary:
+    """`summaries` as one, `gemms` its records: every figure that is not of these is a sum."""
     first = summaries[0]
-    return Summary(
-        target=first.target,
-        policy=first.policy,
-        num_gemms=len(gemms),
-        flop_share=flop_share(gemms),
-        saved_bytes=total(s.saved_bytes for s in summaries),
-        saved_bytes_bf16=total(s.saved_bytes_bf16 for s in summaries),
-        weight_bytes=sum(s.weight_bytes for s in summaries),
-        weight_bytes_bf16=sum(s.weight_bytes_bf16 for s in summaries),
-        casts=sum(s.casts for s in summaries),
-        wire_bytes=sum(s.wire_bytes for s in summaries),
-        wire_bytes_bf16=sum(s.wire_bytes_bf16 for s in summaries),
-        pass_time_us=sum(s.pass_time_us for s in summaries),
-        graphs=sum(s.graphs for s in summaries),
-        graph_breaks=sum(s.graph_breaks for s in summaries),
-        cache=together(s.cache for s in summaries),
-        warnings=(
-            *dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE)),
-            *outside(gemms),
-        ),
-        estimate_us=total(gemm.estimate_us for gemm in gemms),
-        estimate_bf16_us=total(gemm.estimate_bf16_us for gemm in gemms),
-    )
+    warnings = dict.fromkeys(w for s in summaries for w in s.warnings if not w.startswith(_OUTSIDE))
+    known: dict[str, Any] = {
+        "target": first.target,
+        "policy": first.policy,
+        "num_gemms": len(gemms),
+        "flop_share": flop_share(gemms),
+        "cache": together(s.cache for s in summaries),
+        "warnings": (*warnings, *outside(gemms)),
+        "estimate_us": total(gemm.estimate_us for gemm in gemms),
+        "estimate_bf16_us": total(gemm.estimate_bf16_us for gemm in gemms),
+    }
+    figures = {field.name for field in dataclasses.fields(Summary)} - known.keys()
+    return Summary(**known | {name: total(getattr(s, name) for s in summaries) for name in figures})
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:

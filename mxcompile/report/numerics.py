@@ -41,9 +41,9 @@ class TensorNumerics:
     follows from. calls: how often the cast ran; the rest is over all calls together.
 
     numel: elements. amax: largest finite magnitude. sqnr_db, cosine, mse, rel_error: see the module.
-    underflow: share of the elements that are not 0 but were cast to 0, 0 to 1. saturation: share of the
-    elements cut off at the largest value of the element type. lost: share of the sum of magnitudes that the
-    elements cast to 0 had. not_finite: elements that are NaN or Inf or share a block with one.
+    underflow: the share of finite elements other than 0 whose cast is 0, 0 to 1. saturation: the share of
+    finite elements cut off at the largest value of the element type. lost: share of the sum of magnitudes
+    that the elements cast to 0 had. not_finite: elements that are NaN or Inf or share a block with one.
     scale_histogram: pairs of E8M0 byte and number of blocks, ascending. flops: of the GEMMs that read it.
     """
 

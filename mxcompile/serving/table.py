@@ -14,10 +14,10 @@ from mxcompile.report.forms.words import byte_count
 class StoredWeight:
     """One weight of a linear layer or an embedding.
 
-    name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is in MXFP8 or
-    MXFP4 now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of the
-    stored values over those they were made from, if that was measured. precision: the word of the precision
-    it is stored in, "" where it is not.
+    name: path of the parameter. role: of its layer. shape: of the values. stored: whether it is stored
+    quantized now. reason: for that. num_bytes: what it takes; bytes_bf16: what it takes in BF16. sqnr_db: of
+    the stored values over those they were made from, if that was measured. precision: the word of the
+    precision it is stored in, "" where it is not.
     """
 
     name: str

@@ -9,6 +9,7 @@ Each rank writes the operands that it has.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.errors import OptionError
+from mxcompile.publish import publish
 from mxcompile.report.files import rank
 from mxcompile.watch.tally import Tally
 
@@ -56,8 +58,9 @@ class Dumps:
         data: dict[str, Any] = {"about": json.dumps(about)}
         for name, (values, rows, _) in excerpts.items():
             data |= {name: values.cpu(), f"{name}.rows": rows.cpu()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(data, path)
+        content = io.BytesIO()
+        torch.save(data, content)
+        publish(path, content.getvalue())
         return str(path)
 
 

@@ -15,7 +15,8 @@ import torch
 
 from mxcompile.errors import printable
 from mxcompile.policy import Gemm, Layer, Policy, keeping
-from mxcompile.report.files import publish, rank
+from mxcompile.publish import publish
+from mxcompile.report.files import rank
 
 Below = frozenset[tuple[str, str]]
 """Layers, by their path below a module, and GEMMs."""

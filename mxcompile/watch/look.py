@@ -8,73 +8,80 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mxcompile.errors import OptionError
-from mxcompile.watch.tally import Key
-from mxcompile.watch.writers import Record, read
+from mxcompile.watch.tally import NUMBERS, Key
+from mxcompile.watch.writers import Record, read_from
 
 Row = dict[str, Any]
 
 SHARES = ("underflow", "saturated", "error", "changed")
-DRAWN = (
-    *SHARES,
-    "sqnr",
-    "amax",
-    "smallest",
-    "scale_min",
-    "scale_median",
-    "scale_max",
-    "nan",
-    "inf",
-    "poisoned",
-)
-"""The statistics that the page shows."""
+DRAWN = tuple(dict.fromkeys((*SHARES, "sqnr", *NUMBERS)))
+"""The statistics, in the order of the page."""
 
 _PAGE = Path(__file__).parent / "page.html"
 _DATA = "/*data*/null"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Look:
     """A file of samples.
 
     samples: by step, the rows of operands; of a step that comes twice, the last. losses: by step, where
-    noted.
+    noted. end: of what was read.
     """
 
     path: Path
-    about: Record
-    samples: dict[int, dict[Key, Row]]
-    losses: dict[int, float | None]
-    findings: tuple[Record, ...]
+    about: Record = field(default_factory=dict)
+    samples: dict[int, dict[Key, Row]] = field(default_factory=dict)
+    losses: dict[int, float | None] = field(default_factory=dict)
+    findings: list[Record] = field(default_factory=list)
+    end: int = 0
 
     @classmethod
     def load(cls, path: Path) -> Look:
         """The records in the file at `path`. Raises `OptionError` if it has none or cannot be read."""
-        about: Record = {}
-        samples: dict[int, dict[Key, Row]] = {}
-        losses: dict[int, float | None] = {}
-        findings: list[Record] = []
+        look = cls(path=path)
         try:
-            for record in read(path):
-                if record.get("kind") == "run":
-                    about = record
-                elif record.get("kind") == "sample":
-                    samples[record["step"]] = {_key(row): row for row in record["rows"]}
-                    losses |= {record["step"]: record["loss"]} if "loss" in record else {}
-                elif record.get("kind") == "nonfinite":
-                    findings.append(record)
+            look._read_on()
         except OSError as error:
             raise OptionError(f"samples {str(path)!r} cannot be read: {error.strerror or error}") from None
-        if not samples and not findings:
+        if not look.samples and not look.findings:
             raise OptionError(
                 f"samples {str(path)!r}: the file has no sample; Watch({str(path)!r}) writes them"
             )
-        ordered = dict(sorted(samples.items()))
-        return cls(path=path, about=about, samples=ordered, losses=losses, findings=tuple(findings))
+        return look
+
+    def has_grown(self) -> bool:
+        """Whether the file has more than was read, which is read now. It may be gone for a while."""
+        try:
+            return self._read_on()
+        except OSError:
+            return False
+
+    def _read_on(self) -> bool:
+        """Add the records behind `end`; returns whether there are any. Raises `OSError`.
+
+        A file that is shorter is another one, which was put in its place: all of it is read.
+        """
+        start = self.end
+        if self.path.stat().st_size < start:
+            self.about, self.samples, self.losses, self.findings, start = {}, {}, {}, [], 0
+        self.end = start
+        for record, end in read_from(self.path, start):
+            self.end = end
+            if record.get("kind") == "run":
+                self.about = record
+            elif record.get("kind") == "sample":
+                self.samples[record["step"]] = {_key(row): row for row in record["rows"]}
+                self.losses |= {record["step"]: record["loss"]} if "loss" in record else {}
+            elif record.get("kind") == "nonfinite":
+                self.findings.append(record)
+        self.samples = dict(sorted(self.samples.items()))
+        return self.end > start
 
     def worst(self, limit: int) -> list[tuple[Key, Row]]:
         """The worst `limit` operands of the last sample."""

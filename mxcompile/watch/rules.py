@@ -3,29 +3,26 @@
     {"when": {"underflow": "> 0.3", "over": 5}, "operand": "dy", "do": "warn"}
 
 A rule fires for an operand when all its conditions have held in `over` samples in a row, once. It can fire
-again after a sample in which they do not hold. Of many ranks the first looks at the joined sample.
+again after a sample in which they do not hold. Of many ranks the first looks at the joined sample. `layer`,
+`role`, `gemm` and `operand` are a word or a list, as in a policy.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed, shown
-from mxcompile.policy import Match
-from mxcompile.watch.tally import Key
+from mxcompile.passes.watch import OPERANDS, RESULTS
+from mxcompile.policy import Gemm, Match
+from mxcompile.policy.schema import MATCH, Invalid, Value, listed, word
+from mxcompile.watch.tally import NUMBERS, OF_RESULTS, Key
 
 ACTIONS = ("warn", "bf16", "dump", "stop")
 """What a rule may do (see `actions`), before the optimizer steps."""
-
-NUMBERS = (
-    "amax", "smallest", "underflow", "saturated", "error", "sqnr", "scale_min", "scale_median", "scale_max",
-    "nan", "inf", "poisoned", "changed",
-)  # fmt: skip
-"""The statistics that a condition may name."""
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -33,8 +30,14 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-_CONDITION = re.compile(r"\s*(>=|<=|>|<)\s*([-+\d.eE]+)\s*")
-_KEYS = ("when", "layer", "role", "gemm", "operand", "do")
+_CONDITION = re.compile(r"\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_WHERE = {
+    "layer": MATCH["name"],
+    "role": MATCH["role"],
+    "gemm": listed(word("GEMM", {str(gemm): str(gemm) for gemm in Gemm})),
+    "operand": listed(word("operand", {name: name for name in OPERANDS})),
+}
+_KEYS = ("when", *_WHERE, "do")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,54 +59,59 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """conditions: all must hold. over: in so many samples in a row. match, role, gemm, operand: where."""
+    """conditions: all must hold. over: in so many samples in a row. match, gemms, operands: where."""
 
     conditions: tuple[Condition, ...]
     over: int
     match: Match
-    role: str
-    gemm: str
-    operand: str
+    gemms: tuple[str, ...]
+    operands: tuple[str, ...]
     do: str
     _held: dict[Key, int] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rule:
         """The rule that `given` writes. Raises `OptionError`."""
+        if not isinstance(given, Mapping):
+            raise OptionError(f"a watch rule is a mapping, found {shown(given)}")
         for key in given:
             if key not in _KEYS:
                 raise OptionError(not_allowed("key of a watch rule", key, _KEYS))
-        when = dict(given.get("when") or {})
-        over = when.pop("over", 1)
+        when = given.get("when")
+        if not isinstance(when, Mapping) or not when.keys() - {"over"}:
+            raise OptionError("watch rule: 'when' names a statistic and its limit, as {'underflow': '> 0.3'}")
+        over = when.get("over", 1)
         if isinstance(over, bool) or not isinstance(over, int) or over < 1:
             raise OptionError(f"watch rule: over is a number of samples, found {shown(over)}")
-        if not when:
-            raise OptionError("watch rule: 'when' names a statistic and its limit, as {'underflow': '> 0.3'}")
         do = given.get("do", "warn")
         if do not in ACTIONS:
             raise OptionError(not_allowed("action of a watch rule", do, ACTIONS))
-        layer = given.get("layer", ())
+        where = {key: words_of(key, _WHERE[key], given[key]) if key in given else () for key in _WHERE}
         return cls(
-            conditions=tuple(_condition(name, text) for name, text in when.items()),
+            conditions=tuple(
+                _condition(name, text, where["operand"]) for name, text in when.items() if name != "over"
+            ),
             over=over,
-            match=Match(name=(layer,) if isinstance(layer, str) else tuple(layer)),
-            role=given.get("role", ""),
-            gemm=given.get("gemm", ""),
-            operand=given.get("operand", ""),
+            match=Match(name=where["layer"], role=where["role"]),
+            gemms=where["gemm"],
+            operands=where["operand"],
             do=do,
         )
 
     def covers(self, layer: str, role: str, gemm: str) -> bool:
         """Whether the rule is about `gemm` of `layer`, which has `role`."""
-        return self.match.names(layer) and self.role in ("", role) and self.gemm in ("", gemm)
+        where = (self.match.role, role), (self.gemms, gemm)
+        return self.match.names(layer) and all(not words or given in words for words, given in where)
+
+    def looks_at(self, row: Mapping[str, Any]) -> bool:
+        """Whether the rule is about the operand of which `row` is a sample."""
+        is_its = not self.operands or row["operand"] in self.operands
+        return is_its and self.covers(row["layer"], row["role"], row["gemm"])
 
     def fires(self, row: Mapping[str, Any]) -> bool:
         """Whether the rule fires for an operand, of which `row` is the next sample."""
         key = row["layer"], row["gemm"], row["operand"]
-        if not self.covers(row["layer"], row["role"], row["gemm"]) or self.operand not in (
-            "",
-            row["operand"],
-        ):
+        if not self.looks_at(row):
             return False
         held = self._held.get(key, 0) + 1 if all(each.holds(row) for each in self.conditions) else 0
         self._held[key] = held
@@ -116,14 +124,19 @@ class Rule:
         return f"step {step}: {row['operand']} of {row['layer']} {row['gemm']}: {conditions}{times}"
 
 
-def rules_of(given: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """The rules that `given` writes. Raises `OptionError`."""
-    return tuple(Rule.of(each) for each in given)
+def words_of(option: str, allowed: Value, given: Any) -> tuple[Any, ...]:
+    """The words of `given`, one or several of those that are `allowed`. Raises `OptionError`."""
+    try:
+        words: tuple[Any, ...] = allowed.read(list(given) if isinstance(given, tuple) else given)
+    except Invalid as error:
+        raise OptionError(f"watch: {option}: {error}") from None
+    return words
 
 
-def _condition(name: str, text: Any) -> Condition:
-    if name not in NUMBERS:
-        raise OptionError(not_allowed("statistic", name, (*NUMBERS, "over")))
+def _condition(name: str, text: Any, operands: tuple[str, ...]) -> Condition:
+    allowed = OF_RESULTS if operands and {*operands} <= {*RESULTS.values()} else NUMBERS
+    if name not in allowed:
+        raise OptionError(not_allowed("statistic", name, (*allowed, "over")))
     match = _CONDITION.fullmatch(str(text))
     if match is None:
         raise OptionError(f"watch rule: the limit of {name} is like '> 0.3', found {shown(text)}")

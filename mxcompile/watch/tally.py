@@ -17,20 +17,18 @@ from mxcompile.ops.watch import FIELDS, NUM_BYTES
 Key = tuple[str, str, str]
 """Layer, GEMM and operand."""
 
-STATS = (
-    "amax",
-    "smallest",
-    "underflow",
-    "saturated",
-    "error",
-    "sqnr",
-    "scales",
-    "nan",
-    "inf",
-    "poisoned",
+_SCALES = "scale_min", "scale_median", "scale_max"
+NUMBERS = (
+    "amax", "smallest", "underflow", "saturated", "error", "sqnr", *_SCALES, "nan", "inf", "poisoned",
     "changed",
-)
-"""What `Watch(stats=…)` may name."""
+)  # fmt: skip
+"""The statistics of an operand."""
+
+OF_RESULTS = ("amax", "smallest", "nan", "inf")
+"""The statistics of a result, which is not cast."""
+
+STATS = tuple(dict.fromkeys("scales" if name in _SCALES else name for name in NUMBERS))
+"""What `Watch(stats=…)` may name: the scales together."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,12 +153,8 @@ def row(key: Key, tally: Tally, stats: frozenset[str]) -> dict[str, Any]:
         "elements": int(tally.sums["elements"]),
     }
     measured = tally.statistics()
-    return named | {name: value for name, value in measured.items() if _word(name) in stats}
-
-
-def _word(name: str) -> str:
-    """The word of `STATS` for the statistic `name`."""
-    return "scales" if name.startswith("scale_") else name
+    wanted = stats.union(_SCALES if "scales" in stats else ())
+    return named | {name: value for name, value in measured.items() if name in wanted}
 
 
 def _share(part: float, whole: float) -> float:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from mxcompile.errors import NonFiniteError, OptionError, not_allowed, shown
 from mxcompile.passes.watch import OPERANDS, Reader
 from mxcompile.policy import Layer, Match, Policy
+from mxcompile.policy.schema import MATCH
 from mxcompile.report.files import rank
 from mxcompile.watch.actions import Actions, fired
 from mxcompile.watch.dump import Dumps
 from mxcompile.watch.fallback import Below, Fallbacks
 from mxcompile.watch.ranks import Ranks
 from mxcompile.watch.recorder import Count, Recorder
-from mxcompile.watch.rules import rules_of
+from mxcompile.watch.rules import Rule, words_of
 from mxcompile.watch.tally import STATS, Sample, row
 from mxcompile.watch.tripwire import finding, sentence
 from mxcompile.watch.writers import SCHEMA, JsonLines, Record, TensorBoard, Writer
@@ -74,12 +75,17 @@ class Watch:
         if nonfinite is not None and nonfinite not in ACTIONS:
             raise OptionError(not_allowed("nonfinite", nonfinite, ACTIONS))
         self.nonfinite = nonfinite
-        self._rules = rules_of(rules)
+        self._rules = tuple(map(Rule.of, rules))
         self.can_change = any(rule.do == "bf16" for rule in self._rules)
         self.start = _number("start", start)
         self.stop = None if stop is None else _number("stop", stop)
-        self.layers = (layers,) if isinstance(layers, str) else tuple(layers)
+        self.layers = words_of("layers", MATCH["name"], layers) if layers else ()
         self.operands = frozenset(_words("operand", operands, OPERANDS))
+        for operand in (operand for rule in self._rules for operand in rule.operands):
+            if operand not in self.operands:
+                raise OptionError(
+                    f"watch rule: operand {operand!r} is not measured: name it in Watch(operands=…)"
+                )
         self.stats = frozenset(_words("statistic", stats, STATS))
         self._match = Match(name=self.layers)
         self._writers = [_writer(each) for each in _listed(to)]
@@ -133,7 +139,7 @@ class Watch:
     @property
     def identity(self) -> str:
         """Equal for watches that measure the same of a graph."""
-        dumps = [(rule.match.name, rule.role, rule.gemm) for rule in self._rules if rule.do == "dump"]
+        dumps = [(rule.match, rule.gemms) for rule in self._rules if rule.do == "dump"]
         return f"{self.layers} {sorted(self.operands)} {dumps}"
 
     def dumps(self, reader: Reader) -> bool:
@@ -202,14 +208,20 @@ class Watch:
 
     def _write(self, step: int, sample: Sample, ranks: int) -> None:
         """Write the sample of `step`, that of all ranks. ranks: how many of them it has."""
-        if not self._is_begun:
-            self._is_begun = True
-            self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
         rows = [row(key, tally, self.stats) for key, tally in sample.items()]
+        if not self._is_begun:
+            self._send(_record("run", **self._about, left_out=_left_out(self._recorder)))
+            self._warn_of_idle_rules(step, rows)
+            self._is_begun = True
         losses = self._losses.pop(step, [])
         mean = sum(losses) / len(losses) if losses else math.nan
         noted = {"loss": mean if math.isfinite(mean) else None} if losses else {}
         self._send(_record("sample", step=step, ranks=ranks, **noted, rows=rows))
+
+    def _warn_of_idle_rules(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for place, rule in enumerate(self._rules):
+            if not any(map(rule.looks_at, rows)):
+                log.warning("watch: rule %d looks at no operand that is measured in step %d", place + 1, step)
 
     def _tell(self, kind: str, **values: Any) -> None:
         self._send(_record(kind, **values))
@@ -229,7 +241,8 @@ def _record(kind: str, **values: Any) -> Record:
 def _left_out(recorder: Recorder) -> list[dict[str, str]]:
     """The operands that are not measured, and why."""
     names = "layer", "gemm", "operand"
-    return [{**dict(zip(names, key, strict=True)), "why": why} for key, why in recorder.left_out.items()]
+    missing = list(recorder.left_out.items())  # graphs of other threads may add some
+    return [{**dict(zip(names, key, strict=True)), "why": why} for key, why in missing]
 
 
 def _listed(to: Any) -> Iterable[Any]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mxcompile.watch.tally import NUMBERS
+
 SCHEMA = 1
 
 Record = dict[str, Any]
@@ -59,16 +61,12 @@ class TensorBoard:
         """Add `record`, if it is a sample."""
         for row in record.get("rows", ()):
             place = f"{row['layer']}/{row['gemm']}/{row['operand']}"
-            numbers = ((name, row[name]) for name in row if name not in _NAMED and row[name] is not None)
+            numbers = ((name, row[name]) for name in NUMBERS if row.get(name) is not None)
             for name, value in numbers:
                 self._writer.add_scalar(f"{place}/{name}", value, record["step"])
 
     def __repr__(self) -> str:
         return repr(self._writer)
-
-
-_NAMED = frozenset({"layer", "gemm", "operand", "role", "format", "calls", "elements"})
-"""What a row has beside statistics."""
 
 
 def _is_cut(file: int) -> bool:
@@ -79,11 +77,19 @@ def _is_cut(file: int) -> bool:
 
 def read(path: str | Path) -> Iterator[Record]:
     """The records in the file at `path`, oldest first, without lines that are cut. Raises `OSError`."""
-    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+    for record, _ in read_from(Path(path), 0):
+        yield record
+
+
+def read_from(path: Path, start: int) -> Iterator[tuple[Record, int]]:
+    """The records behind byte `start` of the file at `path`, as `read` gives them, and where each ends."""
+    with path.open("rb") as lines:
+        lines.seek(start)
         for line in lines:
-            record = parsed(line)
+            start += len(line)
+            record = parsed(line.decode(errors="replace"))
             if record is not None:
-                yield record
+                yield record, start
 
 
 def parsed(line: str) -> Record | None:

@@ -11,11 +11,17 @@ import torch
 from helpers import reference
 from torch import Tensor, nn
 
+from mxcompile import ops
 from mxcompile.analysis.audit import Audit, audit
+from mxcompile.analysis.audit.collect import _tensor
+from mxcompile.analysis.audit.sites import CastSite
 from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import Format
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import encode_tensors, quantize_tensors, tensor_amax
+from mxcompile.graph.tags import GemmTag, Kind
+from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, TensorNumerics
+from mxcompile.watch.tally import Tally
 
 M, N, K = 37, 40, 50
 
@@ -71,7 +77,7 @@ def expected(x: Tensor, elem: str, rounding: str) -> dict[str, Any]:
         "cosine": float((wide * back).sum() / math.sqrt(signal * np.square(back).sum())),
         "mse": noise / source.size,
         "rel_error": math.sqrt(noise / signal),
-        "underflow": float(((back == 0) & (wide != 0)).mean()),
+        "underflow": float((back == 0)[wide != 0].mean()),
         "lost": float(np.abs(wide)[back == 0].sum() / np.abs(wide).sum()),
         "saturation": float((np.abs(wide) > reference.FP8[elem][1] * 2.0**exponents).mean()),
         "scale_histogram": tuple(zip(map(int, bytes_), map(int, counts), strict=True)),
@@ -132,6 +138,37 @@ def test_every_gemm_is_held_to_its_operands_before_the_casts(bias: bool) -> None
         assert (found.m, found.n, found.k) == (a.shape[0], b.shape[1], a.shape[1])
 
 
+class Experts(nn.Module):
+    """Products with the matrices that each sample picks of a stack, as they lie or transposed."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.stack = nn.Parameter(torch.randn(4, K, N).mT if transposed else torch.randn(4, K, N))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        picked = self.stack[chosen]
+        return torch.bmm(x, picked.mT if self.transposed else picked)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_error_of_a_matrix_that_is_picked_from_a_stack_counts(transposed: bool) -> None:
+    model, x = Experts(transposed), torch.randn(6, M, K)
+    chosen = torch.tensor([3, 0, 1, 2, 0, 3])
+    result = audit(model, x, chosen, policy=everything(rounding="floor"))
+    stack = model.stack.detach().mT if transposed else model.stack.detach()
+    assert {found.operand for found in result.numerics.tensors} == {"x", "w"}
+    cast = torch.stack([reference.round_trip(each, -2, rounding="floor") for each in stack])
+    (weight,) = (found for found in result.numerics.tensors if found.operand == "w")
+    assert weight.numel == stack.numel()
+    assert weight.sqnr_db == pytest.approx(reference.sqnr_db(stack.double(), cast.double()), abs=1e-9)
+    left = torch.stack([reference.round_trip(each, -1, rounding="floor") for each in x])
+    exact, actual = x.double() @ stack.double()[chosen], left.double() @ cast.double()[chosen]
+    (product,) = (found for found in result.numerics.gemms if found.name == "stack")
+    assert product.sqnr_db == pytest.approx(reference.sqnr_db(exact, actual), abs=1e-3)
+    assert result.numerics.logits_sqnr_db == pytest.approx(product.sqnr_db, abs=1e-2)
+
+
 def test_the_loss_is_held_to_the_models_own() -> None:
     model, x = layer()
     result = audit(model, x, policy=everything()).numerics
@@ -156,6 +193,27 @@ def test_nan_in_the_input_is_reported_and_does_not_hide_the_rest() -> None:
     assert math.isfinite(tensor(result, "w", "rowwise").sqnr_db)
     assert math.isfinite(gemm(result, "dgrad").sqnr_db)
     assert gemm(result, "fprop").not_finite == N
+
+
+@pytest.mark.parametrize(
+    "word", ["e4m3 1x32 rceil", "e5m2 1x32 floor", "e4m3 tensor nearest", "e2m1 1x16 two-level"]
+)
+def test_an_audit_counts_as_a_watch_does(word: str) -> None:
+    """Shares are of the elements that can be lost: zeros, as behind a ReLU, and NaN are none of them."""
+    x = torch.randn(64, 64).relu() * torch.exp2(torch.randint(-30, 12, (64, 64)).float())
+    fmt = Format.of(word)
+    if fmt.is_mx:  # others lose the whole tensor to them
+        x[3, 5], x[9, 40] = torch.nan, torch.inf
+    amax = tensor_amax(x) if fmt.two_level else None
+    stats = CastStats()
+    stats.add(x, *encode_tensors(x, -1, fmt, amax=amax), -1, fmt)
+    numbers, _ = ops.cast_statistics(x, -1, word, 0)
+    watched = Tally.of("", word, numbers.tolist()).statistics()
+    names = {"layer": "a", "name": "a", "module": "Linear", "source": ""}
+    tag = GemmTag(**names, gemm=Gemm.FPROP, kind=Kind.LINEAR, tensors=("x", "w"))
+    audited = _tensor(CastSite(block_dim=1, rowwise=True, fmt=fmt, readers=[(tag, "x")]), stats)
+    assert 0 < audited.underflow == watched["underflow"]
+    assert audited.saturation == watched["saturated"]
 
 
 @pytest.mark.parametrize("shape", [(3, 2 * PIECE // 3 + 17), (2 * PIECE // 64 + 5, 70), (5, 1100, 260)])

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from mxcompile import ops
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.options import Options
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline.estimate import Work, total
 from mxcompile.offline.graph_work import Works, works
+from mxcompile.offline.launch import Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.plan.repeats import keep_all
 
@@ -85,6 +87,25 @@ def test_emulated_products_run_at_the_rate_of_bf16():
         sides = launched(model, x, policy=policy, target=target)
         kinds[target] = {work.product for side in sides for kind, work in side if kind == "product"}
     assert kinds == {"sm_90": {"bf16"}, "sm_100": {"mxfp8"}, "sm_120": {"own_mxfp8"}}
+
+
+@pytest.mark.parametrize("operator", sorted(map(str, ops.CAST_WORK)))
+def test_what_is_computed_for_casts_alone_is_a_cast(operator: str):
+    """Also the largest magnitude of a transformed tensor, which formats of two levels ask for."""
+    launch = Launch(
+        phase="forward", kernel="k", generated=True, operators=("aten.add", f"{operator}.default")
+    )
+    assert launch.kind == "cast"
+
+
+def test_the_largest_of_an_input_is_a_cast():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    largest = graph.call_function(ops.hadamard_largest, (x, -1, 5))
+    graph.output((largest,))
+    x.meta["val"], largest.meta["val"] = torch.empty(M, K), torch.empty(1)
+    (found,) = works(graph, TARGETS["sm_100"], lambda _: 1)
+    assert found == ("cast", Work(num_bytes=4.0 * (M * K + 1)))
 
 
 @pytest.mark.slow

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from helpers.ranks import each, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -81,23 +79,6 @@ def plain(value: Any) -> Tensor:
     return whole.detach().clone()
 
 
-def worker(rank: int, ways: list[Callable[..., Any]], ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/rendezvous", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
-    found: dict[str, Any] = {}
-    try:
-        for way in ways:
-            try:
-                found[way.__name__] = run(way)
-            except Exception:  # whatever it is: the other ways go on, and the test shows it
-                found[way.__name__] = traceback.format_exc()
-    finally:
-        torch.save(found, Path(folder) / f"{rank}.pt")
-        dist.destroy_process_group()
-
-
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    torch.multiprocessing.spawn(worker, (ways, ranks, str(folder)), nprocs=ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return on_ranks(ranks, folder, each, run, ways)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,12 +48,7 @@ def run(hidden: int, rank: int) -> dict[str, Any]:
     return {"kinds": kinds, "outputs": outputs, "stored": stored_gemms}
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/rendezvous", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        with torch.no_grad():
-            torch.save({hidden: run(hidden, rank) for hidden in HIDDEN}, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def outputs() -> dict[int, dict[str, Any]]:
+    """What `run` gives on this rank, by the width inside."""
+    with torch.no_grad():
+        return {hidden: run(hidden, dist.get_rank()) for hidden in HIDDEN}

@@ -8,6 +8,7 @@ import pytest
 import stored_ranks
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -52,9 +53,8 @@ def test_writes_into_one_of_a_list_are_refused():
 @pytest.mark.slow
 def test_a_sharded_model_is_the_whole_one(tmp_path: Path):
     """In FP32 sums of another order, and of other blocks where a part cuts them, which then holds values."""
-    torch.multiprocessing.spawn(stored_ranks.worker, (str(tmp_path),), nprocs=stored_ranks.RANKS)
-    for rank in range(stored_ranks.RANKS):
-        for hidden, result in torch.load(tmp_path / f"{rank}.pt", weights_only=False).items():
+    for rank, found in enumerate(on_ranks(stored_ranks.RANKS, tmp_path, stored_ranks.outputs)):
+        for hidden, result in found.items():
             cut = hidden // stored_ranks.RANKS % 32 > 0
             kinds = {"gate": "MXTensor", "up": "MXTensor", "down": "Tensor" if cut else "MXTensor"}
             assert {name: result["kinds"][f"{name}.weight"] for name in kinds} == kinds

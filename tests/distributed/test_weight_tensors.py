@@ -13,6 +13,7 @@ import torch
 import weight_ranks as model_of
 from helpers.eager_backend import EagerBackend
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mxcompile
 from mxcompile import ops
@@ -20,7 +21,8 @@ from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.distributed.states import keep_plain
 from mxcompile.distributed.tensors import MasterWeight, TileCast, TiledWeight
 from mxcompile.errors import FormatError, ModelError, OptionError, PolicyError
-from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
+from mxcompile.models.names import GraphInput
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 IDS = (torch.zeros(2, 8, dtype=torch.long),)
@@ -251,6 +253,30 @@ def test_another_policy_at_compile_time_is_an_error():
     with pytest.raises(Exception, match="give quantize_gathers_ the policy of this compile") as error:
         torch.compile(layer, backend=EagerBackend(policy=rows))(torch.randn(4, 96).bfloat16())
     assert isinstance(getattr(error.value, "inner_exception", error.value), PolicyError)
+
+
+def test_gathers_of_modules_that_share_a_state_count_once():
+    """Also below a wrapper of checkpointing, whose path is not the user's."""
+    layers = nn.Sequential(*(checkpoint_wrapper(nn.Linear(32, 32, bias=False)) for _ in range(2)))
+    parameters = [
+        SimpleNamespace(
+            _module_info=SimpleNamespace(module=wrapper._checkpoint_wrapped_module, param_name="weight"),
+            all_gather_outputs=[torch.empty(32 * 32, dtype=torch.bfloat16)],
+            param_dtype=torch.bfloat16,
+            padded_sharded_param_size=torch.Size((16, 32)),
+        )
+        for wrapper in layers
+    ]
+    mesh = SimpleNamespace(shard_mesh_size=2)
+    group = SimpleNamespace(fsdp_params=parameters, mesh_info=mesh, post_forward_mesh_info=mesh)
+    state = SimpleNamespace(_modules=[*layers], _fsdp_param_groups=[group])
+    for layer in layers:
+        layer._get_fsdp_state = lambda: state
+    inputs = [GraphInput(path=f"{index}.weight", static=True) for index in range(2)]
+    given = 2 * 16 * 32 * 2
+    assert gathers_of(layers, "", inputs) == Gathers(
+        forward=given, forward_without=given, backward=given, backward_without=given
+    )
 
 
 def test_states_that_fsdp_keeps_otherwise_are_not_counted(caplog: pytest.LogCaptureFixture):

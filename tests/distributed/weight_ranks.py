@@ -5,11 +5,8 @@ Every way runs twice: with weights that are cast before FSDP2 gathers them, and 
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import each, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -266,24 +264,11 @@ def train(way: Callable[..., tuple[nn.Module, Step]], first: bool) -> dict[str, 
     return found
 
 
-def worker(rank: int, ways: list[Callable[..., Any]], ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    store = dist.FileStore(f"{folder}/rendezvous", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
-    found: dict[str, Any] = {}
-    try:
-        for way in ways:
-            try:
-                found[way.__name__] = [train(way, first) for first in (True, False)]
-            except Exception:  # whatever it is: the other ways go on, and the test shows it
-                found[way.__name__] = traceback.format_exc()
-    finally:
-        torch.save(found, Path(folder) / f"{rank}.pt")
-        dist.destroy_process_group()
+def both(way: Callable[..., Any]) -> list[dict[str, Any]]:
+    """`way` with weights that travel in MXFP8, and without."""
+    return [train(way, first) for first in (True, False)]
 
 
 def launch(ways: list[Callable[..., Any]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    torch.multiprocessing.spawn(worker, (ways, ranks, str(folder)), nprocs=ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return on_ranks(ranks, folder, each, both, ways)

@@ -5,7 +5,6 @@ The ranks run in processes of their own (`two_ranks`), which hand back what they
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from helpers.eager import NVIDIA, product, reference_linears
 from helpers.eager_backend import EagerBackend
 from helpers.paces import mostly_slow
+from helpers.ranks import on_ranks
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,24 +93,13 @@ def tensor_parallel(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
     return y, {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients.items()}
 
 
-def worker(rank: int, run: Callable[[int], Any], folder: str) -> None:
-    """One rank: the result of `run` and the reports, as a file in `folder`."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        y, gradients = run(rank)
-        reports = [report.to_json() for report in mxcompile.reports()]
-        torch.save((y, gradients, reports), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def with_reports(run: Callable[[int], Any]) -> tuple[Tensor, dict[str, Tensor], list[mxcompile.Report]]:
+    return (*run(dist.get_rank()), list(mxcompile.reports()))
 
 
 def two_ranks(run: Callable[[int], Any], folder: Path) -> list[tuple[Tensor, dict[str, Tensor], list[Any]]]:
     """What `run` gives on each of two ranks, with the reports of each."""
-    torch.multiprocessing.spawn(worker, (run, str(folder)), nprocs=RANKS)
-    found = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    return [(y, grads, [mxcompile.Report.from_json(text) for text in texts]) for y, grads, texts in found]
+    return on_ranks(RANKS, folder, with_reports, run, apart=True)
 
 
 def reference(report: mxcompile.Report, batches: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

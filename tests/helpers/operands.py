@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mxcompile.formats import E4M3, ElemType, num_blocks
-from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.formats.scale_tiles import tile_scale, untile_scale
 
 NAN_CODE, NAN_BYTE = 0x7F, 255

@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import Rounding
-from mxcompile.formats.numerics import dequantize_tensors, quantize_tensors
+from mxcompile.formats.encoding import dequantize_tensors, quantize_tensors
 from mxcompile.lowering import pipeline
 from mxcompile.lowering.cpu import kernel
 from mxcompile.lowering.inductor import casts as casts  # registers the lowerings

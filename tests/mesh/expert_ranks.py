@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -95,19 +96,13 @@ def spread_and_plain(rank: int, mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]
     return [*zip(*reversed(pairs), strict=True), *gradients]
 
 
-def worker(rank: int, ranks: int, folder: str, policies: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
+def results(policies: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     torch._dynamo.config.capture_scalar_outputs = True
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-        sent = {name: sent_by(rank, mesh, policy) for name, policy in policies.items()}
-        torch.save((sent, spread_and_plain(rank, mesh)), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    sent = {name: sent_by(rank, mesh, policy) for name, policy in policies.items()}
+    return sent, spread_and_plain(rank, mesh)
 
 
 def run_on(ranks: int, folder: Path, policies: dict[str, Any]) -> list[Any]:
     """For each of `ranks`, the bytes under each of `policies`, and pairs of tensors that have to agree."""
-    torch.multiprocessing.spawn(worker, (ranks, str(folder), policies), nprocs=ranks)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return on_ranks(ranks, folder, results, policies)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import meshed
 import torch
 import torch.distributed as dist
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -120,23 +120,15 @@ def measured_on_a_fake_rank(case: Case, trace: Path) -> tuple[int, int]:
         return measured(case, mesh, trace)
 
 
-def worker(rank: int, case: Case, folder: str) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        shape = MeshShape.parse(case[1])
-        mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
-        result = measured(case, mesh, Path(folder) / f"trace{rank}.json", STEPS)
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
-    finally:
-        dist.destroy_process_group()
+def measured_here(case: Case) -> tuple[int, int]:
+    shape = MeshShape.parse(case[1])
+    mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
+    return measured(case, mesh, Path(f"trace{dist.get_rank()}.json"), STEPS)
 
 
 def peaks_of_ranks(case: Case, folder: Path) -> list[tuple[int, int]]:
     """The bytes of `measured` on each of two ranks."""
-    torch.multiprocessing.spawn(worker, (case, str(folder)), nprocs=RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return on_ranks(RANKS, folder, measured_here, case, apart=True)
 
 
 def local_bytes(tensor: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from meshed import Made, fsdp, fsdp_sp, hsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,16 +88,10 @@ def step(case: Case, trace: Path, *, by_block: bool) -> None:
     trace.with_suffix(".held").write_text(json.dumps(held(model) if factory in REDUCED else {}))
 
 
-def worker(rank: int, cases: list[Case], ranks: int, folder: str, by_block: bool) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    try:
-        for index, case in enumerate(cases):
-            step(case, Path(folder) / f"{index}-{rank}.json", by_block=by_block)
-            torch.compiler.reset()
-    finally:
-        dist.destroy_process_group()
+def steps(cases: list[Case], by_block: bool) -> None:
+    for index, case in enumerate(cases):
+        step(case, Path(f"{index}-{dist.get_rank()}.json"), by_block=by_block)
+        torch.compiler.reset()
 
 
 def seen_by_ranks(
@@ -107,7 +101,7 @@ def seen_by_ranks(
 
     by_block: whether blocks are compiled one by one, as torchtitan does it, and not the model whole.
     """
-    torch.multiprocessing.spawn(worker, (cases, ranks, str(folder), by_block), nprocs=ranks)
+    on_ranks(ranks, folder, steps, cases, by_block, apart=True)
     traces = [[folder / f"{index}-{rank}.json" for rank in range(ranks)] for index in range(len(cases))]
     return [
         [(seen_in(trace), json.loads(trace.with_suffix(".held").read_text())) for trace in of_case]

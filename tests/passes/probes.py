@@ -17,7 +17,6 @@ from mxcompile.models.names import GraphInput
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
-from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.policy import Policy
 
 WIDTH, LENGTH = 32, 7
@@ -37,7 +36,7 @@ class _Position:
     idx: int
 
 
-def tags(model: nn.Module, *args: Tensor, cuts: Cuts | None = None, policy: Any = None) -> dict[str, GemmTag]:
+def tags(model: nn.Module, *args: Tensor, policy: Any = None, **cuts: bool) -> dict[str, GemmTag]:
     """Layer → tag, of the forward of `model` called with `args`; other products under their operator."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -53,16 +52,16 @@ def tags(model: nn.Module, *args: Tensor, cuts: Cuts | None = None, policy: Any 
         node.meta["desc"] = _Position(index)
     inputs = tuple(GraphInput() for _ in args)
     Find(inputs=inputs).apply(traced.graph)
-    Classify(inputs=inputs, cuts=cuts or Cuts()).apply(traced.graph)
+    Classify(inputs=inputs, **cuts).apply(traced.graph)
     if policy is not None:
         Decide(policy=Policy.from_dict(policy) if isinstance(policy, dict) else policy).apply(traced.graph)
     named = ((tag.name or str(node.target), tag) for node in traced.graph.nodes for tag in tags_of(node))
     return dict(named)
 
 
-def roles(model: nn.Module, *args: Tensor, cuts: Cuts | None = None) -> dict[str, str]:
+def roles(model: nn.Module, *args: Tensor) -> dict[str, str]:
     """Layer → role, of the layers that have a name."""
-    found = tags(model, *args, cuts=cuts)
+    found = tags(model, *args)
     return {name: str(tag.role) for name, tag in found.items() if name not in PRODUCTS}
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from torch import nn
 
 import mxcompile
-from mxcompile.passes.gather import Gather
 
 pytestmark = pytest.mark.slow
 
@@ -66,15 +66,6 @@ def example() -> Any:
     return module
 
 
-@contextmanager
-def exchanges(sent: list[tuple[str, int]]) -> Iterator[None]:
-    """Dtype and number of elements of what this rank gives Gloo to exchange, rows of one tensor at a time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
-        yield
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "gloo:all_to_all"]
-    sent.extend((event.dtypes()[0], math.prod(event.shapes()[0])) for event in events)
-
-
 def step(way: Way) -> dict[str, Any]:
     """Results, gradients, what the last batch exchanges, and the report."""
     torch._dynamo.reset()
@@ -101,7 +92,7 @@ def step(way: Way) -> dict[str, Any]:
         x = torch.randn(tokens, WIDTH, generator=generator).bfloat16().requires_grad_(way.train)
         torch.manual_seed(number)  # stochastic rounding draws from it
         last = number == len(TOKENS) - 1
-        with exchanges(sent) if last else nullcontext(), torch.set_grad_enabled(way.train):
+        with sends("all_to_all", sent) if last else nullcontext(), torch.set_grad_enabled(way.train):
             y = compiled(x)
             if way.train:
                 y.float().square().sum().backward()
@@ -111,29 +102,16 @@ def step(way: Way) -> dict[str, Any]:
     return {"numbers": results, "sent": sent, "report": report}
 
 
-def worker(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def steps() -> dict[str, Any]:
     torch._dynamo.config.capture_scalar_outputs = True
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    try:
-        ways = {name: way for name, way in WAYS.items() if ranks == 2 or name in ON_FOUR}
-        before = {name: step(way) for name, way in ways.items()}
-        Gather.apply = lambda self, graph: None  # type: ignore[method-assign]
-        torch._inductor.config.fx_graph_cache = False  # its key does not know of this
-        torch._functorch.config.enable_autograd_cache = False
-        after = {name: step(way) for name, way in ways.items()}
-        torch.save((before, after), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    return {name: step(way) for name, way in WAYS.items() if dist.get_world_size() == 2 or name in ON_FOUR}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
     @functools.cache
     def results(ranks: int) -> list[Any]:
-        folder = tmp_path_factory.mktemp("ranks")
-        torch.multiprocessing.spawn(worker, (ranks, str(folder)), nprocs=ranks)
-        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+        return on_ranks(ranks, tmp_path_factory.mktemp("ranks"), with_and_without, steps)
 
     return results
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gather_ranks import sends, with_and_without
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
-from mxcompile.passes.gather import Gather
 
 pytestmark = pytest.mark.slow
 
@@ -112,15 +111,6 @@ def sharded(way: Way) -> nn.Module:
     return parallelize_module(model, mesh["model"], plan)
 
 
-@contextmanager
-def gathers(found: list[tuple[str, int]]) -> Iterator[None]:
-    """Dtype and number of elements of what this rank gives Gloo to gather, as PyTorch's profiler sees it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
-        yield
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "gloo:all_gather"]
-    found.extend((event.dtypes()[0], math.prod(event.shapes()[0])) for event in events)
-
-
 def step(way: Way) -> dict[str, Any]:
     """Results, gradients summed over micro-batches, what the last one gathers, and the report's summary."""
     torch._dynamo.reset()
@@ -142,7 +132,7 @@ def step(way: Way) -> dict[str, Any]:
         sent: list[tuple[str, int]] = []
         last = number == len(way.lengths) - 1
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=way.autocast)
-        with gathers(sent) if last else nullcontext(), autocast:
+        with sends("all_gather", sent) if last else nullcontext(), autocast:
             y = compiled(x)
             y.float().square().sum().backward()
         found |= {f"y{number}": y.detach(), f"x{number}": x.grad}
@@ -152,25 +142,13 @@ def step(way: Way) -> dict[str, Any]:
     return {"numbers": found, "sent": sent, "summary": report.summary}
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        before = {name: step(way) for name, way in WAYS.items()}
-        Gather.apply = lambda self, graph: None  # type: ignore[method-assign]
-        torch._inductor.config.fx_graph_cache = False  # its key does not know of this
-        torch._functorch.config.enable_autograd_cache = False
-        after = {name: step(way) for name, way in WAYS.items()}
-        torch.save((before, after), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def steps() -> dict[str, Any]:
+    return {name: step(way) for name, way in WAYS.items()}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return on_ranks(RANKS, tmp_path_factory.mktemp("ranks"), with_and_without, steps)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -11,8 +11,11 @@ from by_hand import Hand, calls
 from torch import Tensor, fx, nn
 
 from mxcompile import ops
+from mxcompile.formats import Format
 from mxcompile.graph.opsets import aten, prims
+from mxcompile.graph.tags import Kind, tag_of
 from mxcompile.passes.gather import Gather
+from mxcompile.policy import Choice, Code, Gemm, Reason, Sent
 
 C10D = torch.ops._c10d_functional
 SEND, WAIT = C10D.all_gather_into_tensor.default, C10D.wait_tensor.default
@@ -201,3 +204,27 @@ def test_the_source_travels_where_something_else_reads_it(steps: Steps, dims: tu
     Gather().apply(graph)
     assert str(graph) == before
     assert calls(graph, SEND)
+
+
+def test_both_operands_that_travel_as_they_are_have_a_reason():
+    """A wgrad whose casts run along tokens, of tensors that came from other ranks."""
+    hand = Hand()
+    casts = []
+    for name in ("dy", "x"):
+        source = rows(hand, hand.call(WAIT, hand.call(SEND, hand.input(name, 4, 10, 64), RANKS, "0")))
+        cast = hand.call(ops.quantize, source, 0, E4M3, "rceil")
+        casts.append([hand.call(operator.getitem, cast, part) for part in (0, 1)])
+    (dy, dy_scale), (x, x_scale) = casts
+    turned = hand.call(aten.permute.default, dy, [1, 0]), hand.call(aten.permute.default, dy_scale, [1, 0])
+    facts = {"gemm": Gemm.WGRAD, "tensors": ("dy", "x"), "sent": Sent.MXFP8, "formats": (Format(), Format())}
+    choice = Choice(precision="mxfp8", reason=Reason(Code.PRESET, "nvidia"))
+    product = hand.gemm(ops.scaled_mm, *turned, x, x_scale, None, torch.bfloat16, choice=choice, **facts)
+    graph = hand.output(product)
+    Gather().apply(graph)
+    tag = tag_of(product)
+    assert tag is not None
+    assert tag.kind is Kind.LINEAR
+    assert tag.choice.reason == (
+        "preset nvidia; ranks send its dy as it is: something else reads it;"
+        " ranks send its x as it is: something else reads it"
+    )

@@ -29,6 +29,16 @@ def test_each_random_cast_has_a_stream_of_one_seed():
     assert result_of(seed) == (None, -1)
 
 
+def test_seed_looks_like_the_input_of_fewest_dimensions():
+    """It is asked for its device alone, but an estimate counts the bytes of whatever an operator is given."""
+    hand = Hand()
+    x, weight = hand.input("x", 4, 64), hand.input("weight", 64)
+    graph = hand.output(hand.call(ops.encode, x, -1, RANDOM), weight)
+    Seed().apply(graph)
+    (seed,) = calls(graph, ops.draw_seed)
+    assert seed.args == (weight,)
+
+
 def test_runs_differ_but_for_the_seed_of_torch():
     graph = casts(RANDOM, RANDOM)
     Seed().apply(graph)

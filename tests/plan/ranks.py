@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import os
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from families import LAYERS, WORDS, Attention, Block, Decoder, FeedForward, _rms
+from helpers.ranks import each, on_ranks, results
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -223,8 +221,7 @@ def checkpointed_run(model: nn.Module) -> Call:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    run, steps = fsdp2_blocks(model), [0]
-    folder = os.environ["MXCOMPILE_RANKS_FOLDER"]
+    run, steps, folder = fsdp2_blocks(model), [0], "checkpoint"
 
     def call(ids: Tensor) -> Tensor:
         steps[0] += 1
@@ -245,27 +242,14 @@ def checkpointed_run(model: nn.Module) -> Call:
     return call
 
 
-def worker(rank: int, ways: list[Callable[[nn.Module], Call]], ranks: int, folder: str) -> None:
-    """All `ways` on this rank, one after the other; what each gave, or how it failed, as a file."""
-    torch.set_num_threads(1)
-    os.environ["MXCOMPILE_RANKS_FOLDER"] = f"{folder}/checkpoint"
-    store = dist.FileStore(f"{folder}/rendezvous{os.getppid()}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    found: dict[str, Any] = {}
-    try:
-        for way in ways:
-            torch._dynamo.reset()
-            mxcompile.clear_reports()
-            try:
-                model = build()
-                losses = train(model, way(model))
-                report = report_of_all()
-                found[way.__name__] = losses, rows(report), pending(report)
-            except Exception:  # whatever it is: the other ways go on, and the test shows it
-                found[way.__name__] = traceback.format_exc()
-    finally:
-        torch.save(found, Path(folder) / f"{rank}.pt")
-        dist.destroy_process_group()
+def trained(way: Callable[[nn.Module], Call]) -> tuple[Any, ...]:
+    """Losses and the report of a model that goes `way`."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    model = build()
+    losses = train(model, way(model))
+    report = report_of_all()
+    return losses, rows(report), pending(report)
 
 
 def launch_once(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -276,15 +260,9 @@ def launch_once(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Pat
         if not (folder / "done").exists():
             launch(ways, ranks, folder)
             (folder / "done").touch()
-    return _results(ranks, folder)
+    return results(ranks, folder)
 
 
 def launch(ways: list[Callable[[nn.Module], Call]], ranks: int, folder: Path) -> list[dict[str, Any]]:
     """What `ways` gave on every rank."""
-    (folder / f"rendezvous{os.getpid()}").unlink(missing_ok=True)
-    torch.multiprocessing.spawn(worker, (ways, ranks, str(folder)), nprocs=ranks)
-    return _results(ranks, folder)
-
-
-def _results(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return on_ranks(ranks, folder, each, trained, ways)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gathered_head
 import pytest
 import torch
-
-
-def run(folder: Path, caches: Path) -> list[dict[tuple[str, bool], dict[str, torch.Tensor]]]:
-    """The results of each rank."""
-    folder.mkdir()
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    command = [sys.executable, gathered_head.__file__, str(folder)]
-    subprocess.run(command, env=environment, check=True)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(gathered_head.RANKS)]
+from helpers.ranks import on_ranks
 
 
 @pytest.mark.slow
-def test_no_rank_is_given_the_code_of_another(tmp_path: Path):
+def test_no_rank_is_given_the_code_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Torch has one key for all ranks, so the second run would find code of either rank."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     for temperature in ("cold", "warm"):
-        for rank, results in enumerate(run(tmp_path / temperature, tmp_path / "caches")):
+        for rank, results in enumerate(on_ranks(gathered_head.RANKS, tmp_path, gathered_head.found)):
             for (way, sequence), values in results.items():
                 for name, right in results["plain", sequence].items():
                     close = torch.allclose(values[name], right, rtol=1e-4, atol=1e-6)

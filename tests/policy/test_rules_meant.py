@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mxcompile.policy import Gemm, Layer, Policy, Role, keeping
 from mxcompile.policy.patterns import literal, searching, starting
 from mxcompile.rules.meant import meant, respelled
 
@@ -61,6 +62,16 @@ def test_a_literal_matches_its_text_and_nothing_else(text: str, other: str):
     match = Match(name=(literal(text),))
     assert match.names(text)
     assert match.names(other) == (text == other)
+
+
+def test_a_layer_that_a_watch_keeps_is_named_and_no_other():
+    """Whatever its name looks like: a glob, or an expression."""
+    layers = [
+        Layer(name=name, role=Role.QKV, module="Linear", m=64, n=64, k=64) for name in ("re:.*", "b[0]*")
+    ]
+    other = Layer(name="b0", role=Role.QKV, module="Linear", m=64, n=64, k=64)
+    policy = keeping(Policy(), {layer: {Gemm.DGRAD: "why"} for layer in layers}, "kept")
+    assert [policy.decide(layer).dgrad.precision for layer in (*layers, other)] == ["bf16", "bf16", "mxfp8"]
 
 
 EXPRESSIONS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -19,8 +20,9 @@ from torch import nn
 
 import mxcompile
 from mxcompile.compiler.options import Options
-from mxcompile.errors import OptionError
-from mxcompile.report import FORMS, Ledger, Part, Report, files
+from mxcompile.errors import OptionError, PolicyError
+from mxcompile.publish import publish
+from mxcompile.report import FORMS, Ledger, Part, Report, Summary, files
 from mxcompile.report.registry import Registry
 
 
@@ -61,17 +63,19 @@ def test_a_placeholder_that_is_not_known(tmp_path: Path, name: str):
         Options.parse(None, {"report": tmp_path / name})
 
 
+def full(path: Path, content: bytes) -> None:
+    """Of a disk that has room for ten bytes."""
+    with path.open("wb") as file:
+        file.write(content[:10])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_disk_that_fills_up_is_a_warning_and_the_old_file_stays(tmp_path: Path, caplog):
     path = tmp_path / "mx.json"
     step(path)
     before = path.read_text()
 
-    def full(self: Path, text: str, **_: object) -> int:
-        with self.open("w") as file:
-            file.write(text[:10])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with caplog.at_level(logging.WARNING, "mxcompile.report"), mock.patch.object(Path, "write_text", full):
+    with caplog.at_level(logging.WARNING, "mxcompile.report"), mock.patch.object(Path, "write_bytes", full):
         step(path)
     said = [r.message for r in caplog.records if r.name == "mxcompile.report"]
     assert len(said) == 1
@@ -125,8 +129,18 @@ def test_processes_that_write_one_file_do_not_spoil_it(tmp_path: Path):
 
 def test_a_text_that_is_no_utf8_leaves_no_file(tmp_path: Path):
     with pytest.raises(UnicodeEncodeError):
-        files.publish(tmp_path / "mx.txt", "module \udc80")
+        publish(tmp_path / "mx.txt", "module \udc80")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "policy.yaml"
+    mxcompile.Policy.preset("ocp").dump(file)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(PolicyError, match="No space left"):
+        mxcompile.Policy.preset("nvidia").dump(file)
+    assert [*tmp_path.iterdir()] == [file]
+    assert mxcompile.Policy.load(file).base.name == "ocp"
 
 
 def test_a_rank_writes_its_own_file_or_none(tmp_path: Path, monkeypatch):
@@ -171,6 +185,18 @@ def test_stages_are_put_together():
     assert summary.warnings == ("a", "b")
     assert summary.flop_share == pytest.approx((64 + 32) * 3 / ((64 + 32) * 3 + 32))
     assert len(both.graph) == 2
+
+
+def test_every_figure_of_a_merged_report_is_a_sum():
+    """Also those that explain alone has: they were left out."""
+    given = {field.name: field.type for field in dataclasses.fields(Summary)}
+    of_records = {"num_gemms", "flop_share", "estimate_us", "estimate_bf16_us"}
+    names = [name for name, kind in given.items() if "int" in kind or "float" in kind]
+    figures = {name: place + 1 for place, name in enumerate(names) if name not in of_records}
+    assert {"peak_bytes", "parameter_bytes", "gradient_bytes", "saved_bytes"} <= figures.keys()
+    one, other = (Report(gemms=(*training(name),), summary=Summary(**figures)) for name in ("a", "b"))
+    merged = Report.merged([one, other]).summary
+    assert {name: getattr(merged, name) for name in figures} == {name: 2 * n for name, n in figures.items()}
 
 
 def test_what_one_rank_compiled_wins_over_what_another_planned():

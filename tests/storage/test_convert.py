@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import Model, quantized
 from test_checkpoints import BF16, TOKENS, llama, llava, mixtral
 from torch import nn
 from tqdm import tqdm
@@ -28,6 +29,7 @@ from mxcompile.checkpoint.convert import _Work, convert
 from mxcompile.checkpoint.files import INDEX
 from mxcompile.cli import main
 from mxcompile.errors import CheckpointError
+from mxcompile.models.named import LoadedModel
 
 
 def written(model: nn.Module, folder: Path, shard: str = "60KB") -> Path:
@@ -208,6 +210,19 @@ def test_the_command(source, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
     assert main(["convert", str(out), str(tmp_path / "again")]) == 2
     assert "already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["torchao", "compressed-tensors"])
+@pytest.mark.parametrize("precision", ["mxfp4", "mxfp8"])
+def test_a_checkpoint_that_is_quantized_in_part_is_refused(tmp_path: Path, layout: str, precision: str):
+    """Its packed parts are bytes; the marks of the file were lost, so that nothing could load the result."""
+    rules = [{"match": {"name": "blocks.0.*"}, "use": {"fprop": precision}}]
+    model, _ = quantized(policy={"version": 1, "preset": "bf16", "rules": rules})
+    mxcompile.save_quantized(model, tmp_path / "part", layout=layout)
+    given = LoadedModel(name="model", model=Model(), args=(torch.arange(12).view(2, 6),))
+    with pytest.raises(CheckpointError, match=f"'blocks.0.*' is stored in {precision.upper()} already"):
+        convert(tmp_path / "part", tmp_path / "out", model=given, progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_who_loads_other_dtypes_than_bf16_is_told(source, tmp_path, capsys):

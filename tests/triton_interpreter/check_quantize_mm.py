@@ -9,7 +9,7 @@ from modules import each
 
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Rounding
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm

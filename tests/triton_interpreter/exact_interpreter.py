@@ -10,8 +10,8 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.fma                 one rounding
     tl.minimum, maximum    the number beside a NaN, unless NaN is to propagate
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
-    inline PTX             that of ``packed``, ``fp4_ptx`` and ``fp4_values`` in ``lowering.kernels``, by its text;
-                           any other is an error as before
+    inline PTX             of ``packed``, ``fp4_ptx`` and ``fp4_values`` in ``lowering.kernels``, by its
+                           text; any other is an error as before
     tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.

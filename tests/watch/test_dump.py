@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from pathlib import Path
@@ -106,6 +107,19 @@ def test_a_folder_that_cannot_be_written_ends_no_run(caplog: pytest.LogCaptureFi
         run(records.append, rules=[rule], dump="/proc/nowhere")
     assert "operands are not written to /proc/nowhere" in caplog.text
     assert sum(record["kind"] == "sample" for record in records) == 2
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def torn(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rule = {"when": {"amax": "> 0"}, "layer": "2", "gemm": "dgrad", "operand": "dy", "do": "dump"}
+    monkeypatch.setattr(Path, "write_bytes", torn)
+    run(tmp_path / "run.jsonl", rules=[rule])
+    assert [*(tmp_path / "run.dump").iterdir()] == []
+    (record,) = (record for record in read(tmp_path / "run.jsonl") if record["kind"] == "rule")
+    assert record["dump"] == "no file"
 
 
 def test_the_command_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from faulty_models import FAULTS, FAULTY, Block, Model, trained
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from watched_models import WIDTH, batch, direction
 
@@ -128,27 +127,21 @@ def step_of(model: nn.Module, wrap: Any, step: int) -> None:
         dist.send(x.grad, rank - 1)
 
 
-def worker(rank: int, ranks: int, wrap: Callable[[Model], Model], fault: str, folder: str, port: int) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=ranks)
-    try:
-        torch.manual_seed(0)
-        model = Model(ranks if wrap is pipeline else 2)
-        FAULTS[fault].inject(model.blocks[str(FAULTY)])
-        nonfinite = "warn" if fault == "inf" else None
-        watch = Watch(f"{folder}/run.jsonl", every=1, rules=[FAULTS[fault].rule], nonfinite=nonfinite)
-        model = compiled(wrap(model), watch)
-        optimizer = torch.optim.SGD(trained(model, fault), lr=RATES.get(fault, 0.0))
-        for step in range(STEPS):
-            step_of(model, wrap, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        dist.barrier()
-        watch.close()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def train(wrap: Callable[[Model], Model], fault: str) -> None:
+    torch.manual_seed(0)
+    model = Model(dist.get_world_size() if wrap is pipeline else 2)
+    FAULTS[fault].inject(model.blocks[str(FAULTY)])
+    nonfinite = "warn" if fault == "inf" else None
+    watch = Watch("run.jsonl", every=1, rules=[FAULTS[fault].rule], nonfinite=nonfinite)
+    model = compiled(wrap(model), watch)
+    optimizer = torch.optim.SGD(trained(model, fault), lr=RATES.get(fault, 0.0))
+    for step in range(STEPS):
+        step_of(model, wrap, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    watch.close()
+    dist.barrier()
 
 
 WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
@@ -160,10 +153,7 @@ WRAPS = {"fsdp2": fully_sharded, "tp": tensor_parallel, "pp": pipeline}
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_many_ranks(wrap: str, fault: str, ranks: int, tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (ranks, WRAPS[wrap], fault, str(tmp_path), port), nprocs=ranks)
+    on_ranks(ranks, tmp_path, train, WRAPS[wrap], fault, apart=True)
     path = tmp_path / "run.jsonl"
     assert found(path) == FAULTS[fault].places
     assert {record["ranks"] for record in read(path) if record["kind"] == "sample"} == {ranks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,43 @@ def test_the_terminal(file: Path, capsys: pytest.CaptureFixture[str]):
     assert "3 samples, steps 0 to 200, 3 operands, preset nvidia" in text
     assert re.search(r"worst at step 200 .*\nc fprop w .* 1\n", text)
     assert re.search(r"changed most since step 0 .*\nb fprop x .*0.00% → 20.00%", text)
+
+
+def test_a_file_that_grows_is_read_from_where_it_ended(file: Path):
+    look = Look.load(file)
+    assert not look.has_grown()
+    text = file.read_text()
+    file.write_text(text.replace("0.03", "9.03"))  # of the same length, and not read again
+    with file.open("a") as cut:
+        cut.write('{"schema": 1, "kind": "sam')
+    assert not look.has_grown()
+    file.write_text(file.read_text().rpartition("\n")[0] + "\n")
+    JsonLines(file)({"schema": SCHEMA, "kind": "sample", "step": 50, "rows": [row("b", "x", 0.5)]})
+    assert look.has_grown()
+    assert [*look.samples] == [0, 50, 100, 200]
+    assert look.samples[0]["b", "fprop", "x"]["error"] == 0.03
+    assert not look.has_grown()
+
+
+def test_following_a_file_that_is_rotated_away(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It is gone for a while, and then another one has its place."""
+
+    def away(_: float) -> None:
+        file.unlink()
+        monkeypatch.setattr(time, "sleep", back)
+
+    def back(_: float) -> None:
+        JsonLines(file)({"schema": SCHEMA, "kind": "sample", "step": 300, "rows": [row("b", "x", 0.5)]})
+        monkeypatch.setattr(time, "sleep", stop)
+
+    def stop(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", away)
+    assert main(["watch", str(file), "--follow"]) == 130
+    assert "1 samples, steps 300 to 300, 1 operands" in capsys.readouterr().out
 
 
 def test_a_run_that_met_nan(file: Path, capsys: pytest.CaptureFixture[str]):

@@ -59,11 +59,49 @@ def test_all_conditions_hold():
         ({"when": {"underflow": "> 0.3", "over": 0}}, "over is a number of samples"),
         ({"when": {"underflow": "> 0.3"}, "do": "stp"}, "did you mean 'stop'"),
         ({"when": {"underflow": "> 0.3"}, "layers": "a"}, "did you mean 'layer'"),
+        ({"when": {"underflow": "> 0.3"}, "role": "ffn_inn"}, "did you mean 'ffn_in'"),
+        ({"when": {"underflow": "> 0.3"}, "gemm": "fwd"}, "unknown GEMM 'fwd'; allowed: fprop, dgrad, wgrad"),
+        ({"when": {"underflow": "> 0.3"}, "operand": "dz"}, "unknown operand 'dz'"),
+        ({"when": {"underflow": "> 0.3"}, "layer": "re:("}, "is not a regular expression"),
+        ({"when": {"underflow": "> 0.3"}, "layer": 3}, "expected a glob"),
+        ({"when": {"underflow": "> e"}}, "is like '> 0.3', found '> e'"),
+        ({"when": {"underflow": "> 1e"}}, "is like '> 0.3', found '> 1e'"),
+        ({"when": {"underflow": "> 0.3"}, "operand": "y"}, "allowed: amax, smallest, nan, inf, over"),
+        ({"when": "underflow > 0.3"}, "'when' names a statistic"),
+        ({"when": {"over": 3}}, "'when' names a statistic"),
+        ("stop", "a watch rule is a mapping, found 'stop'"),
     ],
 )
-def test_mistakes(given: dict[str, Any], message: str):
+def test_mistakes(given: Any, message: str):
     with pytest.raises(OptionError, match=message):
-        Rule.of(given)
+        Watch(print, rules=[given])
+
+
+def test_it_looks_at_one_or_several():
+    rule = Rule.of({"when": {"underflow": ">= 0.5"}, "operand": ["x", "dy"], "role": ("qkv", "ffn_in")})
+    assert rule.fires(row(0.5))
+    assert not rule.fires(row(0.5, operand="w"))
+    assert not rule.fires(row(0.5, role="head"))
+
+
+def test_an_operand_that_is_not_measured_is_a_mistake():
+    rules = [{"when": {"amax": "> 1"}, "operand": "dw"}]
+    with pytest.raises(OptionError, match="operand 'dw' is not measured"):
+        Watch(print, rules=rules)
+    Watch(print, rules=rules, operands=["dw"])
+
+
+def test_layers_that_are_no_pattern_are_a_mistake():
+    with pytest.raises(OptionError, match="is not a regular expression"):
+        Watch(print, layers="re:(")
+
+
+def test_a_rule_for_nothing_is_told_once(caplog: pytest.LogCaptureFixture):
+    model = Model()
+    rules = [{"when": {"amax": "> 1e9"}, "layer": layer} for layer in ("blocks.0.up", "block.0.up")]
+    with caplog.at_level(logging.WARNING, "mxcompile.watch"):
+        fallback_run(model, 3, watch=Watch(lambda _: None, every=1, rules=rules))
+    assert caplog.messages == ["watch: rule 2 looks at no operand that is measured in step 0"]
 
 
 def test_a_run_warns_and_stops(caplog: pytest.LogCaptureFixture):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.eager_backend import EagerBackend
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched_models import FFN, WIDTH, Model, batch, keys, samples
@@ -51,36 +50,27 @@ def one_rank_alone(model: Model) -> nn.Module:
     return model if dist.get_rank() == 0 else nn.Identity()
 
 
-def worker(rank: int, wrap: Callable[[Model], nn.Module], folder: str, port: int) -> None:
+def train(wrap: Callable[[Model], nn.Module]) -> None:
     ranks._WAIT_S = 5.0 if wrap is one_rank_alone else 60.0
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=RANKS)
-    try:
-        torch.manual_seed(0)
-        model = Model()
-        watch = Watch(f"{folder}/run.jsonl", every=2)
-        wrapped = wrap(model)
-        compiled = torch.compile(wrapped, backend=EagerBackend(root=model, watch=watch))
-        parameters = [*wrapped.parameters()]
-        optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
-        for step in range(3):
-            result = compiled(batch(step * RANKS + (0 if wrap is tensor_parallel else rank)).requires_grad_())
-            result.square().mean().backward()
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-        watch.close()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(0)
+    model, rank = Model(), dist.get_rank()
+    watch = Watch("run.jsonl", every=2)
+    wrapped = wrap(model)
+    compiled = torch.compile(wrapped, backend=EagerBackend(root=model, watch=watch))
+    parameters = [*wrapped.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
+    for step in range(3):
+        result = compiled(batch(step * RANKS + (0 if wrap is tensor_parallel else rank)).requires_grad_())
+        result.square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    watch.close()
+    dist.barrier()
 
 
 def two_ranks(wrap: Callable[[Model], nn.Module], folder: Path) -> Any:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (wrap, str(folder), port), nprocs=RANKS)
+    on_ranks(RANKS, folder, train, wrap, apart=True)
     return samples(folder / "run.jsonl")
 
 

@@ -95,7 +95,6 @@ def parameters(
 def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
     first, operand = site.readers[0]
     others = dict.fromkeys(tag.name for tag, _ in site.readers if tag.name != first.name)
-    numel = stats.sums.numel or 1
     return TensorNumerics(
         name=first.name,
         role=str(first.role),
@@ -111,8 +110,8 @@ def _tensor(site: CastSite, stats: CastStats) -> TensorNumerics:
         calls=stats.calls,
         numel=stats.sums.numel,
         amax=stats.amax,
-        underflow=stats.underflow / numel,
-        saturation=stats.saturation / numel,
+        underflow=stats.underflow / (stats.nonzero or 1),
+        saturation=stats.saturation / (stats.finite or 1),
         lost=stats.lost / (stats.magnitude or 1.0),
         flops=stats.calls * sum(tag.flops for tag, _ in site.readers),
         scale_histogram=tuple((byte, count) for byte, count in enumerate(stats.histogram) if count),

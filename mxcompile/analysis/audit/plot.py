@@ -82,7 +82,7 @@ def _tensors(figure: Any, numerics: Numerics) -> None:
         label="cut off",
     )
     right.tick_params(labelleft=False)
-    right.set_xlabel("share of elements, %")
+    right.set_xlabel("share of elements (cast to zero: of those that are not 0), %")
     right.legend()
     figure.suptitle("Cast tensors")
     _leaves_out(figure, [_without_place(tensors), _beyond(numerics.tensors)])

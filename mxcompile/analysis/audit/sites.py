@@ -4,7 +4,7 @@
 
 x and x' are the operands before their casts, in the orientation of q and q'. They become arguments so that
 the partitioner keeps them for backward, where wgrad is held to them. Casts stay as they are and get a mark.
-The computation does not change; the marked graph is for `mxcompile.audit.interpreter`, not for Inductor.
+The computation does not change; the marked graph is for `analysis/audit/interpreter.py`, not for Inductor.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile import ops
-from mxcompile.formats import Format, Rounding, Tile, elem_type
-from mxcompile.formats.numerics import dequantize_tensors
+from mxcompile.formats import Format
+from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.graph.build import Builder
+from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import argument, packet
+from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
-from mxcompile.graph.transpose import transpose, untransposed
-from mxcompile.ops.view import Cast, Encode, Product, result_of
+from mxcompile.ops.view import Cast, Encode, Product
 
 MARK = "mx_audit"
 """Where a cast's node.meta holds the position of its `CastSite`."""
@@ -131,46 +132,31 @@ class _Marker:
 
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
-        base, swapped = untransposed(qdata)
-        cast = _cast_of(base)
-        if cast is None:
+        cast, steps = made_by(qdata)
+        if cast.target not in ops.QUANTIZERS:
             return None
         mark = self._cast_site(cast)
         mark.readers.append((site.tag, site.tag.tensors[side]))
         mark.needed_by.add(site.key)
         source = argument(cast)
         if source.target in (ops.dequantize, ops.decode):  # the other layout, made from the rowwise copy
-            first = _cast_of(argument(source))
-            if first is None:
+            first, _ = made_by(argument(source))
+            if first.target not in ops.QUANTIZERS:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)
         if source.target is ops.hadamard:  # of both operands, so the product is the same without
             source = argument(source)
-        return transpose(source, self._build) if swapped else source
+        return retaken(steps, source, self._build)
 
     def _cast_site(self, cast: fx.Node) -> CastSite:
         if MARK not in cast.meta:
             view = Encode.of(cast) or Cast.read(cast)
             rank = value_of(view.x).ndim
             dim = view.block_dim % rank
-            site = CastSite(block_dim=dim, rowwise=dim == rank - 1, fmt=_format(view))
+            site = CastSite(block_dim=dim, rowwise=dim == rank - 1, fmt=view.form)
             self._sites.casts.append(site)
             cast.meta[MARK] = len(self._sites.casts) - 1
             return site
         index: int = cast.meta[MARK]
         return self._sites.casts[index]
-
-
-def _cast_of(qdata: fx.Node) -> fx.Node | None:
-    """The node that quantized `qdata`."""
-    cast, _ = result_of(qdata)
-    return cast if cast is not None and cast.target in ops.QUANTIZERS else None
-
-
-def _format(cast: Encode | Cast) -> Format:
-    """The format of `cast`."""
-    if isinstance(cast, Encode):
-        return cast.form
-    tile = Tile.SQUARE if cast.square else Tile.ROW
-    return Format(elem=elem_type(cast.elem_dtype), rounding=Rounding(cast.rounding), tile=tile)

@@ -6,15 +6,14 @@ All sums are in FP64 of the exact FP32 values. `mxcompile.report.numerics` defin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Format
+from mxcompile.formats import BLOCK, Format, Tile
 from mxcompile.formats.encoding import decode_tensors, element_values, scale_factors, tensor_amax
-from mxcompile.formats.numerics import dequantize_tensors
 from mxcompile.ops import grouped_product
 
 PIECE = 1 << 20
@@ -78,11 +77,17 @@ class Sums:
 
 @dataclass(kw_only=True, slots=True)
 class CastStats:
-    """All calls of one cast."""
+    """All calls of one cast.
+
+    finite: elements. nonzero: of these. underflow: of those whose cast is 0. saturation: finite ones cut off.
+    magnitude, lost: the sum of magnitudes, and of those whose cast is 0.
+    """
 
     sums: Sums = field(default_factory=Sums)
     calls: int = 0
     amax: float = 0.0
+    finite: int = 0
+    nonzero: int = 0
     underflow: int = 0
     saturation: int = 0
     magnitude: float = 0.0
@@ -97,18 +102,23 @@ class CastStats:
         exponents = factors if factors.dtype is torch.uint8 else (factors.view(torch.int32) >> 23) & 0xFF
         counts = torch.bincount(exponents.flatten().to(torch.int64), minlength=256).tolist()
         self.histogram = [before + now for before, now in zip(self.histogram, counts, strict=True)]
-        limit, decoded = fmt.elem.max, _decoder(fmt, block_dim, amax)
-        for x_piece, q_piece, s_piece in _parts(fmt, x, qdata, scale, block_dim):
-            value = decoded(q_piece, s_piece)
+        if fmt.is_mx:
+            fmt = replace(fmt, tile=Tile.ROW)  # squares have a scale for every row
+        parts = pieces(x, qdata, scale, block_dim) if fmt.is_mx else [(x, qdata, scale)][: x.numel()]
+        for x_piece, q_piece, s_piece in parts:
+            value = decode_tensors(q_piece, s_piece, block_dim, fmt, torch.float32, amax)
             source, stored = x_piece.to(torch.float32), element_values(q_piece, fmt.elem)
             self.sums.add(source, value)
-            size = torch.where(source.isfinite(), source.abs(), 0)
-            cut = (stored.abs() == limit) & (size > value.abs())
-            lost = (stored == 0) & (source != 0)
-            largest, num_cut, num_lost = size.max().item(), int(cut.sum()), int(lost.sum())
-            self.amax = max(self.amax, largest)
-            self.saturation += num_cut
-            self.underflow += num_lost
+            finite = source.isfinite()
+            size = torch.where(finite, source.abs(), 0)
+            nonzero = size != 0
+            cut = (stored.abs() == fmt.elem.max) & (size > value.abs())
+            lost = nonzero & (value == 0)
+            self.amax = max(self.amax, size.max().item())
+            self.finite += int(finite.sum())
+            self.nonzero += int(nonzero.sum())
+            self.saturation += int(cut.sum())
+            self.underflow += int(lost.sum())
             self.magnitude += size.sum(dtype=torch.float64).item()
             self.lost += size[lost].sum(dtype=torch.float64).item()
 
@@ -139,29 +149,6 @@ class ProductStats:
         """Count one call: `out` stands for one product per group, the groups as in `aten._grouped_mm`."""
         self.calls += 1
         self.sums.add(grouped_product(left.to(torch.float32), right.to(torch.float32), offs), out)
-
-
-def _decoder(fmt: Format, block_dim: int, amax: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Elements and scales to FP32 values. The scales of MXFP8 have a byte for every row, also of squares.
-
-    amax: of the tensor, for formats of two levels.
-    """
-
-    def decoded(qdata: Tensor, scale: Tensor) -> Tensor:
-        if fmt.is_mx:
-            return dequantize_tensors(qdata, scale, block_dim, torch.float32)
-        return decode_tensors(qdata, scale, block_dim, fmt, torch.float32, amax)
-
-    return decoded
-
-
-def _parts(
-    fmt: Format, x: Tensor, qdata: Tensor, scale: Tensor, block_dim: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Matching parts of the three: pieces of MXFP8, whose blocks all are alike, else all at once."""
-    if fmt.is_mx:
-        return pieces(x, qdata, scale, block_dim)
-    return iter([(x, qdata, scale)] if x.numel() else [])
 
 
 def _as_batch(matrices: Tensor) -> Tensor:

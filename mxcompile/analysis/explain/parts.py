@@ -16,7 +16,6 @@ from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
 from mxcompile.passes.follow import Follow
 from mxcompile.passes.record import records
-from mxcompile.passes.roles.cuts import Cuts
 from mxcompile.plan.plan import Layers
 from mxcompile.policy import Choice, Code, Gemm, Reason
 from mxcompile.report import GemmRecord
@@ -58,7 +57,7 @@ def eager_records(
     known: the GEMMs of the whole model by name, which say what role each has. blocks: of the model.
     """
     Find(blocks=blocks).apply(graph)
-    Classify(cuts=Cuts(inputs=None, outputs=None)).apply(graph)
+    Classify(cut_inputs=True, cut_outputs=True).apply(graph)
     Follow(known=known).apply(graph)
     kept = Choice(precision=KEPT.name, reason=Reason(Code.NOT_COMPILED))
     for node in graph.nodes:

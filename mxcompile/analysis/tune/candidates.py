@@ -1,8 +1,8 @@
 """The candidates of a layer in a mix of precisions, the cost of each, and the policy of a mix.
 
 A candidate is a precision's word or a preset's: what it asks of the three GEMMs of a layer. Its cost is the
-roofline's estimate of the layer's GEMMs and casts on a target (see `mxcompile.explain.roofline`), 0 where the
-target has no data sheet, then the bytes of the operands.
+roofline's estimate of the layer's GEMMs and casts on a target (see `analysis/explain/roofline.py`), 0 where
+the target has no data sheet, then the bytes of the operands.
 """
 
 from __future__ import annotations

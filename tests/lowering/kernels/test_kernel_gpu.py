@@ -9,7 +9,7 @@ from helpers.operands import assert_within, operand, product, values
 import mxcompile
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout, ScaleType
-from mxcompile.formats.numerics import quantize_tensors
+from mxcompile.formats.encoding import quantize_tensors
 from mxcompile.lowering import pipeline, targets
 from mxcompile.lowering.kernels import configs
 from mxcompile.lowering.targets import Target

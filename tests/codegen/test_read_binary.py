@@ -1,0 +1,63 @@
+"""A binary that the tools cannot read has a problem, and not 0 registers and no spill."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline import binary
+
+METADATA = SimpleNamespace(shared=0, tmem_size=0)
+USAGE = " Function k:\n  REG:40 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:560\n"
+
+
+def read(asm: dict[str, Any], target: str = "sm_90") -> binary.Binary:
+    return binary.read_binary(asm, METADATA, TARGETS[target])
+
+
+def test_a_damaged_cubin():
+    (problem,) = read({"cubin": b"damaged", "ptx": ""}).problems
+    assert problem.startswith("nvdisasm does not read the kernel: nvdisasm fatal")
+
+
+def test_a_missing_tool(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(binary, "disassemble", lambda _: "")
+    monkeypatch.setattr(binary, "_CUOBJDUMP", "/no/cuobjdump")
+    (problem,) = read({"cubin": b"x", "ptx": ""}).problems
+    assert problem.startswith("cuobjdump does not read the kernel: [Errno 2]")
+
+
+def test_a_tool_whose_words_are_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(binary, "disassemble", lambda _: "")
+    monkeypatch.setattr(
+        binary, "run_tool", lambda *_, **__: SimpleNamespace(stdout="registers 40", stderr="")
+    )
+    (problem,) = read({"cubin": b"x", "ptx": ""}).problems
+    assert problem.startswith("its registers are not known")
+
+
+def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch):
+    """The dump says that the kernel has a stack; whether it is of spills, the assembler would say."""
+    monkeypatch.setattr(binary, "disassemble", lambda _: "")
+    run_tool = binary.run_tool
+    dumped = SimpleNamespace(stdout=USAGE, stderr="")
+    monkeypatch.setattr(
+        binary,
+        "run_tool",
+        lambda tool, *_, **given: dumped if "dump" in str(tool) else run_tool(tool, *_, **given),
+    )
+    (problem,) = read({"cubin": b"x", "ptx": "damaged"}).problems
+    assert problem.startswith("ptxas does not read the kernel: ptxas")
+
+
+def test_assembly_of_amd():
+    whole = ".vgpr_count: 64\n.vgpr_spill_count: 3\n"
+    assert (read({"amdgcn": whole}, "gfx950").registers, read({"amdgcn": whole}, "gfx950").spill_bytes) == (
+        64,
+        12,
+    )
+    (problem,) = read({"amdgcn": ""}, "gfx950").problems
+    assert problem.startswith("its registers are not known")

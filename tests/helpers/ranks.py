@@ -1,0 +1,54 @@
+"""Several ranks on this machine: processes that meet through a file, and what each of them gave."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_ranks(ranks: int, folder: Path, run: Callable[..., Any], *args: Any, apart: bool = False) -> list[Any]:
+    """What ``run(*args)`` gives on each of `ranks`, whose working directory is `folder`.
+
+    apart: whether each rank has a cache of compiled code of its own.
+    """
+    (folder / "rendezvous").unlink(missing_ok=True)  # of an earlier launch
+    torch.multiprocessing.spawn(_rank, (ranks, str(folder), apart, run, args), nprocs=ranks)
+    return results(ranks, folder)
+
+
+def results(ranks: int, folder: Path) -> list[Any]:
+    """What the last launch in `folder` gave."""
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def each(run: Callable[[Any], Any], ways: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+    """What `run` gives of each of `ways`, by its name; or the traceback of one that fails."""
+    found: dict[str, Any] = {}
+    for way in ways:
+        try:
+            found[way.__name__] = run(way)
+        except Exception:  # whatever it is: the test shows it
+            found[way.__name__] = traceback.format_exc()
+    return found
+
+
+def _rank(
+    rank: int, ranks: int, folder: str, apart: bool, run: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    if apart:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache{rank}"
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/rendezvous", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
+    try:
+        torch.save(run(*args), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
