@@ -105,7 +105,7 @@ class StoredBuffers:
     def of(
         qdata: ir.TensorBox, scale: ir.TensorBox, fmt: str, global_scale: ir.TensorBox | None
     ) -> StoredBuffers:
-        """Of the arguments of an operator."""
+        """Returns the buffers of the weight that the arguments of an operator describe."""
         parts = {"codes": qdata, "scales": scale}
         if global_scale is not None:
             parts["whole"] = global_scale

@@ -1,7 +1,7 @@
 """Values of E2M1 codes on register tiles: Triton device functions for products with stored FP4 weights.
 
-    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa: the bias of its exponent is 15,
-                    E2M1's is 1; subnormals are subnormals
+    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa: its exponents have a bias of
+                    15, E2M1's of 1; subnormals are subnormals
     2^-126 · value  the BF16 number of the same bits, whose bias is 127
 
 A byte holds two codes, the first in its low half. `decoded` is exact, `times` rounds once. On NVIDIA's chips,
