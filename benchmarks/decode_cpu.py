@@ -3,12 +3,13 @@
 Rows of BF16 activations times a weight, larger than the last-level cache by default. What counts is the
 faster of BF16 and FP32, which depends on the class of CPU: the first line names it. All take turns; in a
 turn each multiplies twice, so that its threads are awake, and the second time counts. Before a turn there
-is a pause in which the threads of the one before fall asleep.
+is a pause in which the threads of the one before fall asleep. With one thread (OMP_NUM_THREADS=1) times are
+the thread's own, so that other programs on the machine count less, and results have a file of their own.
 
     bf16 inductor            torch.compile of `F.linear`
     fp32 inductor            the same with weight and activations in FP32
     bf16 inductor, frozen    in BF16 with Inductor's freezing, which packs the weight for oneDNN
-    mxcompile mxfp8, mxfp4   in BF16 with the weight stored, under backend="mxfp8"
+    mxcompile mxfp8, mxfp4, nvfp4   in BF16 with the weight stored, under backend="mxfp8"
     torchao int8             int8 weight-only, compiled
     llama.cpp q8_0, q4_0 …   where --llama names the program made of llama_cpp.cpp; FP32 activations; with
                              repack the weight lies in the order that llama.cpp gives it when it loads a model
@@ -17,7 +18,7 @@ Compiled code is kept: a run with ``--repeats 1 --dry`` before makes the one tha
 `plot_serving.py` draws what was written last.
 
 Usage: python benchmarks/decode_cpu.py [--repeats 30] [--rows 1 512] [--shapes 14336x4096 …] [--llama PROGRAM]
-           [--llama-types q8_0 q4_0 "q4_0 repack" mxfp4] [--only mxcompile …]
+           [--llama-types q8_0 q4_0 "q4_0 repack" mxfp4 "mxfp4 repack"] [--only mxcompile …]
 """
 
 from __future__ import annotations
@@ -42,26 +43,33 @@ SHAPES = ("14336x4096", "4096x14336", "8192x8192")
 ROWS = (1, 2, 4, 8, 16, 512)
 PAUSE_S = 0.02
 LLAMA = "llama.cpp "
-LLAMA_TYPES = ("q8_0", "q4_0", "q4_0 repack", "mxfp4")
+LLAMA_TYPES = ("q8_0", "q4_0", "q4_0 repack", "mxfp4", "mxfp4 repack")
 BASELINES = ("bf16 inductor", "fp32 inductor")
 BYTES = {
-    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32, "int8": 1.0, "q8_0": 34 / 32,
-    "q4_0": 18 / 32,
+    "bf16": 2.0, "fp32": 4.0, "mxfp8": 33 / 32, "mxfp4": 17 / 32, "nvfp4": 9 / 16, "int8": 1.0,
+    "q8_0": 34 / 32, "q4_0": 18 / 32,
 }  # fmt: skip
 """Of a weight, for each value; int8 has a scale for each row beside."""
 
-STORED = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}
+STORED: dict[str, dict[str, Any]] = {
+    "mxfp8": {"elem_dtype": torch.float8_e4m3fn},
+    "mxfp4": {"elem_dtype": torch.float4_e2m1fn_x2},
+    "nvfp4": {"elem_dtype": torch.float4_e2m1fn_x2, "rounding": "two-level"},
+}
+"""What `mxcompile.quantize` is told."""
+
 PEERS = {
-    "bf16 inductor": "bf16", "fp32 inductor": "fp32", "mxcompile mxfp8": "mxfp8",
+    "bf16 inductor": "bf16", "fp32 inductor": "fp32", "mxcompile mxfp8": "mxfp8", "torchao int8": "int8",
     "llama.cpp q8_0": "llama", "llama.cpp q4_0": "q4_0", "llama.cpp q4_0 repack": "q4_0_repack",
+    "llama.cpp mxfp4": "llama_mxfp4", "llama.cpp mxfp4 repack": "llama_mxfp4_repack",
 }  # fmt: skip
 """What the times of each way are compared with, and the word for it in a row."""
 
 
-def _stored(weight: Tensor, elem: torch.dtype) -> nn.Module:
+def _stored(weight: Tensor, how: dict[str, Any]) -> nn.Module:
     """A linear layer of `weight`, stored."""
     linear = _dense(weight)
-    linear.weight = nn.Parameter(mxcompile.quantize(weight, elem_dtype=elem), requires_grad=False)
+    linear.weight = nn.Parameter(mxcompile.quantize(weight, **how), requires_grad=False)
     return linear
 
 
@@ -119,7 +127,7 @@ def main() -> None:
             rows += measure(shape, made, m, repeats, llama)
     common.show([{k: v for k, v in row.items() if k != "times_ms"} for row in rows])
     if not options.dry:
-        common.write("decode_cpu", rows)
+        common.write("decode_cpu" if torch.get_num_threads() > 1 else "decode_cpu_one_thread", rows)
 
 
 @torch.no_grad()
@@ -134,9 +142,9 @@ def layers(shape: str, *, with_torchao: bool) -> dict[str, Callable[..., Any]]:
         "bf16 inductor, frozen": torch.compile(_dense(weight), dynamic=False, options={"freezing": True}),
         **{
             f"mxcompile {word}": torch.compile(
-                _stored(weight, elem), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
+                _stored(weight, how), backend="mxfp8", dynamic=False, options={"policy": "bf16"}
             )
-            for word, elem in STORED.items()
+            for word, how in STORED.items()
         },
     }
     if with_torchao:
@@ -168,10 +176,11 @@ def measure(
 
 
 def _turn(layer: Callable[..., Any], x: Tensor) -> float:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     layer(x)
-    start = time.perf_counter()
+    start = clock()
     layer(x)
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
 def _row(shape: str, m: int, run: str, times: dict[str, list[float]]) -> dict[str, Any]:

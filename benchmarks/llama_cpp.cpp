@@ -5,16 +5,17 @@
 // TYPE is q8_0, the default, q4_0, mxfp4 or another of ggml's. With repack the weight lies in the order that llama.cpp
 // gives it on this CPU when it loads a model, where it has one for the type.
 //
-// The product runs twice, so that its threads are awake, and the second run counts. To build it, from the source of
-// llama.cpp, which the source distribution of llama-cpp-python has in vendor/:
+// The product runs twice, so that its threads are awake, and the second run counts; with one thread by the time of
+// that thread. To build it, from the source of llama.cpp, which the source distribution of llama-cpp-python has in
+// vendor/:
 //   cmake -B build -S llama.cpp -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_COMMON=OFF
 //   ninja -C build ggml
 //   g++ -O2 benchmarks/llama_cpp.cpp -I llama.cpp/ggml/include -L build/bin -Wl,-rpath,$PWD/build/bin
 //       -lggml -lggml-cpu -lggml-base -o llama_cpp
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <random>
 #include <vector>
 
@@ -37,6 +38,12 @@ static ggml_backend_buffer_type_t repacking() {
       ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
   ggml_backend_buffer_type_t* each = others ? others(cpu) : nullptr;
   return each && *each ? *each : ggml_backend_cpu_buffer_type();
+}
+
+static double now_ms(int threads) {
+  timespec time;
+  clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &time);
+  return 1e3 * time.tv_sec + 1e-6 * time.tv_nsec;
 }
 
 int main(int argc, char** argv) {
@@ -71,9 +78,9 @@ int main(int argc, char** argv) {
   while (fgets(line, sizeof line, stdin)) {
     double ms = 0;
     for (int i = 0; i < 2; i++) {
-      auto start = std::chrono::steady_clock::now();
+      const double start = now_ms(threads);
       ggml_graph_compute(graph, &plan);
-      ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+      ms = now_ms(threads) - start;
     }
     printf("%.4f\n", ms);
     fflush(stdout);

@@ -168,6 +168,15 @@ def test_one_layer_decoding():
         same(ratios, [rows[f"{n}x{k}", int(count), run]["bf16_over_this"] for run in runs])
 
 
+def test_decoding_by_one_thread():
+    rows = newest("decode_cpu_one_thread", "weight", "run")
+    runs = ("mxcompile mxfp8", "mxcompile mxfp4", "mxcompile nvfp4", "torchao int8")
+    types = ("q8_0", "q4_0", "q4_0 repack", "mxfp4", "mxfp4 repack")
+    runs += tuple(f"llama.cpp {each}" for each in types)
+    for weight, numbers in table("docs/cpu.md", "weight, one thread").items():
+        same(numbers, [rows[weight.replace("×", "x"), run]["median_ms"] for run in runs])
+
+
 def test_attention_over_a_cache():
     rows = newest("decode_attention", "context", "run")
     for tokens, numbers in table("docs/serving.md", "tokens in the cache").items():

@@ -10,7 +10,7 @@
 #ifndef MXCOMPILE_CASTS_H
 #define MXCOMPILE_CASTS_H
 
-#include "lanes.h"
+#include "weight_rows.h"
 
 MXCOMPILE_VECTORIZED
 
@@ -20,7 +20,6 @@ constexpr int64_t GROUP = 8;               // blocks of a row whose scales are c
 constexpr int64_t COLUMNS = GROUP * BLOCK;  // 32 rows of so many columns stay in the first-level cache
 constexpr int64_t FEW = 1 << 14;           // elements that are not worth waking threads for
 
-inline int64_t num_blocks(int64_t length) { return (length + BLOCK - 1) / BLOCK; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <class T>
@@ -177,17 +176,18 @@ struct Cast {
   }
 };
 
-// Two whole blocks of codes, some of which may share bytes, as values; false where the loops below have to.
+constexpr int64_t PAIR = 2 * BLOCK;  // codes that become values together
+
+// PAIR codes, some of which may share bytes, as values; false where the loops below have to.
 template <class Elem>
-inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused]] const uint8_t* scales,
-                           [[maybe_unused]] float* values) {
+inline bool dequantize_pair([[maybe_unused]] Weight<Elem> here, [[maybe_unused]] float* values) {
 #ifdef MXCOMPILE_LANES
-  const auto& powers = Scales<raised<Elem>>::all();
-  if (largest(scales, 2) > powers.most || has_nan<Elem>(codes, 2 * BLOCK)) return false;
-  for (int64_t at = 0; at < 2 * BLOCK; at += CODES) {
-    const Lanes scale = everywhere(powers.value[scales[at / BLOCK]]);
+  const auto& powers = Scales<raised<Elem>, Elem::two_level>::all();
+  if (largest(here.scales, PAIR / Elem::block) > powers.most || has_nan<Elem>(here.codes, PAIR)) return false;
+  for (int64_t at = 0; at < PAIR; at += CODES) {
+    const Lanes scale = everywhere(here.divided(powers.value[here.scales[at / Elem::block]]));
     Lanes part[CODES / WIDTH];
-    unpack<Elem>(codes + row_bytes<Elem>(at), part);
+    unpack<Elem>(here.codes + row_bytes<Elem>(at), part);
     for (int64_t i = 0; i < CODES / WIDTH; i++) store(values + at + i * WIDTH, product(part[i], scale));
   }
   return true;
@@ -197,13 +197,32 @@ inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused
 }
 
 // As BF16 by a table of bytes. A scale adds to the exponents of all but zeros and what is not finite, where it leaves
-// every element's a normal one.
+// every element's a normal one. Of two levels as FP32 by a table of words, times scales that leave normal numbers, which
+// alone are rounded.
 template <class Elem>
-inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused]] const uint8_t* scales,
-                           [[maybe_unused]] Bfloat16* values) {
+inline bool dequantize_pair([[maybe_unused]] Weight<Elem> here, [[maybe_unused]] Bfloat16* values) {
 #ifdef MXCOMPILE_BYTE_TABLES
+  if constexpr (Elem::two_level) {
+#ifdef __AVX512BF16__
+    const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    constexpr float least_normal = 2.0f / (1ull << 63) / (1ull << 63);  // 2^-125: of a scale
+    alignas(64) uint8_t codes[PAIR];
+    _mm512_store_si512(codes, load_codes<Elem>(here.codes, PAIR));
+    for (int64_t i = 0; i < PAIR / Elem::block; i++) {
+      const float scale = here.divided(scale_number<Elem>(here.scales[i]));
+      if (scale != 0.0f && as_float(magnitude(scale)) < least_normal) return false;
+      const __m128i some = _mm_load_si128(reinterpret_cast<const __m128i*>(codes + i * Elem::block));
+      const __m512 value = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(some), table), _mm512_set1_ps(scale));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + i * Elem::block), (__m256i)_mm512_cvtneps_pbh(value));
+    }
+    return true;
+#else
+    return false;
+#endif
+  }
   constexpr int least_byte = 17, most_byte = 239;
   constexpr char not_finite = Elem::not_finite, sizes = (1 << (Elem::bits - 1)) - 1;
+  const uint8_t *codes = here.codes, *scales = here.scales;
   for (int64_t i = 0; i < 2; i++)
     if (scales[i] < least_byte || scales[i] > most_byte) return false;
   const __m512i lower = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), upper = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
@@ -223,28 +242,31 @@ inline bool dequantize_two([[maybe_unused]] const uint8_t* codes, [[maybe_unused
 #endif
 }
 
-// Values of codes under scales: of rows of `width`, blocks along them.
+// Values of `number` rows of stored data, blocks along them.
 template <class Elem, class Value>
-inline void dequantize_rows(const uint8_t* codes, const uint8_t* scales, int64_t number, int64_t width, int threads,
-                            Value* values) {
+inline void dequantize_rows(Weight<Elem> weight, int64_t number, int threads, Value* values) {
+  constexpr int64_t BLOCK = Elem::block;
+  const int64_t width = weight.k;
   for_tiles(number, 1, number * width, threads, [=](int64_t r, int64_t) {
-    for (int64_t block = 0; block < num_blocks(width); block++) {
-      const uint8_t* bytes = scales + r * num_blocks(width) + block;
-      int64_t at = r * width + block * BLOCK, count = least(BLOCK, width - block * BLOCK);
-      const uint8_t* here = codes + row_bytes<Elem>(at);
-      if ((block + 2) * BLOCK <= width && dequantize_two<Elem>(here, bytes, values + at)) {
-        block++;
+    for (int64_t start = 0; start < width;) {
+      Value* to = values + r * width + start;
+      Weight<Elem> here = weight.from(r);
+      here.codes += row_bytes<Elem>(start), here.scales += start / BLOCK;
+      if (start + PAIR <= width && dequantize_pair(here, to)) {
+        start += PAIR;
         continue;
       }
+      const int64_t count = least(BLOCK, width - start);
       uint8_t buffer[BLOCK];
-      const uint8_t* code = spread<Elem>(here, count, buffer);
-      float scale = scale_value(*bytes);
+      const uint8_t* code = spread<Elem>(here.codes, count, buffer);
+      const float scale = here.divided(scale_number<Elem>(*here.scales));
       if (count == BLOCK)
         #pragma omp simd
-        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
+        for (int64_t i = 0; i < BLOCK; i++) narrow(decode<Elem>(code[i]) * scale, to[i]);
       else
         #pragma omp simd
-        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(code[i]) * scale, values[at + i]);
+        for (int64_t i = 0; i < count; i++) narrow(decode<Elem>(code[i]) * scale, to[i]);
+      start += count;
     }
   });
 }

@@ -9,7 +9,7 @@ Inductor lowers first makes the other too, and the other is found here when its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,12 +90,38 @@ class _Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBuffers:
-    """A weight [N, k], its buffers, which `kernel.stored` gave. elem: what the headers call its elements."""
+    """A weight [N, k], stored along its rows.
 
-    codes: Any
-    scales: Any
+    buffers: its codes and scales, and the global scale if there is one, as `kernel.stored` gives them. elem:
+    what the headers call its elements. rows: whether every row has a global scale.
+    """
+
+    buffers: Mapping[str, Any]
     elem: str
     k: Any
+    rows: bool
+
+    @staticmethod
+    def of(
+        qdata: ir.TensorBox, scale: ir.TensorBox, fmt: str, global_scale: ir.TensorBox | None
+    ) -> StoredBuffers:
+        """Returns the buffers of the weight that the arguments of an operator describe."""
+        parts = {"codes": qdata, "scales": scale}
+        if global_scale is not None:
+            parts["whole"] = global_scale
+        size = [] if global_scale is None else global_scale.get_size()
+        return StoredBuffers(
+            buffers={name: kernel.stored(part) for name, part in parts.items()},
+            elem=elem_word(qdata, fmt),
+            k=unpacked_size(qdata, -1, fmt)[-1],
+            rows=any(V.graph.sizevars.optimization_hint(length) != 1 for length in size),
+        )
+
+    def words(self, words: Words) -> str:
+        """The weight as a value of the headers."""
+        codes, scales = words.pointer("codes"), words.pointer("scales")
+        whole = f", {words.pointer('whole')}, {int(self.rows)}" if "whole" in self.buffers else ""
+        return f"mxcompile::Weight<{self.elem}>{{{codes}, {scales}, {words.given(self.k)}{whole}}}"
 
 
 _PROGRESS: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
@@ -201,6 +227,8 @@ def _body(shape: list[Any], source: torch.dtype, casts: dict[int, CppCast], word
 
 def elem_word(qdata: ir.TensorBox, fmt: str) -> str:
     """The class of ``elements.h`` for the elements of stored data. fmt: as for ``mx.dequantize``."""
+    if fmt and Format.of(fmt).two_level:
+        return "mxcompile::NVFP4"
     elem = Format.of(fmt).elem if fmt else elem_type(qdata.get_dtype())
     return f"mxcompile::{elem.name.upper()}"
 
@@ -214,7 +242,12 @@ def unpacked_size(qdata: ir.TensorBox, dim: int, fmt: str) -> list[Any]:
 
 
 def dequantize(
-    qdata: ir.TensorBox, scale: ir.TensorBox, block_dim: int, dtype: torch.dtype, fmt: str = ""
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox,
+    block_dim: int,
+    dtype: torch.dtype,
+    fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """The value of ``mx.dequantize``; None where Inductor's loops serve."""
     shape, device = unpacked_size(qdata, block_dim, fmt), qdata.get_device_or_error()
@@ -222,38 +255,39 @@ def dequantize(
         return None
     if len(scale.get_size()) != len(shape):  # tiled
         return None
-    if fmt and Format.of(fmt).two_level:
-        return None
     dim = block_dim % len(shape)
+    two_level = bool(fmt) and Format.of(fmt).two_level
+    if dim == len(shape) - 1 and not (two_level and len(shape) != 2):
+        weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
+        return dequantize_part(weight, 0, math.prod(shape[:-1]), dtype, shape)
+    if two_level:
+        return None
     elem = elem_word(qdata, fmt)
     inputs = {"codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
 
     def body(words: Words) -> str:
-        rows = dim == len(shape) - 1
-        inner = () if rows else (math.prod(shape[dim + 1 :]),)
-        sizes = words.given(math.prod(shape[:dim]), shape[dim], *inner)
+        sizes = words.given(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
         pointers = f"{words.pointer('codes')}, {words.pointer('scales')}"
-        function = f"mxcompile::dequantize_{'rows' if rows else 'columns'}<{elem}>"
+        function = f"mxcompile::dequantize_columns<{elem}>"
         return f"{function}({pointers}, {sizes}, {words.threads}, {words.pointer('values')});"
 
     code = CppBody(header="casts.h", body=body)
     return kernel.call(code, inputs, {"values": (shape, dtype)}, device)[0]
 
 
-def dequantize_part(weight: StoredBuffers, first: int, count: int, dtype: torch.dtype) -> ir.TensorBox:
-    """Values of `count` rows from `first` on, of codes [N, K], blocks along K; all parts share the code."""
-    k, elem = weight.k, weight.elem
+def dequantize_part(
+    weight: StoredBuffers, first: int, count: Any, dtype: torch.dtype, shape: Sequence[Any] | None = None
+) -> ir.TensorBox:
+    """Values of `count` rows of `weight` from `first` on, of `shape` if given; all parts share the code."""
 
     def body(words: Words) -> str:
-        start, rows, width = (words.given(size) for size in (first, count, k))
-        codes, scales = words.pointer("codes"), words.pointer("scales")
-        row_bytes = f"mxcompile::row_bytes<{elem}>({width})"
-        part = f"{codes} + {start} * {row_bytes}, {scales} + {start} * mxcompile::num_blocks({width})"
+        part = f"{weight.words(words)}.from({words.given(first)})"
         return (
-            f"mxcompile::dequantize_rows<{elem}>({part}, {rows}, {width},"
-            f" {words.threads}, {words.pointer('values')});"
+            f"mxcompile::dequantize_rows({part}, {words.given(count)}, {words.threads},"
+            f" {words.pointer('values')});"
         )
 
     code = CppBody(header="casts.h", body=body)
-    inputs = {"codes": weight.codes, "scales": weight.scales}
-    return kernel.call(code, inputs, {"values": ([count, k], dtype)}, weight.codes.get_device_or_error())[0]
+    device = weight.buffers["codes"].get_device_or_error()
+    values = list(shape or [count, weight.k])
+    return kernel.call(code, weight.buffers, {"values": (values, dtype)}, device)[0]

@@ -42,23 +42,35 @@ constexpr uint32_t SCALE_NAN = 255;
 
 enum class Rounding { rceil, floor, ceil, even };
 
-struct E4M3 {
+struct MX {  // a scale of E8M0 for 32 elements
+  static constexpr int64_t block = BLOCK;
+  static constexpr bool two_level = false;
+};
+
+struct E4M3 : MX {
   static constexpr int mantissa_bits = 3, emax = 8, min_field = 121;  // min_field: biased exponent of 2^-6
   static constexpr int bits = 8, per_byte = 1, not_finite = 0x7f;     // not_finite: the first such code
   static constexpr float max = 448.0f;
 };
 
-struct E5M2 {
+struct E5M2 : MX {
   static constexpr int mantissa_bits = 2, emax = 15, min_field = 113;
   static constexpr int bits = 8, per_byte = 1, not_finite = 0x7c;
   static constexpr float max = 57344.0f;
 };
 
-struct E2M1 {
+struct E2M1 : MX {
   static constexpr int mantissa_bits = 1, emax = 2, min_field = 127;
   static constexpr int bits = 4, per_byte = 2, not_finite = 8;
   static constexpr float max = 6.0f;
 };
+
+struct NVFP4 : E2M1 {  // a scale of E4M3 for 16 elements; a number of the tensor or of the row divides all of them
+  static constexpr int64_t block = 16;
+  static constexpr bool two_level = true;
+};
+
+inline int64_t num_blocks(int64_t length, int64_t block = BLOCK) { return (length + block - 1) / block; }
 
 template <class Elem>
 constexpr int64_t row_bytes(int64_t k) {
@@ -183,6 +195,12 @@ inline float decode(uint8_t code) {
   uint32_t special = Elem::emax != 8 && size == not_finite ? INFINITY_BITS : NAN_BITS;
   value = size >= not_finite ? special : value;
   return as_float(value | ((code & sign) << (32 - Elem::bits)));
+}
+
+// What a byte of a weight's scales stands for.
+template <class Elem>
+inline float scale_number(uint8_t byte) {
+  return Elem::two_level ? decode<E4M3>(byte) : scale_value(byte);
 }
 
 // f of 0, 1, … as constants: sums that constants index stay in registers, those that a loop indexes do not.

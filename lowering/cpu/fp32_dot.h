@@ -1,7 +1,6 @@
 // Few rows times rows of stored weights, in registers of FP32: what `weight_only_mm.h` runs on AVX2 and on NEON.
 //
-// Codes become numbers that are 2^-Form::low of their values, up to 32 of which share a scale, which one FMA applies to
-// their sum. `arrange` puts x in the order of the numbers, and multiplies it by 2^Form::up.
+// Codes become numbers that are 2^-Form::low of their values. Up to 32 share a scale, which one FMA applies to their sum. `arrange` puts x in the order of the numbers, and multiplies it by 2^Form::up.
 //
 //   NEON   by FP16 (`lanes.h`)
 //   AVX2   the code's bits at the place where FP32 has its exponent, and the sign: 2^-120 of the value of E4M3, 2^-112 of
@@ -10,24 +9,11 @@
 #ifndef MXCOMPILE_FP32_DOT_H
 #define MXCOMPILE_FP32_DOT_H
 
-#include "lanes.h"
+#include "weight_rows.h"
 
 MXCOMPILE_VECTORIZED
 
 namespace mxcompile {
-
-// Whether products with any element, and sums of some, are normal numbers: exponents within 2^±60, or no number, which
-// magnitudes from `no_number` on are.
-template <class X>
-inline bool ordinary(const X* x, int64_t count, uint32_t no_number = INFINITY_BITS) {
-  uint32_t others = 0;
-#pragma omp simd reduction(| : others)
-  for (int64_t i = 0; i < count; i++) {
-    const uint32_t size = fp32_bits(magnitude(x[i])), least = (127 - 60) << 23, most = (127 + 60) << 23;
-    others |= static_cast<uint32_t>(size - least >= most - least) & static_cast<uint32_t>(size - 1 < no_number - 1);
-  }
-  return !others;
-}
 
 #if MXCOMPILE_LANES == 8
 // FP32 flushes no subnormal numbers while there is one of these, whatever the thread was told.
@@ -95,21 +81,7 @@ struct Dot {
 #endif
 
 #ifdef MXCOMPILE_LANES
-constexpr int64_t AHEAD = 4096;  // bytes of a row between what is decoded and what is fetched from memory
-
-// How far behind byte `at` of rows of `width` bytes to fetch: at the end of rows that lie together, the rows after these.
-inline int64_t soon(int64_t at, int64_t width, int64_t weights, int64_t between) {
-  return at + AHEAD < width || between > 1 ? AHEAD : AHEAD + (weights - 1) * width;
-}
-
-constexpr int64_t LINE = 16;    // numbers that a line of the cache has
 constexpr int64_t LONG = 1024;  // numbers whose sums in FP32 may lose 2^-14
-
-// The first number of a line at or behind `memory`: what lies across two lines takes twice as long to load.
-inline float* on_a_line(float* memory) {
-  constexpr uintptr_t bytes = LINE * sizeof(float);
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + bytes - 1) / bytes * bytes);
-}
 
 // How x lies in memory, and its products with rows of the weight. E2M1 on AVX2 has its own (`integer_dot.h`).
 template <class Elem>
@@ -142,19 +114,18 @@ struct InLanes {
       for (int64_t i = 0; i < BLOCK; i++) out[at + i] = x[at + Dot<Elem>::place(i)] * factor;
   }
 
-  // `rows` of x, `apart` from each other, times `weights` rows of k codes; sums of a row of the weight are `stride`
-  // apart, and the rows of the weight lie `between` apart. Returns false where the sums are not right: for codes that are
-  // no finite numbers, and for scales that `Scales` does not have.
+  // `rows` of x, `padded` apart, times `weights` rows of the weight, whose sums are `stride` apart. Returns false where
+  // the sums are not right: for codes that are no finite numbers, and for scales that `Scales` does not have.
   template <int rows, int weights>
-  static bool sums(const float* x, int64_t apart, const uint8_t* codes, const uint8_t* scales, int64_t k,
-                   int64_t between, int64_t stride, float* sums) {
+  static bool sums(const float* x, int64_t padded, Weight<Elem> weight, int64_t stride, float* sums) {
     constexpr std::make_integer_sequence<int, rows> all_rows{};
     constexpr std::make_integer_sequence<int, weights> all_weights{};
-    constexpr int64_t bytes = row_bytes<Elem>(BLOCK);
-    const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up>::all();
-    const int64_t blocks = (k + BLOCK - 1) / BLOCK, whole = k / BLOCK, width = row_bytes<Elem>(k);
+    constexpr int64_t bytes = row_bytes<Elem>(BLOCK), scales = BLOCK / Elem::block;
+    constexpr int share = Dot<Elem>::parts / scales;  // numbers that share a scale
+    const auto& powers = Scales<Dot<Elem>::low - Dot<Elem>::up, Elem::two_level>::all();
+    const int64_t blocks = weight.blocks(), whole = weight.k / BLOCK, width = weight.width(), between = weight.between;
     for (int w = 0; w < weights; w++)
-      if (largest(scales + w * between * blocks, blocks) > powers.most) return false;
+      if (largest(weight.scales + w * between * blocks, blocks) > powers.most) return false;
     [[maybe_unused]] const Subnormals subnormals;
     auto most = Dot<Elem>::none();
     Lanes total[weights * rows];
@@ -163,26 +134,30 @@ struct InLanes {
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
         Lanes part[Dot<Elem>::parts];
         Dot<Elem>::unpack(first + w * step, most, part);
-        const Lanes scale = everywhere(powers.value[scales[w * between * blocks + index]]);
-        each(all_rows, [&](auto m) __attribute__((always_inline)) {
-          const float* row = x + m * apart + index * BLOCK;
-          Lanes dot = product(part[0], load(row));
-          for (int i = 1; i < Dot<Elem>::parts; i++) dot = added(part[i], load(row + i * WIDTH), dot);
-          total[w * rows + m] = added(dot, scale, total[w * rows + m]);
+        each(std::make_integer_sequence<int, scales>(), [&](auto s) __attribute__((always_inline)) {
+          const int64_t own = index * scales + s;
+          const Lanes scale = everywhere(powers.value[weight.scales[w * between * blocks + (own < blocks ? own : 0)]]);
+          each(all_rows, [&](auto m) __attribute__((always_inline)) {
+            const float* row = x + m * padded + index * BLOCK + s * share * WIDTH;
+            Lanes dot = product(part[s * share], load(row));
+            for (int i = 1; i < share; i++) dot = added(part[s * share + i], load(row + i * WIDTH), dot);
+            total[w * rows + m] = added(dot, scale, total[w * rows + m]);
+          });
         });
       });
     };
     for (int64_t index = 0; index < whole; index += 2) {
-      const uint8_t* first = codes + index * bytes;
-      const int64_t later = soon(index * bytes, width, weights, between);
+      const uint8_t* first = weight.codes + index * bytes;
+      const int64_t later = weight.soon(index * bytes, weights);
       each(all_weights, [&](auto w) __attribute__((always_inline)) { fetch_later(first + w * between * width + later); });
       block(first, between * width, index);
       if (index + 1 < whole) block(first + bytes, between * width, index + 1);
     }
-    if (whole < blocks) {
+    if (whole < num_blocks(weight.k)) {
       uint8_t last[weights * bytes] = {};
       const int64_t done = whole * bytes;
-      for (int w = 0; w < weights; w++) std::memcpy(last + w * bytes, codes + w * between * width + done, width - done);
+      for (int w = 0; w < weights; w++)
+        std::memcpy(last + w * bytes, weight.codes + w * between * width + done, width - done);
       block(last, bytes, whole);
     }
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
@@ -193,7 +168,7 @@ struct InLanes {
 };
 
 // The form for rows of at least LONG numbers X.
-template <class Elem, class X>
+template <class Elem, class X, class = void>
 struct ForLongRows {
   using Form = InLanes<Elem>;
 };

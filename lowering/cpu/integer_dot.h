@@ -28,11 +28,12 @@ struct Arranged {
 
 static_assert(sizeof(Arranged) == 2 * BLOCK * sizeof(float), "as much memory as x has in FP32");
 
-template <int parts>
+template <class Elem, int parts>
 struct Integers {
-  using Element = E2M1;
+  using Element = Elem;
   static constexpr int64_t TOGETHER = 2 * BLOCK;
   static constexpr int bits = parts == 3 ? 20 : 14;
+  static constexpr int raised = Elem::two_level ? 8 : 0;  // what its scales' numbers are to be multiplied by
 
   static constexpr int16_t weights[3] = {parts == 3 ? -32768 : -256, parts == 3 ? 128 : 1, 1};  // of the parts
 
@@ -77,7 +78,7 @@ struct Integers {
     }
     for (int64_t i = 0; i < WIDTH / 2; i++) {
       to.offset[half * (WIDTH / 2) + i] = -12 * lane[i];
-      to.factor[half * (WIDTH / 2) + i] = as_float((field - bits - 1) << 23);
+      to.factor[half * (WIDTH / 2) + i] = as_float((field - bits - 1 + raised) << 23);
     }
   }
 
@@ -89,7 +90,7 @@ struct Integers {
       const int8_t(*bytes)[BLOCK] = i % 2 ? pair.odd : pair.even;
       int32_t number = 0;
       for (int part = 0; part < parts; part++) number += bytes[part][place] * weights[part];
-      out[i] = static_cast<float>(number) * (2.0f * pair.factor[half * (WIDTH / 2)]);
+      out[i] = static_cast<float>(number) * (2.0f * scale_value(127 - raised) * pair.factor[half * (WIDTH / 2)]);
     }
   }
 
@@ -124,50 +125,52 @@ struct Integers {
     });
   }
 
-  // 2^(byte − 127) of eight bytes that are not NaN: of even blocks in the lower four lanes, of odd ones in the upper four.
+  // Numbers of eight scales that are not NaN: of the blocks that have the lower four lanes, then the upper four. Those of
+  // two levels are 2^-8 of their values.
   static inline __attribute__((always_inline)) Lanes eight_scales(const uint8_t* scales) {
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i order = Elem::two_level ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1)
+                                          : _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m128i bytes = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)), order);
+    if (Elem::two_level) return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
     const __m256i field = _mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23);
     return _mm256_castsi256_ps(_mm256_max_epi32(field, _mm256_set1_epi32(0x00400000)));
   }
 
   template <int rows, int weights>
-  static bool sums(const float* x, int64_t apart, const uint8_t* codes, const uint8_t* scales, int64_t k,
-                   int64_t between, int64_t stride, float* sums) {
+  static bool sums(const float* x, int64_t padded, Weight<Elem> weight, int64_t stride, float* sums) {
     constexpr std::make_integer_sequence<int, rows> all_rows{};
     constexpr std::make_integer_sequence<int, weights> all_weights{};
-    constexpr int64_t bytes = TOGETHER / 2;
-    const auto& powers = Scales<0>::all();
-    const int64_t blocks = (k + BLOCK - 1) / BLOCK, width = k / 2, pairs = apart / TOGETHER;
+    constexpr int64_t bytes = TOGETHER / 2, scales = TOGETHER / Elem::block;
+    constexpr int share = 8 / scales;  // steps whose scales are one register
+    const int64_t blocks = weight.blocks(), width = weight.width(), pairs = padded / TOGETHER, between = weight.between;
     for (int w = 0; w < weights; w++)
-      if (largest(scales + w * between * blocks, blocks) > powers.most) return false;
+      if (largest(weight.scales + w * between * blocks, blocks) > Scales<0, Elem::two_level>::most) return false;
     const Subnormals subnormals;
     const Arranged* here = reinterpret_cast<const Arranged*>(x);
     Lanes total[weights * rows];
     for (int i = 0; i < weights * rows; i++) total[i] = zeros();
     int64_t at = 0, index = 0;
-    for (; at + 4 * bytes <= width; at += 4 * bytes, index += 8, here += 4) {
-      const int64_t later = soon(at, width, weights, between);
+    for (; at + 4 * bytes <= width; at += 4 * bytes, index += 4 * scales, here += 4) {
+      const int64_t later = weight.soon(at, weights);
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
-        const uint8_t* first = codes + w * between * width + at;
+        const uint8_t* first = weight.codes + w * between * width + at;
         fetch_later(first + later);
         fetch_later(first + later + 2 * bytes);
-        const Lanes scale = eight_scales(scales + w * between * blocks + index);
+        Lanes shared;
         each(std::make_integer_sequence<int, 4>(), [&](auto i) __attribute__((always_inline)) {
-          add<rows>(first + i * bytes, _mm256_permute_ps(scale, i * 0x55), here + i, pairs, total + w * rows);
+          constexpr int within = i % share, lanes = Elem::two_level ? (within ? 0xfa : 0x50) : within * 0x55;
+          if (!within) shared = eight_scales(weight.scales + w * between * blocks + index + i * scales);
+          add<rows>(first + i * bytes, _mm256_permute_ps(shared, lanes), here + i, pairs, total + w * rows);
         });
       });
     }
-    for (; at < width; at += bytes, index += 2, here++) {
-      const int64_t rest = width - at < bytes ? width - at : bytes;
+    for (; at < width; at += bytes, index += scales, here++) {
+      const int64_t rest = width - at < bytes ? width - at : bytes, left = blocks - index < scales ? blocks - index : scales;
       each(all_weights, [&](auto w) __attribute__((always_inline)) {
-        uint8_t last[bytes] = {};
-        std::memcpy(last, codes + w * between * width + at, rest);
-        const uint8_t* its = scales + w * between * blocks + index;
-        const Lanes second = everywhere(powers.value[its[index + 1 < blocks]]);
-        const Lanes scale = _mm256_blend_ps(everywhere(powers.value[its[0]]), second, 0xf0);
-        add<rows>(last, scale, here, pairs, total + w * rows);
+        uint8_t last[bytes] = {}, its[8] = {};
+        std::memcpy(last, weight.codes + w * between * width + at, rest);
+        std::memcpy(its, weight.scales + w * between * blocks + index, left);
+        add<rows>(last, _mm256_permute_ps(eight_scales(its), Elem::two_level ? 0x50 : 0), here, pairs, total + w * rows);
       });
     }
     each(all_weights, [&](auto w) __attribute__((always_inline)) {
@@ -178,11 +181,14 @@ struct Integers {
 };
 
 template <>
-struct InLanes<E2M1> : Integers<3> {};
+struct InLanes<E2M1> : Integers<E2M1, 3> {};
 
 template <>
-struct ForLongRows<E2M1, Bfloat16> {
-  using Form = Integers<2>;
+struct InLanes<NVFP4> : Integers<NVFP4, 3> {};
+
+template <class Elem>
+struct ForLongRows<Elem, Bfloat16, std::enable_if_t<Elem::per_byte == 2>> {
+  using Form = Integers<Elem, 2>;
 };
 #endif
 

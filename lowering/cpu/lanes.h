@@ -56,14 +56,17 @@ inline uint8_t largest(const uint8_t* bytes, int64_t count) {
   return most;
 }
 
-// 2^(byte − 127 + raised), where that is a finite number.
-template <int raised>
+// What bytes of scales stand for, times 2^raised, up to the byte `most`; of two levels E4M3, else E8M0.
+template <int raised, bool two_level = false>
 struct Scales {
-  static constexpr int most = 254 - raised;
+  static_assert(!two_level || !raised, "there is no need for others");
+  static constexpr int most = two_level ? 0x7e : 254 - raised;
   float value[256];
   Scales() {
     for (int byte = 0; byte < 256; byte++)
-      value[byte] = byte > most ? 0 : raised ? as_float(static_cast<uint32_t>(byte + raised) << 23) : scale_value(byte);
+      value[byte] = byte > most ? 0 : two_level ? decode<E4M3>(static_cast<uint8_t>(byte))
+                    : raised    ? as_float(static_cast<uint32_t>(byte + raised) << 23)
+                                : scale_value(byte);
   }
   static const Scales& all() {
     static const Scales made;

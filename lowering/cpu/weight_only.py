@@ -17,7 +17,7 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part, elem_word, unpacked_size
+from mxcompile.lowering.cpu.casts import StoredBuffers, dequantize_part, unpacked_size
 from mxcompile.lowering.cpu.kernel import C_TYPES, CppBody, Words
 
 _ADD = lowerings[torch.ops.aten.add.Tensor]
@@ -30,6 +30,7 @@ def product(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
     fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox | None:
     """The result of the operator; None where the weight is better dequantized."""
     device, sources = (
@@ -38,25 +39,23 @@ def product(
     )
     if device.type != "cpu" or kernel.obstacle() or not all(dtype in C_TYPES for dtype in sources):
         return None
-    (m, k), n = x.get_size(), qdata.get_size()[0]
+    m, n = x.get_size()[0], qdata.get_size()[0]
     if V.graph.sizevars.optimization_hint(m) > MOST_ROWS:
         return None
     inside = bias is not None and len(bias.get_size()) == 1
-    inputs = {"x": kernel.stored(x), "codes": kernel.stored(qdata), "scales": kernel.stored(scale)}
+    weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
+    inputs = {"x": kernel.stored(x), **weight.buffers}
     if bias is not None and inside:
         inputs["bias"] = kernel.stored(_expanded(bias, n))
     alone = (inside or bias is None) and out_dtype in C_TYPES
     made_dtype = out_dtype if alone else torch.float32
-    elem = elem_word(qdata, fmt)
     no_bias = "static_cast<const float*>(nullptr)"
 
     def body(words: Words) -> str:
-        operands = ", ".join(words.pointer(name) for name in ("x", "codes", "scales"))
         added = words.pointer("bias") if inside else no_bias
-        shape = f"mxcompile::Shape{{{words.sizes(m, n, k)}}}"
         return (
-            f"mxcompile::weight_only_mm<{elem}>({operands}, {added}, {shape},"
-            f" {words.threads}, {words.pointer('out')});"
+            f"mxcompile::weight_only_mm({words.pointer('x')}, {weight.words(words)}, {added},"
+            f" {words.given(m, n)}, {words.threads}, {words.pointer('out')});"
         )
 
     code = CppBody(header="weight_only_mm.h", body=body)
@@ -74,7 +73,11 @@ def _expanded(bias: ir.TensorBox, n: Any) -> ir.TensorBox:
 
 
 def parts(
-    qdata: ir.TensorBox, scale: ir.TensorBox, dtype: torch.dtype, fmt: str
+    qdata: ir.TensorBox,
+    scale: ir.TensorBox,
+    dtype: torch.dtype,
+    fmt: str,
+    global_scale: ir.TensorBox | None = None,
 ) -> list[ir.TensorBox] | None:
     """The weight [N, K] in `dtype`, in parts of some rows; None where it is small, or not for this kernel."""
     device, sizes = qdata.get_device_or_error(), unpacked_size(qdata, -1, fmt)
@@ -83,7 +86,5 @@ def parts(
     shape = [int(size) if isinstance(size, sympy.Integer) else size for size in sizes]
     if not (ranges := parts_of(shape, dtype)):
         return None
-    weight = StoredBuffers(
-        codes=kernel.stored(qdata), scales=kernel.stored(scale), elem=elem_word(qdata, fmt), k=sizes[1]
-    )
+    weight = StoredBuffers.of(qdata, scale, fmt, global_scale)
     return [dequantize_part(weight, start, rows, dtype) for start, rows in ranges]

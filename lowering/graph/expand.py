@@ -88,21 +88,9 @@ class _Expander:
             kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
             set_tag(result, *(replace(tag, kernel=tag.with_fallbacks(kernel)) for tag in tags_of(node)))
             if factors:
-                result = self._scaled(result, factors, product.bias, node)
+                result = scaled(result, factors, product.bias, self._build, node)
             result = self._build.converted(result, out.dtype, node)
         self._build.replace(node, result)
-
-    def _scaled(
-        self, product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, node: fx.Node
-    ) -> fx.Node:
-        """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
-        result = self._build.converted(product, torch.float32, node)
-        for factor in factors:
-            result = self._build.call(aten.mul.Tensor, result, factor, like=node)
-        if bias is not None:
-            added = self._build.converted(bias, torch.float32, node)
-            result = self._build.call(aten.add.Tensor, result, added, like=node)
-        return result
 
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
@@ -114,6 +102,18 @@ class _Expander:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
         return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
+
+
+def scaled(
+    product: fx.Node, factors: Sequence[fx.Node], bias: fx.Node | None, build: Builder, like: fx.Node
+) -> fx.Node:
+    """`product` times the scales of its rows and columns, or of its tensors, plus `bias`, in FP32."""
+    result = build.converted(product, torch.float32, like)
+    for factor in factors:
+        result = build.call(aten.mul.Tensor, result, factor, like=like)
+    if bias is not None:
+        result = build.call(aten.add.Tensor, result, build.converted(bias, torch.float32, like), like=like)
+    return result
 
 
 def _spans_contraction(word: str) -> bool:

@@ -1,15 +1,16 @@
-"""weight_only: products of few rows with a weight that is stored quantized, on chips without an MX GEMM.
+"""weight_only: products of few rows with a weight that is stored quantized.
 
     scaled_mm(qa, sa, w, sw)          → weight_only_mm(dequantize(qa, sa), w, sw)
-    encoded_mm(qa, sa, unpack(p), sp) → weight_only_mm(dequantize(qa, sa), p, sp)     on CPUs
+    encoded_mm(qa, sa, unpack(p), sp) → weight_only_mm(dequantize(qa, sa), p, sp)     (· alpha, in FP32)
     mm(x, dequantize(w, sw)ᵀ)         → weight_only_mm(x, w, sw)
 
 Reading the weight is the time of such a product, so it is read as it is stored, in half the bytes of BF16 or
 a quarter, and decoded in registers. A quantized activation is what its copy stands for, so that the result is
 that of the quantized GEMM up to the order of accumulation (see `operands`, `expand`); one that the policy
-leaves in BF16 is read as it is. More rows are left to `expand`: dequantizing the weight once and the vendor's
-GEMM are faster then; on CPUs if the weight is small, since large ones are better dequantized in parts (see
-`cpu`). So are weights that only the graph casts.
+leaves in BF16 is read as it is. On chips with an MX GEMM these are products that `native` did not name. More
+rows are left to `expand`: dequantizing the weight once and the vendor's GEMM are faster then; on CPUs if the
+weight is small, since large ones are better dequantized in parts (see `cpu`). So are weights that only the
+graph casts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ELEM_TYPES, Format
+from mxcompile.formats import ELEM_TYPES
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import VIEWS, aten, packet
@@ -31,7 +32,7 @@ from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
 from mxcompile.lowering.cpu import MOST_ROWS, kernel, parts_of
-from mxcompile.lowering.graph.expand import working_dtype
+from mxcompile.lowering.graph.expand import scaled, working_dtype
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands, stored
 from mxcompile.lowering.templates.weight_only_forms import forms, most_rows
@@ -43,14 +44,15 @@ from mxcompile.ops.view import Dequantize, Product, Unpack
 class _Weight:
     """A weight as it is stored.
 
-    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. fmt:
-    as for ``mx.dequantize``.
+    qdata, scale: elements and scales. swapped: whether the product's right operand is their transpose. fmt,
+    global_scale: as for ``mx.dequantize``.
     """
 
     qdata: fx.Node
     scale: fx.Node
     swapped: bool
     fmt: str = ""
+    global_scale: fx.Node | None = None
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -67,15 +69,15 @@ _ELEMENTS = frozenset(elem.dtype for elem in ELEM_TYPES.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOnly(LoweringPass):
-    """For CPUs, and GPUs without an MX GEMM."""
+    """For CPUs and GPUs; on those with an MX GEMM for the products that it does not take."""
 
     name: ClassVar[str] = "weight_only"
     templates: ClassVar[tuple[str, ...]] = ("templates.weight_only",)
 
     @property
     def applies(self) -> bool:
-        """Where a kernel that decodes weights is faster than what the target has."""
-        return not self.target.native and (self._on_cpu or self.target.arch is not None)
+        """Where there are kernels that decode weights."""
+        return self._on_cpu or self.target.arch is not None
 
     @property
     def obstacle(self) -> str:
@@ -103,8 +105,14 @@ class WeightOnly(LoweringPass):
 
     def _takes(self, node: fx.Node) -> bool:
         product = Product.read(node)
-        weight = _operand(product)
-        return bool(weight.fmt) == bool(product.format_b) and self._fits(node, product.a, weight)
+        weight, out = _operand(product), tensor(node)
+        if bool(weight.fmt) != bool(product.format_b) or out is None:
+            return False
+        if any(tag.kernel for tag in tags_of(node)):
+            return False  # the chip's own product
+        if product.alpha is not None and self._on_cpu and hint(out.shape[0]) > MOST_ROWS:
+            return False  # the vendor's GEMM gives the dtype of its operands
+        return self._fits(node, product.a, weight)
 
     def _takes_plain(self, node: fx.Node) -> bool:
         """Whether `node` is a product, in the model's dtype, of a matrix and a stored weight."""
@@ -126,7 +134,7 @@ class WeightOnly(LoweringPass):
         weight, scales = tensor(qdata), tensor(scale)
         if out is None or a is None or weight is None or scales is None or out.device.type != self.device:
             return False
-        readable = weight.dtype in _ELEMENTS or (self._on_cpu and _is_packed_mx(stored_weight.fmt))
+        readable = weight.dtype in _ELEMENTS or bool(stored_weight.fmt)
         if not (a.ndim == weight.ndim == scales.ndim == 2 and readable):
             return False
         if any(hint(size) == 0 for size in (*out.shape, a.shape[1])):
@@ -148,7 +156,13 @@ class WeightOnly(LoweringPass):
         dtype = working_dtype(out.dtype, self.target)
         with build.graph.inserting_before(node):
             x = operands.value(product.a, product.scale_a, -1, dtype, node, product.format_a)
-            self._emit(node, build, x, _operand(product), product.bias)
+            if product.alpha is None:
+                result = self._product(node, build, x, _operand(product), product.bias, out.dtype)
+            else:
+                result = self._product(node, build, x, _operand(product), None, torch.float32)
+                result = scaled(result, [product.alpha], product.bias, build, node)
+                result = build.converted(result, out.dtype, node)
+        build.replace(node, result)
 
     def _replace_plain(self, node: fx.Node, build: Builder) -> None:
         x, (source, swapped) = operands_of(node)[0], untransposed(operands_of(node)[1])
@@ -156,49 +170,70 @@ class WeightOnly(LoweringPass):
         bias = node.args[0] if packet(node) is aten.addmm else None
         with build.graph.inserting_before(node):
             x = self._widened(x, node, build)
-            self._emit(node, build, x, weight, bias)
+            result = self._product(node, build, x, weight, bias, value_of(node).dtype)
+        build.replace(node, result)
 
     def _widened(self, x: fx.Node, node: fx.Node, build: Builder) -> fx.Node:
         """`x` in the dtype of the vendor's GEMM, if `node` has too many rows for the kernel of a CPU."""
-        out, value = value_of(node), value_of(x)
-        dtype = working_dtype(out.dtype, self.target)
-        if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS or value.dtype is dtype:
+        out = value_of(node)
+        if not self._on_cpu or hint(out.shape[0]) <= MOST_ROWS:
             return x
-        return build.call(torch.ops.prims.convert_element_type.default, x, dtype, like=node)
+        return build.converted(x, working_dtype(out.dtype, self.target), node)
 
     @property
     def _on_cpu(self) -> bool:
         return self.target.device == "cpu"
 
-    def _emit(self, node: fx.Node, build: Builder, x: fx.Node, stored_weight: _Weight, bias: Any) -> None:
-        """Put the product of `x` and `stored_weight` in the place of `node`."""
+    def _product(
+        self,
+        node: fx.Node,
+        build: Builder,
+        x: fx.Node,
+        stored_weight: _Weight,
+        bias: Any,
+        out_dtype: torch.dtype,
+    ) -> fx.Node:
+        """The product of `x` and `stored_weight`, which is to be `node`, in `out_dtype`."""
         out, given = tensor(node), tensor(x)
         assert out is not None
         assert given is not None
-        weight, scale = stored_weight.qdata, stored_weight.scale
+        weight, scale, whole = stored_weight.qdata, stored_weight.scale, stored_weight.global_scale
         if not stored_weight.swapped:
             weight, scale = (transpose(each, build) for each in (weight, scale))
-        form = (stored_weight.fmt,) if stored_weight.fmt else ()
-        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out.dtype, *form, like=node)
+        form = (
+            ()
+            if not stored_weight.fmt
+            else (stored_weight.fmt,)
+            if whole is None
+            else (stored_weight.fmt, whole)
+        )
+        result = build.call(ops.weight_only_mm, x, weight, scale, bias, out_dtype, *form, like=node)
         shape = stored_weight.shape if stored_weight.swapped else value_of(weight).shape
-        words = f"mx_weight_only_mm {self._form(hint(out.shape[0]), shape, given.dtype)}"
+        form_words = self._form(hint(out.shape[0]), shape, given.dtype, packed=bool(stored_weight.fmt))
+        words = f"mx_weight_only_mm {form_words}"
         set_tag(result, *(replace(tag, kernel=words) for tag in tags_of(node)))
-        build.replace(node, result)
+        return result
 
-    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype) -> str:
+    def _form(self, rows: int, shape: Sequence[Any], dtype: torch.dtype, *, packed: bool) -> str:
         """How the kernel multiplies `rows` rows of `dtype` by a weight of `shape`, in words."""
         if self._on_cpu:
             parts = parts_of(shape, dtype)
             return "C++" if rows <= MOST_ROWS else f"dequantized in {len(parts)} parts, mm"
         n, k = map(hint, shape)
-        choices = forms(rows, n, k, dtype, self.target)
+        choices = forms(rows, n, k, dtype, self.target, packed=packed)
         return choices[0].one_of(len(choices))
 
 
 def _dequantized(dequantize: Dequantize, swapped: bool) -> _Weight:
     """The weight that `dequantize` reads, before transposes. swapped: whether its result is transposed."""
     (qdata, turned), (scale, _) = untransposed(dequantize.qdata), untransposed(dequantize.scale)
-    return _Weight(qdata=qdata, scale=scale, swapped=swapped != turned, fmt=dequantize.fmt)
+    return _Weight(
+        qdata=qdata,
+        scale=scale,
+        swapped=swapped != turned,
+        fmt=dequantize.fmt,
+        global_scale=dequantize.global_scale,
+    )
 
 
 def _operand(product: Product) -> _Weight:
@@ -208,11 +243,6 @@ def _operand(product: Product) -> _Weight:
     if unpack is None:
         return _Weight(qdata=qdata, scale=scale, swapped=swapped)
     return _Weight(qdata=unpack.packed, scale=scale, swapped=swapped, fmt=unpack.fmt)
-
-
-def _is_packed_mx(fmt: str) -> bool:
-    """Whether weights stored in the format `fmt` are ones whose packed codes the kernel reads."""
-    return bool(fmt) and not Format.of(fmt).two_level
 
 
 def _is_input(node: Any) -> bool:

@@ -173,7 +173,7 @@ def lower_dequantize(
     global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """Elements times scales, in `dtype`."""
-    if (result := cpp.dequantize(qdata, scale, block_dim, dtype, fmt)) is not None:
+    if (result := cpp.dequantize(qdata, scale, block_dim, dtype, fmt, global_scale)) is not None:
         return result
     if fmt:
         unpacked = lowerings[ops.unpack](qdata, block_dim, fmt)

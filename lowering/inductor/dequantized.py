@@ -34,13 +34,16 @@ def lower_weight_only_mm(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
     fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
     """X [M, K] · wᵀ [N, K] (+ bias), for any device."""
-    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, fmt)) is not None:
+    if (kernel_result := cpp.product(x, qdata, scale, bias, out_dtype, fmt, global_scale)) is not None:
         return kernel_result
     narrow = x.get_dtype() is torch.bfloat16 and out_dtype is torch.bfloat16
     dtype = torch.bfloat16 if narrow else torch.float32
-    weights = cpp.parts(qdata, scale, dtype, fmt) or [lower_dequantize(qdata, scale, -1, dtype, fmt)]
+    weights = cpp.parts(qdata, scale, dtype, fmt, global_scale) or [
+        lower_dequantize(qdata, scale, -1, dtype, fmt, global_scale)
+    ]
     x = to_dtype(x, dtype)
     outs = [_MM(x, _PERMUTE(weight, [1, 0])) for weight in weights]
     out: Any = outs[0] if len(outs) == 1 else _side_by_side(outs)

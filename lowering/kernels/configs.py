@@ -299,12 +299,15 @@ FUSED_QUANTIZE_MM: dict[str, ScaledChoices | Absent] = {
 class WeightOnlyChoices:
     """gemv: one row a program. dot: block_m rows of activations against block_n of weights.
 
-    gemv_rows, dot_rows: up to so many rows a compiled graph prefers the form to the dequantized weight; every
-    row of the gemv form reads and decodes the weight anew.
+    packed_gemv, packed_dot: the same of weights with two codes a byte. gemv_rows, dot_rows: up to so many
+    rows a compiled graph prefers the form to the dequantized weight; every row of the gemv form reads and
+    decodes the weight anew.
     """
 
     gemv: MatmulConfig
     dot: MatmulConfig
+    packed_gemv: MatmulConfig
+    packed_dot: MatmulConfig
     gemv_rows: int = 4
     dot_rows: int = 32
 
@@ -312,10 +315,14 @@ class WeightOnlyChoices:
 _WEIGHT_ONLY = WeightOnlyChoices(
     gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=3),
     dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+    packed_gemv=MatmulConfig(block_m=1, block_n=16, block_k=1024, num_warps=4, num_stages=3),
+    packed_dot=MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4),
 )
 _WEIGHT_ONLY_AMD = WeightOnlyChoices(
     gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=2),
     dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=2),
+    packed_gemv=MatmulConfig(block_m=1, block_n=16, block_k=1024, num_warps=4, num_stages=2),
+    packed_dot=MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=2),
 )
 
 WEIGHT_ONLY_MM: dict[str, WeightOnlyChoices | Absent] = {

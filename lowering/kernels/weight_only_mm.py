@@ -1,12 +1,16 @@
-"""Weight-only matmul: MX weights against BF16 activations, for the few tokens of decoding.
+"""Weight-only matmul: stored weights against BF16 activations, for the few tokens of decoding.
 
-    out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])
+    out[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])      MXFP8, MXFP4
+    out[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16]                             NVFP4, sw in E4M3
 
-Half the bytes of a BF16 weight, and bytes are the time of a small product. Nothing of x is quantized. The
-device functions of ``templates.weight_only``, each of which sums a span of K:
+Half the bytes of a BF16 weight or a quarter, and bytes are the time of a small product. Nothing of x is
+quantized. The device functions of ``templates.weight_only``, each of which sums a span of K:
 
     gemv   in FP32 on the ALUs: one token, or activations that are not BF16
     dot    weights become BF16 in registers (exact from scale byte 3 on) and go to the tensor cores
+
+A byte of E2M1 has the codes of an even k and of the odd one behind it. They are weights of two sums, with
+every other number of x each.
 
 Where the tiles of N are too few for the chip, K is split too (`templates.weight_only_forms.split`). The parts
 are written out in FP32 and summed in a fixed order by a second kernel, so that a result does not depend on
@@ -18,35 +22,74 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxcompile.lowering.kernels import tiles
+from mxcompile.lowering.kernels import fp4_values, tiles
+
+_RAISED = tl.constexpr(2.0**14)
+"""What `fp4_values.decoded` is to be multiplied by."""
+
+
+@triton.constexpr_function
+def _per_byte(elem):
+    return 2 if elem == "e2m1" else 1
+
+
+@triton.constexpr_function
+def _along(two_level):
+    """Elements that share a scale."""
+    return 16 if two_level else 32
 
 
 @triton.jit
-def _weights(
-    w_ptr,
-    w_scale_ptr,
+def _scales(
+    scale_ptr,
     column,
     start,
     N,
     K,
-    stride_wn,
-    stride_wk,
     stride_wsn,
     stride_wsk,
-    ELEM: tl.constexpr,
     NATIVE: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FP32 weights [columns, BLOCK_K] from `start`, a multiple of 32, on; zero outside."""
-    k = start + tl.arange(0, BLOCK_K)
-    block = start // tiles.BLOCK + tl.arange(0, BLOCK_K // tiles.BLOCK)
-    inside, column64 = (column < N)[:, None], column[:, None].to(tl.int64)
-    w_offset = column64 * stride_wn + k[None, :].to(tl.int64) * stride_wk
-    scale_offset = column64 * stride_wsn + block[None, :].to(tl.int64) * stride_wsk
-    in_block = (block * tiles.BLOCK < K)[None, :]
-    codes = tl.load(w_ptr + w_offset, mask=inside & (k < K)[None, :], other=0)
-    scale = tl.load(w_scale_ptr + scale_offset, mask=inside & in_block, other=0)
-    return tiles.dequantize_rowwise(codes, scale, ELEM, NATIVE)
+    """FP32 scales [columns, blocks] from `start`, a multiple of 32, on; zero outside, or the least."""
+    ALONG: tl.constexpr = _along(TWO_LEVEL)
+    block = start // ALONG + tl.arange(0, BLOCK_K // ALONG)
+    inside = (column < N)[:, None] & (block * ALONG < K)[None, :]
+    offset = column[:, None].to(tl.int64) * stride_wsn + block[None, :].to(tl.int64) * stride_wsk
+    byte = tl.load(scale_ptr + offset, mask=inside, other=0)
+    return tiles.decode(byte, "e4m3", NATIVE) if TWO_LEVEL else tiles.scale_value(byte)
+
+
+@triton.jit
+def _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes of BLOCK_K codes [columns, …] from `start` on; zero outside."""
+    PER_BYTE: tl.constexpr = _per_byte(ELEM)
+    byte = start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)
+    inside = (column < N)[:, None] & (byte < K // PER_BYTE)[None, :]
+    offset = column[:, None].to(tl.int64) * stride_wn + byte[None, :].to(tl.int64) * stride_wk
+    return tl.load(w_ptr + offset, mask=inside, other=0)
+
+
+@triton.jit
+def _blocks(values, scale):
+    """`values` [columns, …] as blocks that share the scales [columns, blocks]."""
+    BLOCKS: tl.constexpr = scale.shape[1]
+    return tl.reshape(values, (values.shape[0], BLOCKS, values.shape[1] // BLOCKS))
+
+
+@triton.jit
+def _scaled(values, scale):
+    """FP32 `values` [columns, …] times the scales of their blocks."""
+    return tl.reshape(_blocks(values, scale) * scale[:, :, None], values.shape)
+
+
+@triton.jit
+def _pairs(codes, x, PTX: tl.constexpr):
+    """2^-14 of the products of packed `codes` [columns, …] with the numbers of x, those of a byte added."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    low = fp4_values.decoded(codes, 0, PTX).to(tl.float32) * even[None, :]
+    return low + fp4_values.decoded(codes, 1, PTX).to(tl.float32) * odd[None, :]
 
 
 @triton.jit
@@ -68,32 +111,24 @@ def gemv_sums(
     stride_wsk,
     ELEM: tl.constexpr,
     NATIVE: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """FP32 [1, BLOCK_N] of one row of x: Σ over `first` ≤ k < `last`, `first` a multiple of 32."""
     x_ptr += row.to(tl.int64) * stride_xm
-    accumulator = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    accumulator = tl.zeros((BLOCK_N, BLOCK_K // (_along(TWO_LEVEL) if ELEM == "e2m1" else 1)), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
+        scale = _scales(w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)
-        w = _weights(
-            w_ptr,
-            w_scale_ptr,
-            column,
-            start,
-            N,
-            K,
-            stride_wn,
-            stride_wk,
-            stride_wsn,
-            stride_wsk,
-            ELEM,
-            NATIVE,
-            BLOCK_K,
-        )
         x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-        accumulator += w * x[None, :]
+        if ELEM == "e2m1":
+            accumulator += tl.sum(_blocks(_pairs(codes, x, PTX), scale), 2) * scale * _RAISED
+        else:
+            accumulator += _scaled(tiles.decode(codes, ELEM, NATIVE), scale) * x[None, :]
     return tl.sum(accumulator, axis=1)[None, :]
 
 
@@ -117,6 +152,8 @@ def dot_sums(
     stride_wsk,
     ELEM: tl.constexpr,
     NATIVE: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,23 +162,20 @@ def dot_sums(
     """FP32 [BLOCK_N, BLOCK_M], as `gemv_sums`: the weights as rows of a tensor core product."""
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
+        scale = _scales(w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, BLOCK_K)
         k = start + tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + row[None, :].to(tl.int64) * stride_xm + k[:, None].to(tl.int64) * stride_xk
-        x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)
-        w = _weights(
-            w_ptr,
-            w_scale_ptr,
-            column,
-            start,
-            N,
-            K,
-            stride_wn,
-            stride_wk,
-            stride_wsn,
-            stride_wsk,
-            ELEM,
-            NATIVE,
-            BLOCK_K,
-        )
-        accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
+        if ELEM == "e2m1":
+            x_ptrs = x_ptr + row[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk
+            x = tl.load(x_ptrs, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0)
+            even, odd = tl.split(tl.reshape(x, (BLOCK_M, BLOCK_K // 2, 2)))
+            factors = tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], _blocks(codes, scale).shape)
+            factors = tl.reshape(factors, codes.shape)
+            accumulator = tl.dot(fp4_values.times(codes, factors, 0, PTX), tl.trans(even), accumulator)
+            accumulator = tl.dot(fp4_values.times(codes, factors, 1, PTX), tl.trans(odd), accumulator)
+        else:
+            x_ptrs = x_ptr + row[None, :].to(tl.int64) * stride_xm + k[:, None].to(tl.int64) * stride_xk
+            x = tl.load(x_ptrs, mask=(row < M)[None, :] & (k < K)[:, None], other=0.0)
+            w = _scaled(tiles.decode(codes, ELEM, NATIVE), scale)
+            accumulator = tl.dot(w.to(tl.bfloat16), x, accumulator)
     return accumulator

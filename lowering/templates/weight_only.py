@@ -1,6 +1,7 @@
-"""Inductor template of ``mx.weight_only_mm``: MX weights decoded in registers, whatever follows fused behind.
+"""Inductor template of ``mx.weight_only_mm``: weights decoded in registers, whatever follows fused behind.
 
     acc[m, n] = Σ_k x[m, k] · w[n, k] · 2^(sw[n, k/32] − 127)  (+ bias[n])                       in FP32
+    acc[m, n] = Σ_k x[m, k] · w[n, k] · sw[n, k/16] / whole[n]  (+ bias[n])                      of two levels
     out       = epilogue(acc)                                 K whole: the template's own epilogue
     out       = epilogue(Σ_part acc[part, m, n] (+ bias[n]))  K split: a generated kernel sums, in one order
 
@@ -11,6 +12,7 @@ dequantized (see `inductor.dequantized`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from mxcompile import ops
-from mxcompile.formats import elem_type
+from mxcompile.formats import Format, elem_type
 from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
@@ -35,11 +37,7 @@ from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms
 _SOURCE = r"""
 from mxcompile.lowering.kernels import weight_only_mm as weight_only
 
-{% if BIASED %}
-{{def_kernel("X", "W", "SCALE", "BIAS")}}
-{% else %}
-{{def_kernel("X", "W", "SCALE")}}
-{% endif %}
+{{def_kernel("X", "W", "SCALE", *(["WHOLE"] if DIVIDED else []) + (["BIAS"] if BIASED else []))}}
     M = {{size("X", 0)}}
     N = {{size("W", 0)}}
     K = {{size("X", 1)}}
@@ -51,28 +49,32 @@ from mxcompile.lowering.kernels import weight_only_mm as weight_only
     first = part * span
     last = tl.minimum(K, first + span)
     codes = W.to(tl.pointer_type(tl.uint8), bitcast=True)
+    scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
 {% if ON_TENSOR_CORES %}
     row = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     acc = weight_only.dot_sums(
-        X, codes, SCALE, row, column, first, last, M, N, K,
+        X, codes, scales, row, column, first, last, M, N, K,
         {{stride("X", 0)}}, {{stride("X", 1)}},
         {{stride("W", 0)}}, {{stride("W", 1)}},
         {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        ELEM, NATIVE, TWO_LEVEL, PTX, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )
     idx_m = row[None, :]
     idx_n = column[:, None]
 {% else %}
     row = pid // tiles_n
     acc = weight_only.gemv_sums(
-        X, codes, SCALE, row, column, first, last, N, K,
+        X, codes, scales, row, column, first, last, N, K,
         {{stride("X", 0)}}, {{stride("X", 1)}},
         {{stride("W", 0)}}, {{stride("W", 1)}},
         {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, BLOCK_N, BLOCK_K, STAGES,
+        ELEM, NATIVE, TWO_LEVEL, PTX, BLOCK_N, BLOCK_K, STAGES,
     )
     idx_m = row + tl.zeros((1, 1), tl.int32)
     idx_n = column[None, :]
+{% endif %}
+{% if DIVIDED %}
+    acc = tl.div_rn(acc, tl.load(WHOLE + idx_n * {{1 if OF_ROWS else 0}}, mask=idx_n < N, other=1.0))
 {% endif %}
 {% if BIASED %}
     acc += tl.load(BIAS + idx_n, mask=idx_n < N, other=0.0).to(tl.float32)
@@ -107,25 +109,28 @@ def lower_weight_only_mm(
     bias: ir.TensorBox | None,
     out_dtype: torch.dtype,
     fmt: str = "",
+    global_scale: ir.TensorBox | None = None,
 ) -> ir.TensorBox:
-    """The product x [M, K] · wᵀ [N, K] (+ bias). The template has MXFP8, whose word is ""."""
-    target = None if fmt else _target(x, qdata)
+    """The product x [M, K] · wᵀ [N, K] (+ bias)."""
+    target = _target(x, qdata)
     if target is None:
-        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt)
+        return dequantized.lower_weight_only_mm(x, qdata, scale, bias, out_dtype, fmt, global_scale)
     m, n, k = x.get_size()[0], qdata.get_size()[0], x.get_size()[1]
     rows, columns, depth = (V.graph.sizevars.optimization_hint(size) for size in (m, n, k))
-    choices = forms(rows, columns, depth, x.get_dtype(), target)
+    choices = forms(rows, columns, depth, x.get_dtype(), target, packed=bool(fmt))
     parts = choices[0].parts
-    elem = elem_type(qdata.get_dtype()).name
-    operands = [realize_inputs(operand) for operand in (x, readable(qdata, target), scale)]
+    form = Format.of(fmt) if fmt else Format(elem=elem_type(qdata.get_dtype()))
+    operands = {"X": x, "W": readable(qdata, target), "SCALE": readable(scale, target)}
+    if global_scale is not None:
+        operands["WHOLE"] = global_scale
     inside = bias is not None and len(bias.get_size()) == 1 and parts == 1
     if inside:
-        operands.append(realize_inputs(_EXPAND(bias, [n])))
+        operands["BIAS"] = _EXPAND(bias, [n])
     alone = parts == 1 and (inside or bias is None)
     device = x.get_device_or_error()
     size = [m, n] if parts == 1 else [parts, m, n]
     layout = ir.FixedLayout(device, out_dtype if alone else torch.float32, size)
-    template = _template(choices, operands, layout, elem, target)
+    template = _template(choices, operands, layout, form, target)
     if alone:
         return template
     total: Any = template if parts == 1 else _SUM(template, [0])
@@ -147,33 +152,42 @@ def _target(x: ir.TensorBox, qdata: ir.TensorBox) -> Target | None:
 
 def readable(qdata: ir.TensorBox, target: Target) -> Any:
     """`qdata`, as bytes where Triton has no pointers to its dtype; no copy is made."""
-    if target.stores_fp8:
+    if target.stores_fp8 or qdata.get_dtype() is torch.uint8:
         return qdata
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
 
 
 def _template(
-    choices: list[WeightOnlyForm], operands: list[Any], layout: ir.Layout, elem: str, target: Target
+    choices: list[WeightOnlyForm],
+    operands: Mapping[str, Any],
+    layout: ir.Layout,
+    form: Format,
+    target: Target,
 ) -> ir.TensorBox:
+    buffers = [realize_inputs(operand) for operand in operands.values()]
     tried = (
         {
-            "num_stages": form.tile.num_stages,
-            "num_warps": form.tile.num_warps,
-            "BLOCK_M": form.tile.block_m,
-            "BLOCK_N": form.tile.block_n,
-            "BLOCK_K": form.tile.block_k,
-            "STAGES": form.tile.num_stages,
-            "PARTS": form.parts,
-            "ON_TENSOR_CORES": form.on_tensor_cores,
-            "BIASED": len(operands) > 3,
-            "ELEM": repr(elem),
+            "num_stages": choice.tile.num_stages,
+            "num_warps": choice.tile.num_warps,
+            "BLOCK_M": choice.tile.block_m,
+            "BLOCK_N": choice.tile.block_n,
+            "BLOCK_K": choice.tile.block_k,
+            "STAGES": choice.tile.num_stages,
+            "PARTS": choice.parts,
+            "ON_TENSOR_CORES": choice.on_tensor_cores,
+            "BIASED": "BIAS" in operands,
+            "DIVIDED": "WHOLE" in operands,
+            "OF_ROWS": "WHOLE" in operands and not single(operands["WHOLE"].get_size()),
+            "ELEM": repr(form.elem.name),
             "NATIVE": target.decodes_fp8,
+            "TWO_LEVEL": form.two_level,
+            "PTX": isinstance(target.arch, int),
         }
-        for form in choices
+        for choice in choices
     )
     words = [str(form) for form in choices]
     forms_of = ((TEMPLATE, arguments) for arguments in tried)
-    out: Any = call.best(TEMPLATE.name, operands, layout, forms_of, words=words)
+    out: Any = call.best(TEMPLATE.name, buffers, layout, forms_of, words=words)
     # x is a buffer now, but was not when this lowering began: what it was made of, which may be another
     # product's parts, is no origin of this one
     out.data.data.origins = OrderedSet([V.graph.current_node])

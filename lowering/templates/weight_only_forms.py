@@ -32,6 +32,14 @@ _MORE_DOT = (
     MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4),
     MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=8, num_stages=3),
 )
+_MORE_PACKED_GEMV = (
+    MatmulConfig(block_m=1, block_n=8, block_k=2048, num_warps=4, num_stages=3),
+    MatmulConfig(block_m=1, block_n=32, block_k=512, num_warps=4, num_stages=3),
+)
+_MORE_PACKED_DOT = (
+    MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+    MatmulConfig(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=3),
+)
 _AMD_STAGES = 2
 
 
@@ -74,12 +82,15 @@ def most_rows(target: Target, dtype: torch.dtype) -> int:
     return row.dot_rows if dtype is torch.bfloat16 else row.gemv_rows
 
 
-def forms(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> list[WeightOnlyForm]:
+def forms(
+    rows: int, n: int, k: int, dtype: torch.dtype, target: Target, *, packed: bool = False
+) -> list[WeightOnlyForm]:
     """How to multiply `rows` rows of `dtype` by a weight [n, k], on a chip with a row in the table.
 
-    The default; where Inductor is told to autotune, others after it that split K alike.
+    The default; where Inductor is told to autotune, others after it that split K alike. packed: whether the
+    weight has two codes a byte.
     """
-    tiles = _tiles(rows, dtype, target)
+    tiles = _tiles(rows, dtype, target, packed)
     default = next(tiles)
     parts, _ = split(rows, n, k, default, target)
     tuned = config.max_autotune or config.max_autotune_gemm
@@ -94,12 +105,17 @@ def _on_tensor_cores(rows: int, dtype: torch.dtype) -> bool:
     return rows > 1 and dtype is torch.bfloat16
 
 
-def _tiles(rows: int, dtype: torch.dtype, target: Target) -> Iterator[MatmulConfig]:
+def _tiles(rows: int, dtype: torch.dtype, target: Target, packed: bool) -> Iterator[MatmulConfig]:
     row = row_of(target)
     assert row is not None, f"{target.name} has weight-only kernels"
     on_tensor_cores = _on_tensor_cores(rows, dtype)
-    default = row.dot if on_tensor_cores else row.gemv
-    for tile in (default, *(_MORE_DOT if on_tensor_cores else _MORE_GEMV)):
+    if packed and on_tensor_cores:
+        tiles = row.packed_dot, *_MORE_PACKED_DOT
+    elif packed:
+        tiles = row.packed_gemv, *_MORE_PACKED_GEMV
+    else:
+        tiles = (row.dot, *_MORE_DOT) if on_tensor_cores else (row.gemv, *_MORE_GEMV)
+    for tile in tiles:
         if on_tensor_cores and rows > _DOT_ROWS:
             tile = replace(tile, block_m=_WIDE_ROWS)
         stages = min(tile.num_stages, _AMD_STAGES) if target.warp_size > 32 else tile.num_stages

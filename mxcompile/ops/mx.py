@@ -15,7 +15,7 @@ and `dequantize` know by its rank. The implementations here are the reference; a
     dequantize_tiles     qdata, scale of 32×32 tiles → x
     quantize_dequantize  x → dequantize(quantize(x)), without FP8 in between
     scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
-    weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation
+    weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for dequantize
     scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
     quantize_mm          scaled_mm(quantize(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
     grouped_mm           the same of operands that are not MX data, in any floating-point dtype
@@ -241,14 +241,20 @@ def spec_scaled_mm(
 
 
 def _weight_only_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fmt: str = ""
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fmt: str = "",
+    global_scale: Tensor | None = None,
 ) -> Tensor:
-    weight = _dequantize(qdata, scale, -1, torch.float32, fmt)
+    weight = _dequantize(qdata, scale, -1, torch.float32, fmt, global_scale)
     return product(x.to(torch.float32), weight.t(), bias, out_dtype)
 
 
 def _spec_weight_only_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, fmt: str = ""
+    x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     return [((x.shape[0], qdata.shape[0]), out_dtype)]
 
@@ -391,8 +397,8 @@ scaled_mm = define(
     spec_scaled_mm,
 )
 weight_only_mm = define(
-    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='')"
-    " -> Tensor",
+    "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='',"
+    " Tensor? global_scale=None) -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,
 )

@@ -76,19 +76,34 @@ def test_a_layer(name, tmp_path):
     assert_within(out, *wanted, case.k)
 
 
-@pytest.mark.parametrize("target", mostly_slow(["sm_90", "sm_100"], "sm_90"))
-def test_packed_weights_are_dequantized(target, tmp_path):
-    """Under the policy `bf16` no GPU has a kernel that reads a weight in MXFP4."""
+PACKED = mostly_slow(
+    [
+        (target, rows, rounding)
+        for target in ("sm_90", "sm_100", "gfx942")
+        for rows in (1, 3)
+        for rounding in ("rceil", "two-level")
+    ],
+    ("sm_90", 1, "two-level"),
+    ("sm_100", 3, "rceil"),
+    rows=True,
+)
+
+
+@pytest.mark.parametrize(("target", "rows", "rounding"), PACKED)
+def test_packed_weights_are_read_as_they_are(target, rows, rounding, tmp_path):
+    """Stored in MXFP4 or NVFP4; chips with an MX GEMM, which takes no BF16, run the same kernel."""
     layer = nn.Linear(70, 40, dtype=BF16).requires_grad_(False)
-    stored = mxcompile.quantize(binades(40, 70).to(BF16), elem_dtype=torch.float4_e2m1fn_x2)
+    fp4 = torch.float4_e2m1fn_x2
+    stored = mxcompile.quantize(binades(40, 70).to(BF16), elem_dtype=fp4, rounding=rounding)
     layer.weight = nn.Parameter(stored, requires_grad=False)
-    x = binades(3, 70).to(BF16)
+    x = binades(rows, 70).to(BF16)
     result = codegen(layer, x, target=target, training=False, policy="bf16", out_dir=tmp_path)
     (gemm,) = result.report.gemms
-    assert gemm.kernel.startswith("aten.")
-    assert [str(form) for form in gemm.formats] == ["w:e2m1 1x32 stored"]
+    form = "gemv 1x16x1024" if rows == 1 else "dot 16x32x256"
+    assert gemm.kernel == f"mx_weight_only_mm {form}"
+    assert not any("mx.dequantize.default" in launch.operators for launch in result.launches)
     (tmp_path / "inference.py").rename(tmp_path / "forward.py")
-    (out,) = interpret(tmp_path, [stored.qdata, stored.scale_bytes, layer.bias, x])
+    (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
     assert_within(out, *product(x.float(), stored.dequantize(F32), layer.bias), 70)
 
 
@@ -126,6 +141,24 @@ def test_packed_weights_are_multiplied_as_they_are(target, word, rows, tmp_path)
     (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
     cast = rounded_tensors(x.float(), -1, Format.of(FP4[word]))
     assert_within(out, *product(cast, stored.dequantize(F32), layer.bias), 180)
+
+
+@pytest.mark.slow
+def test_codes_of_nvfp4_meet_activations_of_nvfp4(tmp_path):
+    """On a chip without a GEMM of them the kernel takes the codes, and the scales of tensors come after."""
+    layer = nn.Linear(80, 48, dtype=BF16).requires_grad_(False)
+    fp4 = torch.float4_e2m1fn_x2
+    stored = mxcompile.quantize(binades(48, 80).to(BF16), elem_dtype=fp4, rounding="two-level")
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    x = binades(3, 80).to(BF16)
+    rule = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "nvfp4"}]}
+    result = codegen(layer, x, target="sm_90", training=False, policy=rule, out_dir=tmp_path)
+    (gemm,) = result.report.gemms
+    assert gemm.kernel == "mx_weight_only_mm dot 16x32x256"
+    (tmp_path / "inference.py").rename(tmp_path / "forward.py")
+    (out,) = interpret(tmp_path, [*stored.parts, layer.bias, x])
+    values = mxcompile.quantize(x, elem_dtype=fp4, rounding="two-level").dequantize(torch.float64)
+    assert_within(out, *product(values, stored.dequantize(F32), layer.bias), 80 + 4)
 
 
 @pytest.mark.parametrize("rows", mostly_slow([1, 7], 1))

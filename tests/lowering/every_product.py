@@ -1,6 +1,6 @@
 """Every product there is: 65,536 BF16 activations × 256 codes × 256 scale bytes, in each form of the kernel.
 
-    x · value(code) · 2^(byte − 127)        exact in FP64 (8 + 4 bits), rounded once to FP32
+    x · value(code) · number(byte)        exact in FP64 (8 + 4 + 4 bits), rounded once to FP32
 
 Of E2M1 a byte has a code twice: the second meets an activation of 0. The values of codes are torch's, or
 those of `formats.encoding`. Where a weight alone is beyond FP32, any result that is not finite will do.
@@ -23,17 +23,22 @@ import torch
 from cpp_forms import EMULATED, FORMS, library, pointer
 from tqdm import tqdm
 
+from mxcompile.formats import TWO_LEVEL, Format, stored_form
 from mxcompile.formats.encoding import element_values
 from mxcompile.formats.types import E2M1, E4M3, E5M2
 
-ELEMS = {elem.name.upper(): elem for elem in (E4M3, E5M2, E2M1)}
+FORMATS = {elem.name.upper(): Format(elem=elem) for elem in (E4M3, E5M2, E2M1)}
+FORMATS["NVFP4"] = stored_form(torch.float4_e2m1fn_x2, TWO_LEVEL)
+"""By the name of the class in the headers."""
+
+ELEMS = {name: form.elem for name, form in FORMATS.items()}
 _ROWS = 1024
 
 _FUNCTION = """
 extern "C" int64_t differing_{elem}(const Bfloat16* x, const uint8_t* codes, const uint8_t* scales,
                                     const double* weights, float* out) {{
   const float* no_bias = nullptr;
-  weight_only_mm<{elem}>(x, codes, scales, no_bias, Shape{{{rows}, 256, {k}}}, 1, out);
+  weight_only_mm(x, Weight<{elem}>{{codes, scales, {k}}}, no_bias, {rows}, 256, 1, out);
   int64_t count = 0;
   for (int64_t m = 0; m < {rows}; m++) {{
     double activation = widen(x[m * {k}]);
@@ -65,6 +70,13 @@ def first_codes(stored: torch.Tensor, elem: str) -> torch.Tensor:
     return stored.view(ELEMS[elem].dtype) if ELEMS[elem].per_byte == 1 else stored & 15
 
 
+def scale_numbers(scales: torch.Tensor, elem: str) -> torch.Tensor:
+    """FP64 numbers that bytes of `scales` stand for."""
+    if FORMATS[elem].two_level:
+        return scales.view(torch.float8_e4m3fn).double()
+    return torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 127))
+
+
 def differing(functions: Any, elem: str, scale: int, step: int = 1) -> int:
     """How many products of activations, in 64 calls or every `step`-th of these, and all codes are wrong.
 
@@ -74,8 +86,7 @@ def differing(functions: Any, elem: str, scale: int, step: int = 1) -> int:
     activations = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     codes = every_byte(elem)
     scales = torch.full((256,), scale, dtype=torch.uint8)
-    power = float("nan") if scale == 255 else 2.0 ** (scale - 127)
-    weights = element_values(first_codes(codes, elem), ELEMS[elem]).double() * power
+    weights = element_values(first_codes(codes, elem), ELEMS[elem]).double() * scale_numbers(scales, elem)
     if ELEMS[elem].per_byte > 1:
         activations = torch.stack([activations, torch.zeros_like(activations)], 1)
     out = torch.empty(_ROWS, 256)

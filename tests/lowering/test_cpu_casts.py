@@ -42,12 +42,15 @@ def _source() -> str:
                 lines.append(f'extern "C" void square_{name}({arguments}) {{ {body} }}')
                 body = f"{cast}::rows(x, number * m, n, 2, b);"
                 lines.append(f'extern "C" void rows_{name}({arguments}) {{ {body} }}')
-    for elem in (*ELEMS, "E2M1"):
+    for elem in (*ELEMS, "E2M1", "NVFP4"):
         for source in SOURCES:
-            back = f"const uint8_t* q, const uint8_t* s, int64_t number, int64_t m, int64_t n, {source}* v"
-            for form, sizes in (("rows", "number * m, n"), ("columns", "number, m, n")):
-                body = f"dequantize_{form}<{elem}>(q, s, {sizes}, 2, v);"
-                lines.append(f'extern "C" void {form}_back_{elem}_{source}({back}) {{ {body} }}')
+            given = "const uint8_t* q, const uint8_t* s, const float* g"
+            back = f"{given}, int64_t number, int64_t m, int64_t n, {source}* v"
+            body = f"dequantize_rows(Weight<{elem}>{{q, s, n, g, 1}}, number * m, 2, v);"
+            lines.append(f'extern "C" void rows_back_{elem}_{source}({back}) {{ {body} }}')
+            if elem != "NVFP4":
+                body = f"dequantize_columns<{elem}>(q, s, number, m, n, 2, v);"
+                lines.append(f'extern "C" void columns_back_{elem}_{source}({back}) {{ {body} }}')
     return "\n".join(lines)
 
 
@@ -80,11 +83,13 @@ class _Forms:
         elem: str,
         dtype: torch.dtype,
         shape: tuple[int, ...] = (),
+        whole: Tensor | None = None,
     ) -> Tensor:
         source = next(word for word, each in SOURCES.items() if each is dtype)
         values = torch.zeros(shape or codes.shape, dtype=dtype)
         function = getattr(self._library, f"{form}_back_{elem}_{source}")
-        function(pointer(codes), pointer(scales), *map(integer, values.shape), pointer(values))
+        parts = map(pointer, (codes, scales, whole))
+        function(*parts, *map(integer, values.shape), pointer(values))
         return values
 
 
@@ -160,6 +165,23 @@ def test_every_pair_of_packed_codes_under_every_scale(forms: _Forms, dtype: torc
             expected = ops.dequantize(codes, scales, dim, dtype, "e2m1 1x32 rceil")
             shape = tuple(expected.shape)
             assert same_bits(forms.back(form, codes, scales, "E2M1", dtype, shape), expected)
+
+
+@pytest.mark.parametrize("width", [512, 472])
+@pytest.mark.parametrize("dtype", SOURCES.values(), ids=str)
+def test_every_pair_of_packed_codes_under_every_scale_of_two_levels(
+    forms: _Forms, dtype: torch.dtype, width: int
+):
+    """Rows have global scales of their own, some of which leave subnormal numbers or infinite ones."""
+    every = torch.arange(256, dtype=torch.uint8)
+    codes = every[: width // 2].expand(1, 256, width // 2).contiguous()
+    scales = every[None, :, None].expand(1, 256, -(-width // 16)).contiguous()
+    for power in (0, 7, -120, 120, 127):
+        whole = torch.full((256, 1), 1.7 * 2.0**power)
+        given = scales[0].view(torch.float8_e4m3fn)
+        expected = ops.dequantize(codes[0], given, -1, dtype, "e2m1 1x16 two-level", whole)[None]
+        found = forms.back("rows", codes, scales, "NVFP4", dtype, tuple(expected.shape), whole)
+        assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize("width", [64, 200])

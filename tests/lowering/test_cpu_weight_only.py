@@ -10,7 +10,7 @@ import pytest
 import torch
 from cpp_forms import PARAMS, integer, library, pointer
 from emulated import Library
-from every_product import ELEMS, SOURCE, differing, every_byte, first_codes
+from every_product import ELEMS, FORMATS, SOURCE, differing, every_byte, first_codes, scale_numbers
 from helpers.stored_weights import LEAST_DB, FeedForward, binades, expected, with_stored_weights
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -18,7 +18,6 @@ from torch.testing import FileCheck
 
 import mxcompile
 from mxcompile import ops
-from mxcompile.formats import Format
 from mxcompile.formats.encoding import element_values, encode_stored
 from mxcompile.lowering import cpu
 
@@ -26,7 +25,7 @@ TYPES = {"Bfloat16": torch.bfloat16, "float": torch.float32}
 F32, BF16 = torch.float32, torch.bfloat16
 
 Product = Callable[..., Tensor]
-"""x, codes, scales, bias, element type, result type → result."""
+"""x, codes, scales, bias, format, result type, global scales of rows if any → result."""
 
 
 def _source() -> str:
@@ -34,9 +33,11 @@ def _source() -> str:
     for elem in ELEMS:
         for x in TYPES:
             for out in TYPES:
-                arguments = f"const {x}* x, const uint8_t* q, const uint8_t* s, const float* b"
+                arguments = (
+                    f"const {x}* x, const uint8_t* q, const uint8_t* s, const float* g, const float* b"
+                )
                 sizes = "int64_t m, int64_t n, int64_t k"
-                body = f"weight_only_mm<{elem}>(x, q, s, b, Shape{{m, n, k}}, 2, out);"
+                body = f"weight_only_mm(x, Weight<{elem}>{{q, s, k, g, 1}}, b, m, n, 2, out);"
                 lines.append(
                     f'extern "C" void mm_{elem}_{x}_{out}({arguments}, {sizes}, {out}* out) {{ {body} }}'
                 )
@@ -52,29 +53,38 @@ def functions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def product(functions: ctypes.CDLL) -> Product:
     words = {dtype: word for word, dtype in TYPES.items()}
 
-    def call(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, elem: str, dtype: torch.dtype):
+    def call(
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        elem: str,
+        dtype: torch.dtype,
+        whole: Tensor | None = None,
+    ) -> Tensor:
         out = torch.full((x.shape[0], codes.shape[0]), 3.0, dtype=dtype)
         function: Callable[..., None] = getattr(functions, f"mm_{elem}_{words[x.dtype]}_{words[dtype]}")
         sizes = map(integer, (x.shape[0], codes.shape[0], x.shape[1]))
-        function(*map(pointer, (x, codes.view(torch.uint8), scales, bias)), *sizes, pointer(out))
+        parts = codes.view(torch.uint8), scales, whole
+        function(*map(pointer, (x, *parts, bias)), *sizes, pointer(out))
         return out
 
     return call
 
 
 def values(codes: Tensor, scales: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
-    """What a stored weight stands for."""
-    form = ELEMS[elem]
-    word = str(Format(elem=form)) if form.packed else ""
-    return ops.dequantize(codes if word else codes.view(form.dtype), scales, -1, dtype, word)
+    """What a stored weight stands for, without a global scale."""
+    form = FORMATS[elem]
+    word = str(form) if form.elem.packed else ""
+    typed = codes if word else codes.view(form.elem.dtype)
+    return ops.dequantize(typed, scales.view(form.scale.dtype), -1, dtype, word)
 
 
 def check_single_products(product: Product, x: Tensor, codes: Tensor, scales: Tensor, elem: str):
     """Rows of one activation times columns of one byte: nothing is summed, so nothing may be lost."""
     rows = torch.stack([x, *[torch.zeros_like(x)] * (ELEMS[elem].per_byte - 1)], 1)
     found = product(rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, elem, F32)
-    power = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - 127))
-    weight = element_values(first_codes(codes, elem), ELEMS[elem]).double() * power
+    weight = element_values(first_codes(codes, elem), ELEMS[elem]).double() * scale_numbers(scales, elem)
     exact = (x.double()[:, None] * weight).float()
     # the reference's weight is infinite where FP32 has no such number, and so may the kernel's be
     beyond = ~weight.float().isfinite() & weight.isfinite()
@@ -126,16 +136,19 @@ def test_sums(product: Product, m: int, n: int, k: int, dtype: torch.dtype, elem
     """Within what FP32 accumulation may lose, whatever the exponents; a bias before the one rounding."""
     torch.manual_seed(0)
     k += k % ELEMS[elem].per_byte
-    qdata, scales, _ = encode_stored(binades(n, k), -1, Format(elem=ELEMS[elem]))
+    qdata, scales, whole = encode_stored(binades(n, k), -1, FORMATS[elem])
     weight = values(qdata, scales, elem, torch.float64)
+    if whole is not None:
+        whole = (whole * torch.rand(n, 1)).contiguous()  # one for each row
+        weight /= whole
     bias = torch.randn(n)
     for magnitude in (1.0, 2.0**-90, 2.0**80):
         x = (binades(m, k) * magnitude).to(dtype)
         exact = x.double() @ weight.t()
         most = x.double().abs() @ weight.abs().t()
-        found = product(x, qdata, scales, None, elem, F32)
+        found = product(x, qdata, scales, None, elem, F32, whole)
         assert bool(((found.double() - exact).abs() <= (k + 2) * 2.0**-24 * most).all())
-        found = product(x, qdata, scales, bias, elem, BF16)
+        found = product(x, qdata, scales, bias, elem, BF16, whole)
         error = (found.double() - (exact + bias)).abs()
         assert bool(
             (error <= 2.0**-8 * (exact + bias).abs() + (k + 3) * 2.0**-24 * (most + bias.abs())).all()
@@ -151,14 +164,35 @@ def test_a_nan_block_and_a_short_last_block(product: Product):
     assert found[0, 1].isnan()
 
 
-def test_packed_codes_of_rows_that_end_anywhere(product: Product):
-    """A row of 2·i codes beside others, for every i that a step of the kernel may leave over."""
+@pytest.mark.parametrize("elem", ELEMS)
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_rows_that_end_anywhere(functions: ctypes.CDLL, product: Product, dtype: torch.dtype, elem: str):
+    """A row of any length beside others, for every length that a step of the kernel may leave over."""
     torch.manual_seed(0)
-    for k in range(2, 132, 2):
-        qdata, scales, _ = encode_stored(torch.randn(9, k), -1, Format(elem=ELEMS["E2M1"]))
-        x = torch.randint(-8, 9, (2, k)).float()
-        exact = x @ values(qdata, scales, "E2M1", F32).t()
-        assert torch.equal(product(x, qdata, scales, None, "E2M1", F32), exact)
+    step, most = ELEMS[elem].per_byte, 520 * ELEMS[elem].per_byte
+    for k in range(step, most, step * (29 if isinstance(functions, Library) else 1)):
+        qdata, scales, _ = encode_stored(torch.randint(-2, 3, (9, k)).float(), -1, FORMATS[elem])
+        x = torch.randint(-8, 9, (2, k)).to(dtype)
+        exact = x.double() @ values(qdata, scales, elem, torch.float64).t()
+        found = product(x, qdata, scales.view(torch.uint8), None, elem, F32)
+        rounded = 2.0**-20 if FORMATS[elem].two_level else 0.0  # other scales leave integers
+        assert bool(((found - exact).abs() <= rounded * exact.abs().max()).all())
+
+
+def test_one_global_scale_divides_exactly_once(product: Product):
+    """A single product is the exact one, rounded once; scales that are negative or NaN among them."""
+    codes, scales = every_byte("NVFP4").repeat(256), EVERY.repeat_interleave(256)
+    rows = torch.tensor([[1.5, 0.0], [-(2.0**20), 0.0]], dtype=BF16)
+    whole = torch.full((len(codes), 1), 2688 / 3.7)
+    found = product(
+        rows, codes[:, None].contiguous(), scales[:, None].contiguous(), None, "NVFP4", F32, whole
+    )
+    weight = element_values(first_codes(codes, "NVFP4"), ELEMS["NVFP4"]).double() * scale_numbers(
+        scales, "NVFP4"
+    )
+    exact = rows[:, :1].double() * weight / whole[0].double()
+    near = (found - exact).abs() <= 2.0**-23 * exact.abs()
+    assert bool((near | (found.isnan() & exact.isnan())).all())
 
 
 @pytest.mark.parametrize("elem", ELEMS)
@@ -166,10 +200,11 @@ def test_packed_codes_of_rows_that_end_anywhere(product: Product):
 def test_every_code_at_every_place(functions: ctypes.CDLL, product: Product, rows: int, elem: str):
     """Also codes that are no numbers: infinities and NaN reach their row of the weight and no other."""
     codes = EVERY.repeat(2).unfold(0, 100 // ELEMS[elem].per_byte, 1)[:256].contiguous()
-    scales = torch.arange(100, 140, dtype=torch.uint8).repeat(26)[: 256 * 4].view(256, 4)
+    blocks = -(-100 // FORMATS[elem].tile.along)
+    scales = torch.arange(80, 120, dtype=torch.uint8).repeat(46)[: 256 * blocks].view(256, blocks)
     weight = values(codes, scales, elem, F32)
     finite = weight.isfinite().all(1)
-    assert 0 < finite.sum() < 256 or elem == "E2M1"
+    assert 0 < finite.sum() < 256 or ELEMS[elem].packed
     for column in range(0, 100, 11 if isinstance(functions, Library) else 1):
         x = torch.zeros(rows, 100, dtype=BF16)
         x[:, column] = 3.0

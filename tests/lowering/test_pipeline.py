@@ -81,16 +81,16 @@ def test_an_invalid_graph_names_the_pass_that_left_it(monkeypatch):
         pipeline.run(graph, TARGETS["cpu"], CPU)
 
 
-EVERYWHERE = ("cached_attention", "expand", "split_casts", "name_kernels")
+EVERYWHERE = ("cached_attention", "weight_only", "expand", "split_casts", "name_kernels")
 NATIVE = {"as_mx", "native", "fuse", "pair"}
 
 
 @pytest.mark.parametrize(
     ("target", "joint", "others"),
     [
-        ("cpu_bf16", [], {"weight_only"}),
-        ("cpu_fp32", [], {"weight_only", "promote"}),
-        ("sm_80", [], {"weight_only", "collect", "couple"}),
+        ("cpu_bf16", [], set()),
+        ("cpu_fp32", [], {"promote"}),
+        ("sm_80", [], {"collect", "couple"}),
         ("gfx950", ["vendor_fp8", "packed"], NATIVE | {"vendor_fp8", "fp8_layouts", "packed", "pair_fp4"}),
         (
             "sm_100",

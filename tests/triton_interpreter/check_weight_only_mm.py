@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -88,3 +88,70 @@ def test_rows_more_than_two_gigabytes_apart(m):
     far.copy_(w.qdata.view(torch.uint8))
     w = Operand(qdata=far.view(w.qdata.dtype), scale=w.scale)
     check([(activation(m, k), w, None, BF16)], SMALL["sm_90"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A stored weight in E2M1, under scales over many binades or of two levels; poisoned surroundings."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    word: str
+    whole: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def values(self) -> torch.Tensor:
+        exact = ops.dequantize(self.codes, self.scale, -1, torch.float64, self.word)
+        return exact / self.whole[0].double() if self.whole else exact
+
+
+def stored(n: int, k: int, *, two_level: bool, whole: int = 0) -> Packed:
+    """whole: how many global scales, 0, 1 or n."""
+    codes = embedded(torch.randint(256, (n, k // 2), dtype=torch.uint8), 0x77)
+    if not two_level:
+        scale = embedded(torch.randint(87, 167, (n, -(-k // 32)), dtype=torch.uint8), 255)
+        return Packed(codes=codes, scale=scale, word="e2m1 1x32 rceil")
+    scale = embedded(torch.randint(1, 0x7F, (n, -(-k // 16)), dtype=torch.uint8), 0x7F)
+    given = (torch.rand(whole, 1) + 0.5,) if whole else ()
+    scale = scale.view(torch.float8_e4m3fn)
+    return Packed(codes=codes, scale=scale, word="e2m1 1x16 two-level", whole=given)
+
+
+def check_packed(calls, target, bound: int = 2) -> None:
+    """calls: x, w, bias, dtype of the result. bound: roundings of a product beside those of its sum."""
+    for x, w, bias, out_dtype in calls:
+        given = (x, w.codes, w.scale, bias, out_dtype, w.word, *w.whole)
+        (out,) = each(ops.weight_only_mm, [given], target=target)
+        assert out.dtype is out_dtype
+        assert_within(out, *product(x, w.values, bias), x.shape[1] + bound)
+
+
+@pytest.mark.parametrize("target", [*SMALL, "gfx942"])
+@pytest.mark.parametrize("two_level", [False, True])
+def test_packed_weights(two_level: bool, target: str):
+    """One row and several, of BF16 and FP32, any sizes; chips whose codes PTX decodes, and one without."""
+    chip = SMALL.get(target) or replace(TARGETS[target], processors=4)
+    shapes = [(1, 200, 1056), (2, 130, 300), (3, 70, 96), (20, 130, 260), (5, 2, 2), (1, 3, 40)]
+    sides = [(activation(m, k), stored(n, k, two_level=two_level), torch.randn(n)) for m, n, k in shapes]
+    calls = [(*side, BF16) for side in sides]
+    calls += [(activation(2, 200, F32), stored(40, 200, two_level=two_level), None, F32)]
+    check_packed(calls, chip)
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+def test_global_scales_divide_sums(rows: int):
+    """Of the tensor or of each row; also of the parts of a split K."""
+    for m, k in ((1, 300), (9, 300), (1, 8200), (5, 4300)):
+        w = stored(24, k, two_level=True, whole=rows)
+        check_packed([(activation(m, k), w, torch.randn(24), BF16)], TARGETS["sm_90"])
+
+
+def test_nan_scales_of_two_levels():
+    for m in (1, 16):
+        w = stored(32, 64, two_level=True)
+        w.scale.view(torch.uint8)[4, 1] = 0x7F
+        given = (activation(m, 64), w.codes, w.scale, None, F32, w.word)
+        (out,) = each(ops.weight_only_mm, [given], target=SMALL["sm_90"])
+        wanted = torch.zeros(out.shape, dtype=torch.bool)
+        wanted[:, 4] = True
+        assert torch.equal(out.isnan(), wanted)

@@ -10,8 +10,8 @@ arithmetic on the bit patterns as if they were integers, and has no ``dot_scaled
     tl.fma                 one rounding
     tl.minimum, maximum    the number beside a NaN, unless NaN is to propagate
     loop bounds            Triton 3.6 makes integers of them in a way that NumPy has since forbidden
-    inline PTX             that of ``lowering.kernels.packed`` and ``fp4_ptx``, by its text; any other is an
-                           error as before
+    inline PTX             of ``packed``, ``fp4_ptx`` and ``fp4_values`` in ``lowering.kernels``, by its
+                           text; any other is an error as before
     tl.reduce              with a function of ours, a slice at a time
 
 `check_interpreter.py` holds the self-test. Anything this file does not cover is left to Triton.
@@ -28,7 +28,7 @@ from triton.language.semantic import TritonSemantic
 
 from mxcompile.formats import ELEM_TYPES
 from mxcompile.formats.stochastic import MULTIPLIER, ROUNDS, WEYL
-from mxcompile.lowering.kernels import fp4_ptx, packed
+from mxcompile.lowering.kernels import fp4_ptx, fp4_values, packed
 
 NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
@@ -244,6 +244,30 @@ def _pairs(low, high):
     return (codes[0] | codes[1] << 4).astype(np.uint8)
 
 
+def _decoded(place):
+    """Code s·e·m in FP16, whose exponent it shares but for the bias: a shift, as the PTX does."""
+
+    def decode(codes):
+        code = (codes >> (4 * place) & 15).astype(np.uint16)
+        return ((code & 8) << 12 | (code & 7) << 9).astype(np.uint16).view(np.float16)
+
+    return decode
+
+
+def _times(place):
+    """`fma.rn.bf16x2` with −0 twice: by 2^126, which is exact, and by the factor."""
+
+    def times(codes, factors):
+        value = (codes >> (4 * place) & 15).astype(np.uint8).view(np.dtype(ml_dtypes.float4_e2m1fn))
+        return (
+            (value.astype(np.float32) * _bf16(factors).astype(np.float32))
+            .astype(NUMPY[tl.bfloat16])
+            .view(np.uint16)
+        )
+
+    return times
+
+
 def _of_pairs(operation):
     """An instruction of two FP32 numbers in one register pair, `f32x2`: each by itself, rounded once."""
 
@@ -296,6 +320,8 @@ _PTX = {
     packed.SPECIAL.value: (tl.int32, _special),
     packed.ROUND.value: (tl.bfloat16, _rounded),
     packed.SIGMOID.value: (tl.float32, _sigmoid),
+    **{asm: (tl.float16, _decoded(place)) for place, asm in enumerate(fp4_values.DECODED)},
+    **{asm: (tl.bfloat16, _times(place)) for place, asm in enumerate(fp4_values.SCALED)},
     fp4_ptx.PAIRS.value: (tl.uint8, _pairs),
     fp4_ptx.ADD.value: (tl.float32, _of_pairs(np.add)),
     fp4_ptx.SUBTRACT.value: (tl.float32, _of_pairs(np.subtract)),

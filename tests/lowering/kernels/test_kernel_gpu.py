@@ -7,6 +7,7 @@ import torch
 from helpers.operands import assert_within, operand, product, values
 from helpers.packed_operands import MXFP4, NVFP4
 
+import mxcompile
 from mxcompile import ops
 from mxcompile.formats import ELEM_TYPES, Format, Rounding, ScaleLayout, ScaleType
 from mxcompile.formats.encoding import quantize_tensors
@@ -135,6 +136,19 @@ def test_weight_only_mm(shape, dtype, chip):
     assert_within(out, *product(x, w.values), k)
     again = generated(ops.weight_only_mm, x, *w.left, None, F32)
     assert torch.equal(out, again)  # the parts of a split K are summed in one order
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "two-level"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("m", [1, 20])
+def test_weight_only_mm_of_packed_codes(m, dtype, rounding, chip):
+    fp4 = torch.float4_e2m1fn_x2
+    x, weight = torch.randn(m, 4160).to(dtype), torch.randn(200, 4160)
+    w = mxcompile.quantize(weight, elem_dtype=fp4, rounding=rounding)
+    scale = w.scale_bytes.view(w.form.scale.dtype)
+    whole = [] if w.global_scale is None else [w.global_scale]
+    out = generated(ops.weight_only_mm, x, w.qdata, scale, None, F32, str(w.form), *whole)
+    assert_within(out, *product(x.cpu(), w.dequantize(torch.float64).cpu()), 4160)
 
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])

@@ -17,20 +17,29 @@ from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms
 
 BF16, F32 = torch.bfloat16, torch.float32
 EMULATED = [name for name, target in TARGETS.items() if target.arch is not None and not target.native]
+GPUS = [name for name, target in TARGETS.items() if target.arch is not None]
 WIDE_LOAD = r"ld\.global\S*\.v4\.b32|cp\.async\.cg|global_load_(?:lds_)?dwordx4|buffer_load_dwordx4"
 
 
-def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, monkeypatch):
-    """The kernel of a product by a weight [1024, 4096] in `form`, and how many follow it."""
-    monkeypatch.setattr(weight_only, "forms", lambda *_: [form])
+WEIGHTS = {
+    "": [((1024, 4096), torch.float8_e4m3fn), ((1024, 128), torch.uint8)],
+    "e2m1 1x32 rceil": [((1024, 2048), torch.uint8), ((1024, 128), torch.uint8)],
+    "e2m1 1x16 two-level": [((1024, 2048), torch.uint8), ((1024, 256), torch.float8_e4m3fn), ((1, 1), F32)],
+}
+"""Shapes and types of a weight [1024, 4096], by its format."""
+
+
+def generated(form: WeightOnlyForm, rows: int, dtype: torch.dtype, target: str, monkeypatch, word: str = ""):
+    """The kernel of a product by such a weight in `form`, and how many follow it."""
+    monkeypatch.setattr(weight_only, "forms", lambda *_, **__: [form])
     x = torch.empty(rows, 4096, dtype=dtype, device="meta")
-    qdata = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    scale = torch.empty(1024, 128, dtype=torch.uint8, device="meta")
+    parts = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in WEIGHTS[word]]
 
-    def multiply(*operands):
-        return [ops.weight_only_mm(*operands, None, dtype)]
+    def multiply(x, qdata, scale, *whole):
+        form_words = (word, *whole) if word else ()
+        return [ops.weight_only_mm(x, qdata, scale, None, dtype, *form_words)]
 
-    return compiled(multiply, [x, qdata, scale], TARGETS[target])
+    return compiled(multiply, [x, *parts], TARGETS[target])
 
 
 @pytest.mark.slow
@@ -50,6 +59,25 @@ def test_what_autotuning_tries_runs(target, rows, dtype, monkeypatch):
         text = product.text.get("ptx") or product.text["amdgcn"]
         assert re.search(WIDE_LOAD, text), form
         assert not re.search(r"\batom\.|\bred\.|_atomic_", text), form  # parts are summed in order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["e2m1 1x32 rceil", "e2m1 1x16 two-level"])
+@pytest.mark.parametrize(("rows", "dtype"), [(1, BF16), (8, BF16), (32, BF16), (4, F32)])
+@pytest.mark.parametrize("target", GPUS)
+def test_packed_codes_are_read_by_every_chip(target, rows, dtype, word, monkeypatch):
+    """In wide loads, without spills; on NVIDIA's chips by PTX, which makes no shift of single codes."""
+    with config.patch(max_autotune=True):
+        tried = forms(rows, 1024, 4096, dtype, TARGETS[target], packed=True)
+    for form in tried:
+        product, others = generated(form, rows, dtype, target, monkeypatch, word)
+        assert others == (form.parts > 1), "the parts are summed by a kernel that follows"
+        assert product.spill_bytes == 0, form
+        assert product.problems == (), form
+        assert bool(product.mma) == form.on_tensor_cores, form
+        text = product.text.get("ptx") or product.text["amdgcn"]
+        assert re.search(WIDE_LOAD, text), form
+        assert ("lop3.b32" in text) == ("ptx" in product.text), form
 
 
 def test_a_weight_is_read_once_by_up_to_32_rows():

@@ -1,0 +1,85 @@
+"""Values of E2M1 codes on register tiles: Triton device functions for products with stored FP4 weights.
+
+    2^-14 · value   the FP16 number with the code's sign, exponent and mantissa: its exponents have a bias of
+                    15, E2M1's of 1; subnormals are subnormals
+    2^-126 · value  the BF16 number of the same bits, whose bias is 127
+
+A byte holds two codes, the first in its low half. `decoded` is exact, `times` rounds once. On NVIDIA's chips,
+from sm_80 on, PTX decodes the codes of four bytes at a time. Not here: scales, memory; the cast to E2M1
+(``fp4_tiles``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_PAIR = """
+    prmt.b32 pair, word, 0, {bytes};
+    shr.b32 size, pair, {shift};
+    and.b32 size, size, {mask};
+    lop3.b32 {result}, pair, 0x80008000, size, 0xEA;"""
+"""The codes of the high halves of two bytes, moved to where numbers of 16 bits have sign and exponent."""
+
+_BYTES = ("0x1404", "0x3424")
+
+
+def _fp16_asm(place: int) -> str:
+    """PTX of 2^-14 of four values in FP16, of the codes in the halves `place` of four bytes."""
+    pairs = (
+        _PAIR.format(bytes=each, shift=3, mask="0x0E000E00", result=result)
+        for each, result in zip(_BYTES, ("$0", "$1"), strict=True)
+    )
+    return f"{{\n    .reg .b32 word, pair, size;\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+
+
+def _bf16_asm(place: int) -> str:
+    """PTX of four values times as many numbers of BF16, in BF16: first as 2^-126 of the values."""
+    product = """
+    fma.rn.bf16x2 pair, pair, up, none;
+    fma.rn.bf16x2 {result}, pair, {factor}, none;"""
+    pairs = (
+        _PAIR.format(bytes=each, shift=6, mask="0x01C001C0", result="pair")
+        + product.format(result=result, factor=factor)
+        for each, result, factor in zip(_BYTES, ("$0", "$1"), ("$3", "$4"), strict=True)
+    )
+    constants = "    mov.b32 up, 0x7E807E80;\n    mov.b32 none, 0x80008000;"  # 2^126; −0, to add nothing
+    head = f"    .reg .b32 word, pair, size, up, none;\n{constants}"
+    return f"{{\n{head}\n    shl.b32 word, $2, {4 - 4 * place};{''.join(pairs)}\n}}"
+
+
+DECODED, SCALED = (tuple(map(asm, (0, 1))) for asm in (_fp16_asm, _bf16_asm))
+"""By place: see `decoded` and `times`."""
+
+
+@triton.constexpr_function
+def _decoded_asm(place):
+    return DECODED[place]
+
+
+@triton.constexpr_function
+def _scaled_asm(place):
+    return SCALED[place]
+
+
+@triton.jit
+def decoded(codes, PLACE: tl.constexpr, PTX: tl.constexpr):
+    """2^-14 of the values of the codes in bytes, FP16, exact. PLACE: 0 for those in the low halves, or 1."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _decoded_asm(PLACE), "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        )
+    code = codes.to(tl.int16) >> (4 * PLACE)
+    return (((code & 0x8) << 12) | ((code & 0x7) << 9)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def times(codes, factors, PLACE: tl.constexpr, PTX: tl.constexpr):
+    """The values of the codes in bytes times `factors`, BF16, rounded once. PLACE: as in `decoded`."""
+    if PTX:
+        args = [codes, factors]
+        return tl.inline_asm_elementwise(
+            _scaled_asm(PLACE), "=r,=r,r,r,r", args, dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    values = decoded(codes, PLACE, False).to(tl.float32) * 16384.0
+    return (values * factors.to(tl.float32)).to(tl.bfloat16)
