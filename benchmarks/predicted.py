@@ -31,9 +31,10 @@ BF16, MXFP8, MXFP4, NVFP4 = "bf16", "nvidia", "mxfp4", "nvfp4"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
 FP4 = {MXFP4: ScaleType.E8M0, NVFP4: ScaleType.E4M3}
 POW2 = "fp8_block, pow2"
+_ALL = {"name": "*"}
 DETAILED: dict[str, Any] = {
-    POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": {"name": "*"}, "use": {"scale": "pow2"}}]},
-    MXFP4: {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp4"}]},
+    POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": _ALL, "use": {"scale": "pow2"}}]},
+    MXFP4: {"version": 1, "rules": [{"match": _ALL, "use": "mxfp4"}]},
 }
 """Policies that are no preset, by what they are called in the tables."""
 CHIPS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
