@@ -27,11 +27,14 @@ from mxcompile.offline import CodegenResult, Range, Rates, Work, codegen
 from mxcompile.offline.estimate import ratio, total
 from mxcompile.offline.step import INDISTINGUISHABLE
 
-BF16, MXFP8, NVFP4 = "bf16", "nvidia", "nvfp4"
+BF16, MXFP8, MXFP4, NVFP4 = "bf16", "nvidia", "mxfp4", "nvfp4"
 FP8 = ["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_block"]
+FP4 = {MXFP4: ScaleType.E8M0, NVFP4: ScaleType.E4M3}
 POW2 = "fp8_block, pow2"
+_ALL = {"name": "*"}
 DETAILED: dict[str, Any] = {
-    POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": {"name": "*"}, "use": {"scale": "pow2"}}]}
+    POW2: {"version": 1, "preset": "fp8_block", "rules": [{"match": _ALL, "use": {"scale": "pow2"}}]},
+    MXFP4: {"version": 1, "rules": [{"match": _ALL, "use": "mxfp4"}]},
 }
 """Policies that are no preset, by what they are called in the tables."""
 CHIPS = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
@@ -103,9 +106,9 @@ def row(result: CodegenResult) -> dict[str, Any]:
 
 
 def policies(target: str) -> list[str]:
-    """What there is to predict on `target`: FP8 and FP4 only where a library multiplies it."""
+    """What there is to predict on `target`: FP8 and FP4 only where the chip multiplies it."""
     chip = TARGETS[target]
-    fp4 = [NVFP4] if ScaleType.E4M3 in chip.fp4_scales else []
+    fp4 = [name for name, scale in FP4.items() if scale in chip.fp4_scales]
     return [BF16, MXFP8, *(FP8 if chip.fp8_tiles else []), *([POW2] if chip.native else []), *fp4]
 
 
@@ -187,7 +190,7 @@ def formats(tokens: int = TOKENS) -> list[dict[str, str]]:
     return [
         {
             "chip": _chip(target),
-            "preset": f"`{policy}`",
+            "policy": f"`{policy}`",
             "products": _products(policy, found["kernels"]),
             "products MB": f"{found['mb_by_kind'].get('product', 0):,}",
             "casts MB": f"{found['mb_by_kind'].get('cast', 0):,}",
@@ -218,7 +221,8 @@ def _over_bf16(rows: dict[tuple[str, str], dict[str, Any]], target: str, policy:
 
 def _fastest(rows: dict[tuple[str, str], dict[str, Any]], target: str) -> str:
     """The preset of the least step, and those that the rates do not tell from it."""
-    steps = {policy: step_us(rows[target, policy]).centre for at, policy in rows if at == target}
+    presets = [policy for at, policy in rows if at == target and policy not in DETAILED]
+    steps = {policy: step_us(rows[target, policy]).centre for policy in presets}
     best = min(steps, key=lambda policy: steps[policy])
     alike = [
         policy
