@@ -15,8 +15,14 @@ from typing import Any
 
 import common
 
-COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#8a8f98", "bf16": "#b8c4d6"}
-"""By what a label holds, the first that fits."""
+LAYERS = {
+    "mxcompile mxfp8": "C0", "mxcompile mxfp4": "#5ba3d9", "mxcompile nvfp4": "#a6cdea", "torchao int8": "C1",
+    "llama.cpp q8_0": "#5b6068", "llama.cpp q4_0 repack": "#8a8f98", "llama.cpp mxfp4 repack": "#bfc4cc",
+}  # fmt: skip
+"""The runs of one layer that are drawn, with their colours: a hue for each project."""
+
+COLORS = {"mxfp8": "C0", "stored weights": "C0", "int8": "C1", "q8_0": "#5b6068", "bf16": "#b8c4d6"}
+"""Of runs of a model, by what a label holds, the first that fits."""
 
 FIRST_CLASS = "AVX-512 BF16"
 """Of the lines that name no class of CPU."""
@@ -50,17 +56,17 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     figure = Figure(figsize=(12, 8), layout="constrained", dpi=120)
     (one, many), (speed, quality) = figure.subplots(2, 2)
     shapes = list(dict.fromkeys(line["weight"] for line in layers))
-    runs = list(dict.fromkeys(line["run"] for line in layers))
-    for index, run in enumerate(runs):
-        width, style = 0.8 / len(runs), {"color": color(run, index), "label": run}
-        found = {
+    for index, (run, colour) in enumerate(LAYERS.items()):
+        width, style = 0.84 / len(LAYERS), {"color": colour, "label": run}
+        ratios = {
             (line["weight"], line["rows"]): line["bf16_over_this"] for line in layers if line["run"] == run
         }
-        heights = [found.get((shape, 1), 0) for shape in shapes]
-        places = [at + (index - (len(runs) - 1) / 2) * width for at in range(len(shapes))]
+        heights = [ratios.get((shape, 1), 0) for shape in shapes]
+        places = [at + (index - (len(LAYERS) - 1) / 2) * width for at in range(len(shapes))]
         one.bar_label(one.bar(places, heights, width * 0.9, **style), fmt="%.1f", fontsize=8)
-        rows = sorted(m for shape, m in found if shape == shapes[0])
-        many.plot(rows, [found[shapes[0], m] for m in rows], marker="o", **style)
+        rows = sorted(m for shape, m in ratios if shape == shapes[0])
+        if len(rows) > 1:
+            many.plot(rows, [ratios[shapes[0], m] for m in rows], marker="o", **style)
     one.set_xticks(range(len(shapes)), shapes)
     one.set(title="One row times a weight (N×K)", ylabel="speed over BF16")
     many.set(title=f"Rows times a weight of {shapes[0]}", xlabel="rows", ylabel="speed over BF16")
@@ -69,11 +75,10 @@ def draw(layers: list[dict[str, Any]], models: list[dict[str, Any]], output: Pat
     _bars(speed, [m for m in models if m["what"] == "speed"], ("tokens_over_bf16", "bf16_prefill_over_this"))
     speed.set(title="Two blocks of a Llama 3 8B, `generate`", ylabel="speed over BF16")
     _quality(quality, [m for m in models if m["what"] == "quality"])
-    for axes in (one, speed):
-        axes.margins(y=0.6)  # for the legend
-    for axes in (one, many, speed):
+    for axes, room in ((one, 0.5), (many, 0.05), (speed, 0.3)):  # for the legend
+        axes.margins(y=room)
         axes.axhline(1, color="#8a8f98", linewidth=1)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=2 if axes is one else 1)
     last = layers[-1]
     figure.suptitle(f"{last['device']}, {last['threads']} threads, torch {last['torch']}, {last['date']}")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -113,10 +118,8 @@ def _wrapped(label: str) -> str:
 
 
 def color(label: str, index: int) -> str:
-    """Of a run."""
-    return (
-        "C3" if "frozen" in label else next((c for word, c in COLORS.items() if word in label), f"C{index}")
-    )
+    """Of a run of a model."""
+    return next((colour for word, colour in COLORS.items() if word in label), f"C{index}")
 
 
 if __name__ == "__main__":
