@@ -122,20 +122,42 @@ def tile_product(
         a_scales += BLOCKS * stride_ask
         b_scales += BLOCKS * stride_bsk
     if CHUNKS:
-        byte, block, bits = _ends(begin, end, BLOCK)
-        in_k, in_block = (bits > 0) & (byte < length), (block >= 0) & (block * BLOCK < length)
-        k, s = byte.to(row.dtype), block.to(row.dtype)
+        place, block, bits = _ends(begin, end, BLOCK)
+        in_k, in_block = (bits > 0) & (place < length), (block >= 0) & (block * BLOCK < length)
+        k, block = place.to(row.dtype), block.to(row.dtype)
         a_ptrs = a_ptr + row[:, None] * stride_am + k[None, :] * stride_ak
         b_ptrs = b_ptr + k[:, None] * stride_bk + column[None, :] * stride_bn
-        a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
-        b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
-        a_scales = a_scale_ptr + row[:, None] * stride_asm + s[None, :] * stride_ask
-        b_scales = b_scale_ptr + column[:, None] * stride_bsn + s[None, :] * stride_bsk
-        a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)
-        b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block[None, :], other=0)
-        a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
-        acc = tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
+        a_scales = a_scale_ptr + row[:, None] * stride_asm + block[None, :] * stride_ask
+        b_scales = b_scale_ptr + column[:, None] * stride_bsn + block[None, :] * stride_bsk
+        acc = _ends_added(
+            acc, a_ptrs, a_scales, b_ptrs, b_scales, in_m, in_n, in_k, in_block, bits, ELEM_A, ELEM_B, BLOCK
+        )
     return acc
+
+
+@triton.jit
+def _ends_added(
+    acc,
+    a_ptrs,
+    a_scales,
+    b_ptrs,
+    b_scales,
+    in_m,
+    in_n,
+    in_k,
+    in_block,
+    bits,
+    ELEM_A: tl.constexpr,
+    ELEM_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`acc` and the product of the chunks of `_ends`. bits: of their bytes, by which those of a count."""
+    a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0) & bits.to(tl.uint8)[None, :]
+    b = tl.load(b_ptrs, mask=in_k[:, None] & in_n[None, :], other=0)
+    a_scale = tl.load(a_scales, mask=in_m[:, None] & in_block[None, :], other=0)
+    b_scale = tl.load(b_scales, mask=in_n[:, None] & in_block[None, :], other=0)
+    a_scale, b_scale = scale_bytes.of_type(a_scale, BLOCK), scale_bytes.of_type(b_scale, BLOCK)
+    return tl.dot_scaled(a, a_scale, ELEM_A, b, b_scale, ELEM_B, acc)
 
 
 @triton.jit
