@@ -52,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _emulation(target: Target) -> str:
-    dtype = "FP32" if target.slow_dtypes else "BF16"
+    import torch
+
+    dtype = "FP32" if torch.bfloat16 in target.slow_dtypes else "BF16"
     return f"emulated: dequantize, then the vendor's {dtype} GEMM"
 
 

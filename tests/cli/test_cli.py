@@ -17,6 +17,7 @@ import mxcompile
 from mxcompile.cli import main
 from mxcompile.cli.main import COMMANDS
 from mxcompile.cli.quiet import working
+from mxcompile.lowering.cpu.features import features
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.policy import Policy
 
@@ -31,6 +32,9 @@ def test_env_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]):
     rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert set(TARGETS) <= set(rows)
     assert rows["cpu"].rstrip().endswith("cpu")
+    multiplied = {"cpu_bf16": "BF16", "cpu_fp32": "FP32", "cpu": "BF16" if features().bf16 else "FP32"}
+    for name, dtype in multiplied.items():
+        assert f"the vendor's {dtype} GEMM" in rows[name]
 
 
 def test_env_says_no_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
