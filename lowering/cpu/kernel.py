@@ -127,6 +127,8 @@ def usable() -> bool:
 
 def stored(x: ir.TensorBox) -> Any:
     """`x` as a contiguous buffer in memory."""
+    if any(size == 0 for size in x.get_size()):  # whose strides are others in Inductor and in PyTorch
+        return ir.InputsKernel.unwrap_storage_for_input(ir.ExternKernel.copy_input(x))
     contiguous = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
     return ir.InputsKernel.unwrap_storage_for_input(contiguous)
 

@@ -5,7 +5,8 @@
 A scale that is a power of two, FP32 or E8M0, is the byte of each block of 32 that it spans: 128 elements of
 DeepSeek's recipe are four blocks, and what a tile spans across are as many rows. FP6 and FP4 elements are
 values of E4M3 and stored as such. Both are exact, so the product is. These remain emulated: FP32 scales
-between powers of two, blocks of 16, and scales of two levels, with the reason.
+between powers of two, blocks of 16, scales of two levels, and products that `native` does not run, the latter
+two with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import set_tag, tags_of, tensor
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.ops.view import Product
@@ -39,19 +40,20 @@ class AsMX(NativePass):
     name: ClassVar[str] = "as_mx"
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products of other formats that the chip runs."""
-        native = Native(target=self.target, device=self.device)
-        for node in list(graph.nodes):
-            if node.target not in _AS or not native.runs(node):
-                continue
-            if self.target.multiplies_mx(*Product.read(node).forms):
-                yield node
+        """The products of other formats that the chip multiplies."""
+        products = (node for node in graph.nodes if node.target in _AS)
+        return (node for node in products if self.target.multiplies_mx(*Product.read(node).forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Replace those products of `graph`. Returns why those of scales of two levels stay."""
+        """Replace those products of `graph`. Returns why others stay."""
         build = Builder(graph, self.name)
         operands = DequantizedOperands(build)
-        for node in self.candidates(graph):
+        native = Native(target=self.target, device=self.device)
+        reasons: dict[fx.Node, str] = {}
+        for node in list(self.candidates(graph)):
+            if unmet := native.unmet(node):
+                reasons[node] = unmet
+                continue
             product = Product.read(node)
             with graph.inserting_before(node):
                 a, b = (self._operand(build, operands, product, side) for side in (0, 1))
@@ -60,10 +62,10 @@ class AsMX(NativePass):
             build.replace(node, new_node)
         dead.eliminate(graph)
         if ScaleType.E4M3 in self.target.fp4_scales:  # the pass of packed products says why
-            return NO_REASONS
+            return reasons
         rest = (node for node in graph.nodes if node.target in _AS)
         two_level = (node for node in rest if any(form.two_level for form in Product.read(node).forms))
-        return dict.fromkeys(two_level, NO_TWO_LEVEL)
+        return reasons | dict.fromkeys(two_level, NO_TWO_LEVEL)
 
     def _operand(
         self, build: Builder, operands: DequantizedOperands, product: Product, side: int

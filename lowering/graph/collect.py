@@ -19,7 +19,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import BLOCK, ScaleLayout
 from mxcompile.graph.build import Builder
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import is_empty, tensor
 from mxcompile.lowering.graph.lowering_pass import COLLECTED, NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.templates.configs import single
 from mxcompile.ops.view import Cast
@@ -102,7 +102,7 @@ def _fits(value: torch.Tensor, side: int) -> bool:
     """Whether `value`, seen as one matrix, has the blocks that it has along `side`."""
     if value.ndim < 2 or side not in (-1, -2) or not value.dtype.is_floating_point:
         return False
-    if any(isinstance(size, int) and size == 0 for size in value.shape):
+    if is_empty(value.shape):
         return False
     if single(value.shape):
         return False

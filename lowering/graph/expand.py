@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.lowering.targets import Target
@@ -81,8 +81,7 @@ class _Expander:
                 b = self._operands.value(qb, sb, -2, dtype, node, words[1])
             factors = (sa, sb) if after else () if product.alpha is None else (product.alpha,)
             if product.is_grouped:
-                vendors = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
-                result = self._build.call(vendors, a, b, product.offs, like=node)
+                result = self._build.call(_grouped(a, b, dtype), a, b, product.offs, like=node)
             else:
                 result = self._product(a, b, None if factors else product.bias, dtype, node)
             kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
@@ -102,6 +101,12 @@ class _Expander:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
         return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
+
+
+def _grouped(a: fx.Node, b: fx.Node, dtype: torch.dtype) -> Any:
+    """The operator that multiplies groups; PyTorch's own takes no strides that a matrix without elements has."""
+    empty = is_empty((*value_of(a).shape, *value_of(b).shape))
+    return ops.grouped_mm if empty or dtype is not torch.bfloat16 else aten._grouped_mm.default
 
 
 def scaled(

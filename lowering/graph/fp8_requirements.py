@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mxcompile.formats import E5M2, WHOLE, Format, Tile
-from mxcompile.graph.tags import tensor, value_of
+from mxcompile.graph.tags import is_empty, tensor, value_of
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
 
@@ -75,8 +75,7 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether a size is 0."""
-        sizes = (*self.out.shape, self.b.shape[0])
-        return any(isinstance(size, int) and size == 0 for size in sizes)
+        return is_empty((*self.out.shape, self.b.shape[0]))
 
     @property
     def in_blocks(self) -> bool:

@@ -2,8 +2,8 @@
 
 The products that stay are lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the
 vendor's product, as `templates.defaults` says: matrices, batches of them and groups. The record names the
-template, until Inductor has chosen (`inductor.winners`). The others are left to `expand`: empty ones, those
-with a single result, and groups whose number is not known.
+template, until Inductor has chosen (`inductor.winners`). The others are left to `expand`, with the reason:
+empty ones, those with a single result, and groups whose number is not known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
+from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
@@ -35,14 +35,22 @@ class Native(NativePass):
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
         """The products that stay."""
-        return (node for node in graph.nodes if packet(node) in ops.NATIVE_PRODUCTS and self.runs(node))
+        return (node for node, unmet in self._products(graph) if not unmet)
 
     def apply(self, graph: fx.Graph) -> Reasons:
-        """Name the kernel in the tags of those products."""
-        for node in self.candidates(graph):
+        """Name the kernel in the tags of those products. Returns why the others do not stay."""
+        reasons = {}
+        for node, unmet in self._products(graph):
+            if unmet:
+                reasons[node] = unmet
+                continue
             kernel = f"{self._config(node)} ({self.target.mma})"
             set_tag(node, *(replace(tag, kernel=kernel) for tag in tags_of(node)))
-        return NO_REASONS
+        return reasons
+
+    def _products(self, graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+        """The mx GEMMs, and why the target does not run each itself."""
+        return ((node, self.unmet(node)) for node in graph.nodes if packet(node) in ops.NATIVE_PRODUCTS)
 
     def _config(self, node: fx.Node) -> str:
         """The template and its tile, or that Inductor is to choose them."""
@@ -105,19 +113,23 @@ class Native(NativePass):
         tiles = configs.tiled_groups(self.target, _rows(node), *map(hint, (m, n, a.shape[1])))
         return [tile for tile in tiles if configs.grouped_fits(a.stride(), b.shape, b.stride(), tile)]
 
-    def runs(self, node: fx.Node) -> bool:
-        """Whether the product `node` is one the target runs itself."""
+    def unmet(self, node: fx.Node) -> str:
+        """Why the target does not run the product `node` itself; "" if it does."""
         product = Product.read(node)
         out, a, offs = map(tensor, (node, product.a, product.offs))
-        if out is None or a is None or out.dtype not in _OUTPUTS:
-            return False
-        if a.ndim not in (2, 3) or a.device.type != self.device:
-            return False
+        if out is None or a is None:
+            return "a tensor of the product is unknown"
+        if a.device.type != self.device:
+            return f"its operands are on {a.device.type}"
+        if out.dtype not in _OUTPUTS:
+            return f"its result is {str(out.dtype).removeprefix('torch.')}"
+        if a.ndim not in (2, 3):
+            return f"its operand has {a.ndim} dimensions"
         if offs is not None and not isinstance(offs.shape[0], int):
-            return False
+            return "the number of groups is not known"
         if configs.single(out.shape):
-            return False
-        return all(not isinstance(size, int) or size > 0 for size in (*out.shape, a.shape[-1]))
+            return "its result is one element"
+        return "a dimension is empty" if is_empty((*out.shape, a.shape[-1])) else ""
 
 
 def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:

@@ -63,23 +63,23 @@ class Packed(LoweringPass):
         return bool(self.target.fp4_scales)
 
     def candidates(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """The products that it multiplies, by their formats, sizes and dtypes."""
-        native = Native(target=self.target, device=self.device)
+        """The products of formats that it multiplies."""
         products = (node for node in graph.nodes if node.target in _PACKED)
-        for node in products:
-            if self.target.multiplies_fp4(*Product.read(node).forms) and native.runs(node):
-                yield node
+        return (node for node in products if self.target.multiplies_fp4(*Product.read(node).forms))
 
     def apply(self, graph: fx.Graph) -> Reasons:
         """Replace those products. Returns why some are not replaced."""
         reasons: dict[fx.Node, str] = {}
+        native = Native(target=self.target, device=self.device)
         operands = _PackedOperands(Builder(graph, self.name), self.target)
         for node in list(self.candidates(graph)):
             product = Product.read(node)
+            if unmet := native.unmet(node) or _unmet(product):
+                reasons[node] = unmet
+                continue
             sides = [_Side.of(*side, place) for place, side in enumerate(product.sides)]
-            reason = _unmet(product) or next((side for side in sides if isinstance(side, str)), "")
-            if reason:
-                reasons[node] = reason
+            if unmet := next((side for side in sides if isinstance(side, str)), ""):
+                reasons[node] = unmet
             else:
                 _replace(product, [side for side in sides if isinstance(side, _Side)], operands)
         dead.eliminate(graph)

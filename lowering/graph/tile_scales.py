@@ -21,7 +21,7 @@ from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import is_empty, tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.graph.native import Native
@@ -57,14 +57,14 @@ def _can_tile(cast: Cast) -> bool:
     value = tensor(cast.x)
     if value is None or value.ndim != 2 or cast.square or cast.scale_layout != ScaleLayout.ROW_MAJOR:
         return False
-    return all(not isinstance(size, int) or size > 0 for size in value.shape)
+    return not is_empty(value.shape)
 
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the chip, and `scale` the scale of one of its operands."""
     out, product = tensor(user), Product.of(user) if user.target is ops.scaled_mm else None
     reads_scale = product is not None and scale in (product.scale_a, product.scale_b)
-    return reads_scale and out is not None and out.ndim == 2 and native.runs(user)
+    return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
 
 
 def _tile(build: Builder, cast: Cast, uses: list[tuple[fx.Node, fx.Node]]) -> None:

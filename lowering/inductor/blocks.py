@@ -14,6 +14,7 @@ from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import FloorDiv
 
 from mxcompile.formats import WHOLE
+from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.inductor.tiling import less
 
 Index = Sequence[Any]
@@ -111,8 +112,10 @@ class ScaleBlocks:
         return ir.Pointwise.create(device=self.device, dtype=dtype, inner_fn=inner, ranges=ranges)
 
     def amax(self, load: Load) -> ir.TensorBox:
-        """Block maxima of |x| in FP32, NaN if the block holds one."""
+        """Block maxima of |x| in FP32: NaN if the block holds one, 0 if the tensor is empty."""
         inside = sorted([*self.dims, *self.wholes])
+        if any(self.shape[dim] == 0 for dim in self.wholes):  # Inductor has no maximum of nothing
+            return self.per_block(_F32, lambda _: f32(0.0))
 
         def inner(block: Index, offsets: Index) -> Any:
             index = self._element(block, inside, offsets)

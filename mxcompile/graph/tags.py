@@ -174,6 +174,11 @@ UNKNOWN: Sizes = (1, 0, 0, 0)
 """Of a product of which nothing is known."""
 
 
+def is_empty(sizes: Iterable[Any]) -> bool:
+    """Whether one of `sizes` is known to be 0. Adds no guard."""
+    return any(isinstance(size, int) and size == 0 for size in sizes)
+
+
 def hint(size: Any) -> int:
     """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard.
 

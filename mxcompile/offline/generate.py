@@ -271,9 +271,9 @@ def _flops(nodes: Sequence[str], tags: Sequence[GemmTag], graph: Generated) -> f
 
 
 def _source(call: KernelCall, written_by: dict[str, str]) -> str:
-    """Returns the kind of call that wrote the tensors that a cast reads (see `Launch`)."""
+    """Returns the kind of call that wrote what a cast reads (see `Launch`); "" if it reads nothing."""
     kinds = {written_by.get(name, "input") for name in call.reads}
-    return next(kind for kind in ("generated", "library", "input") if kind in kinds)
+    return next((kind for kind in ("generated", "library", "input") if kind in kinds), "")
 
 
 def _packet(overload: str) -> str:

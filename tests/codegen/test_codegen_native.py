@@ -121,15 +121,30 @@ def _gates(launch):
     )
 
 
-@pytest.mark.parametrize(("tokens", "features"), [(0, 96), (1, 1)])
-def test_a_product_that_cannot_is_dequantized_and_says_so(tokens, features):
-    """No tokens, or a single result: the record names the kernel that runs instead."""
+def test_a_training_step_without_rows():
+    """Casts of nothing read nothing, and the record says why the FP8 GEMM does not run."""
+    layer = torch.nn.Linear(64, 96, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(0, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    use = {"precision": "fp8", "scaling": "channel"}
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+    result = mxcompile.codegen(layer, x, target="sm_90", policy=policy)
+    reason = "the FP8 GEMM takes multiples of 16 (empty)"
+    assert {gemm.kernel for gemm in result.report.gemms} == {f"aten.mm (bfloat16, scaled after); {reason}"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "reason"), [(0, 96, "a dimension is empty"), (1, 1, "its result is one element")]
+)
+@pytest.mark.parametrize("precision", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_product_that_cannot_is_dequantized_and_says_so(tokens, features, reason, precision):
+    """The record names the kernel that runs instead, and says why."""
     layer = torch.nn.Linear(64, features, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(tokens, 64, device="meta", dtype=torch.bfloat16)
-    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": precision}]}
     result = mxcompile.codegen(layer, x, target="sm_100", training=False, policy=policy)
     (gemm,) = result.report.gemms
-    assert (gemm.precision, gemm.kernel) == ("mxfp8", "aten.mm (bfloat16, dequantized)")
+    way = "scaled after" if precision == "nvfp4" else "dequantized"
+    assert (gemm.precision, gemm.kernel) == (precision, f"aten.mm (bfloat16, {way}); {reason}")
     assert not any("dot_scaled" in kernel.source for kernel in result.kernels)
 
 

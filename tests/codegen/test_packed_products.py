@@ -363,11 +363,25 @@ def test_which_chips(target: str, words: tuple[str, str], runs: bool):
     assert count(module, ops.packed_mm) == runs
 
 
-@pytest.mark.parametrize("size", [(0, 64, 32), (32, 0, 32), (1, 64, 1)])
-def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int]):
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ((0, 64, 32), "a dimension is empty"),
+        ((32, 0, 32), "a dimension is empty"),
+        ((1, 64, 1), "its result is one element"),
+    ],
+)
+def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int], reason: str):
     m, k, n = size
     module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4)), torch.ones(m, k), torch.ones(k, n))
-    assert (reasons, count(module, ops.packed_mm)) == ([], 0)
+    assert (reasons, count(module, ops.packed_mm)) == ([reason], 0)
+
+
+def test_a_result_in_fp64_stays():
+    """FP64 results are none of the chip's, and nobody would want them of FP4 operands."""
+    inputs = torch.ones(32, 64), torch.ones(64, 32)
+    module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4), dtype=torch.float64), *inputs)
+    assert (reasons, count(module, ops.packed_mm)) == (["its result is float64"], 0)
 
 
 @pytest.mark.parametrize("word", [NVFP4, MXFP4])

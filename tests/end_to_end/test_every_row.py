@@ -128,6 +128,31 @@ def test_compiled_code_gives_the_same(name: str):
     assert report.summary.graph_breaks == 0
 
 
+@pytest.mark.parametrize("kind", ["matrix", "batch", "groups"])
+@pytest.mark.parametrize("name", ["mxfp8 32", "fp8 channel", "nvfp4 hadamard"])
+def test_a_batch_without_rows(name: str, kind: str):
+    """Experts that no token chose give nothing and have gradients of 0."""
+    dtype, offs = torch.bfloat16, torch.zeros(2, dtype=torch.int32)
+    functions: dict[str, Any] = {
+        "matrix": torch.matmul,
+        "batch": torch.bmm,
+        "groups": lambda x, w: torch._grouped_mm(x, w, offs),
+    }
+    lead = (2,) if kind == "batch" else ()
+    weight = nn.Parameter(torch.randn(*(() if kind == "matrix" else (2,)), 48, 32, dtype=dtype))
+    x, dy = torch.empty(*lead, 0, 48, dtype=dtype), torch.empty(*lead, 0, 32, dtype=dtype)
+    mxcompile.clear_reports()
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda x: functions[kind](x, weight), backend="mxfp8", options={"policy": policy(USES[name])}
+    )
+    y, dx, dw = run(call, weight, x, dy)
+    assert (y.shape, dx.shape) == (dy.shape, x.shape)
+    assert torch.equal(dw, torch.zeros_like(weight))
+    (report,) = mxcompile.reports()
+    assert {gemm.precision for gemm in report.gemms} == {USES[name]["precision"]}
+
+
 def test_the_scale_of_experts_tokens_is_of_those_in_groups():
     """Rows past the last group may hold anything, and the scale of the tensor does not follow them."""
     use, offs = {"precision": "nvfp4", "hadamard": SIGNS}, torch.tensor([5, 12], dtype=torch.int32)

@@ -47,8 +47,8 @@ def _rank(
 ) -> None:
     """One rank, which leaves without the destructors of C++'s statics.
 
-    PyTorch's registry of groups keeps Gloo's threads until then, and a peer that leaves first wakes them while
-    what they use is destroyed: the process aborts, rarely, with all its work done.
+    PyTorch's registry of groups keeps Gloo's threads until then. A peer that leaves first can wake them while
+    what they use is destroyed.
     """
     faulthandler.enable()
     if apart:
