@@ -104,7 +104,7 @@ class _Expander:
 
 
 def _grouped(a: fx.Node, b: fx.Node, dtype: torch.dtype) -> Any:
-    """The operator that multiplies groups; PyTorch's own takes no strides that a matrix without elements has."""
+    """The operator that multiplies groups; PyTorch's takes no strides of a matrix without elements."""
     empty = is_empty((*value_of(a).shape, *value_of(b).shape))
     return ops.grouped_mm if empty or dtype is not torch.bfloat16 else aten._grouped_mm.default
 
