@@ -1,4 +1,4 @@
-"""What every preset costs here: SQNR of each layer's GEMMs, the demo's gap to BF16, the CPU's step.
+"""What each preset and `mxfp4` cost: SQNR of each layer's GEMMs, the demo's gap to BF16, the CPU's step.
 
     sqnr   audit of the demo's model: fprop, dgrad and wgrad of every layer against FP32
     gap    validation loss against BF16's after training the demo's model, seeds, data and schedule paired
@@ -28,14 +28,18 @@ from mxcompile.policy.presets import PRESETS
 
 MODEL = "llama 2×512"
 
+POLICIES = {name: name for name in PRESETS if name not in ("bf16", "inference")} | {
+    "mxfp4": demo.MXFP4_POLICY
+}
+"""By name; the last has no preset of its own."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["sqnr", "gap", "step"])
-    trained = [name for name in PRESETS if name not in ("bf16", "inference")]
-    parser.add_argument("--presets", nargs="*", choices=trained, default=trained)
+    parser.add_argument("--presets", nargs="*", choices=POLICIES, default=[*POLICIES])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=demo.Settings().steps)
     parser.add_argument("--repeats", type=int, default=15)
@@ -55,7 +59,7 @@ def sqnr(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tokens = {"input_ids": window[:, :-1], "labels": window[:, :-1]}
     for preset in options.presets:
         torch._dynamo.reset()
-        audit = mxcompile.audit(build_model(settings), policy=preset, **tokens)
+        audit = mxcompile.audit(build_model(settings), policy=POLICIES[preset], **tokens)
         layers: dict[str, dict[str, Any]] = {}
         for gemm in audit.numerics.gemms:
             layers.setdefault(gemm.name, {})[gemm.gemm] = round(gemm.sqnr_db, 1)
@@ -70,7 +74,7 @@ def gaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         settings = demo.Settings(seed=seed, steps=options.steps)
         bf16 = _final("bf16", settings, text, lambda model: torch.compile(model))
         for preset in options.presets:
-            chosen = {"policy": preset}
+            chosen = {"policy": POLICIES[preset]}
             loss = _final(
                 preset,
                 settings,
@@ -104,7 +108,7 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch._dynamo.config.recompile_limit = len(options.presets) + 2  # past it Dynamo runs eagerly
     runs = {"bf16": training_step.step(torch.compile(copy.deepcopy(model)), tokens)}
     for preset in options.presets:
-        compiled = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": preset})
+        compiled = torch.compile(copy.deepcopy(model), backend="mxfp8", options={"policy": POLICIES[preset]})
         runs[preset] = training_step.step(compiled, tokens)
     times = common.alternate(runs, repeats=options.repeats)
     for run, taken in times.items():

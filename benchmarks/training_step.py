@@ -28,7 +28,7 @@ MODELS = {
     "llama 2×512": {"layers": 2, "width": 512, "feed_forward": 1408, "vocabulary": 4096},
     "llama 4×1024": {"layers": 4, "width": 1024, "feed_forward": 2816, "vocabulary": 8192},
 }
-BATCH = 4
+BATCH, LENGTH = 4, 256
 BASELINE, FP32 = "bf16 inductor", "fp32 inductor"
 SAVED = {
     "saved: mxfp8": ["qkv", "ffn_in", "ffn_out"],
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-torchao", action="store_true", help="leave out the slowest of all")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS)[1:])
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.models:

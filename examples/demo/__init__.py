@@ -1,12 +1,13 @@
 """The demonstration: a small Llama trained on text as it is, in MXFP8 and in too few bits; models served."""
 
-from demo.compare import CONTROL, SeedComparison, quick_settings, why_fp32
+from demo.compare import CONTROL, MXFP4_POLICY, SeedComparison, quick_settings, why_fp32
 from demo.plot import plot
 from demo.serving import Quality, Speed, Way, Wide, quality, speed, trained, ways, wide
 from demo.training import Settings, Text, Trainee, TrainingRun, standard_library, train
 
 __all__ = [
     "CONTROL",
+    "MXFP4_POLICY",
     "Quality",
     "SeedComparison",
     "Settings",

@@ -22,6 +22,12 @@ from mxcompile.lowering.targets import of_device
 from mxcompile.policy import Policy
 
 CONTROL = "control: mxfp4"
+MXFP4_POLICY = {
+    "version": 1,
+    "rules": [{"match": {"role": ["qkv", "attn_out", "ffn_in", "ffn_out"]}, "use": "mxfp4"}],
+}
+"""All that the presets quantize, in 4 bits."""
+
 GAP_LIMIT = 0.0025
 """Largest mean gap of a policy, as a share."""
 
@@ -41,10 +47,8 @@ class Variant:
 
 def variants(policies: Iterable[Policy], baseline: str = "bf16") -> list[Variant]:
     """The baseline, each of `policies`, and the control: all that they quantize in 4 bits."""
-    roles = ["qkv", "attn_out", "ffn_in", "ffn_out"]
-    control = {"version": 1, "rules": [{"match": {"role": roles}, "use": "mxfp4"}]}
     named = [Variant(label=f"policy {p.label.removeprefix('preset ')}", policy=p) for p in policies]
-    return [Variant(label=baseline), *named, Variant(label=CONTROL, policy=Policy.resolve(control))]
+    return [Variant(label=baseline), *named, Variant(label=CONTROL, policy=Policy.resolve(MXFP4_POLICY))]
 
 
 def quick_settings(device: str = "cpu", steps: int | None = None) -> Settings:
