@@ -22,7 +22,7 @@ test-slow: $(VENV)/.zoo $(VENV)/.pretrained
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
 
-# Of scripts mypy reads whether what they name exists: most need a machine that is seldom there.
+# mypy checks that the names in benchmark scripts exist, no more: many of the scripts need a GPU, which tests do not have.
 NAMES_ONLY := --config-file= --cache-dir=.mypy_cache/benchmarks --ignore-missing-imports --follow-imports=silent \
 	--disable-error-code=misc --disable-error-code=arg-type --disable-error-code=call-arg --disable-error-code=dict-item \
 	--disable-error-code=assignment --disable-error-code=return-value --disable-error-code=union-attr \

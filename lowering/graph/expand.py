@@ -27,8 +27,8 @@ from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import is_empty, set_tag, tags_of, tensor, value_of
-from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
+from mxcompile.graph.tags import add_fallback, is_empty, set_tag, tags_of, tensor, value_of
+from mxcompile.lowering.graph.lowering_pass import EMPTY, NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
@@ -81,7 +81,7 @@ class _Expander:
                 b = self._operands.value(qb, sb, -2, dtype, node, words[1])
             factors = (sa, sb) if after else () if product.alpha is None else (product.alpha,)
             if product.is_grouped:
-                result = self._build.call(_grouped(a, b, dtype), a, b, product.offs, like=node)
+                result = self._grouped(a, b, product.offs, dtype, node)
             else:
                 result = self._product(a, b, None if factors else product.bias, dtype, node)
             kernel = f"{packet(result)} ({_word(dtype)}, {'scaled after' if factors else 'dequantized'})"
@@ -90,6 +90,15 @@ class _Expander:
                 result = scaled(result, factors, product.bias, self._build, node)
             result = self._build.converted(result, out.dtype, node)
         self._build.replace(node, result)
+
+    def _grouped(
+        self, a: fx.Node, b: fx.Node, offs: fx.Node | None, dtype: torch.dtype, node: fx.Node
+    ) -> fx.Node:
+        vendors: Any = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
+        if dtype is torch.bfloat16 and is_empty((*value_of(a).shape, *value_of(b).shape)):
+            add_fallback(node, EMPTY)  # PyTorch's refuses its strides
+            vendors = ops.grouped_mm
+        return self._build.call(vendors, a, b, offs, like=node)
 
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node
@@ -101,12 +110,6 @@ class _Expander:
             return self._build.call(aten.bmm.default if batched else aten.mm.default, a, b, like=node)
         target = aten.baddbmm.default if batched else aten.addmm.default
         return self._build.call(target, self._build.converted(bias, dtype, node), a, b, like=node)
-
-
-def _grouped(a: fx.Node, b: fx.Node, dtype: torch.dtype) -> Any:
-    """The operator that multiplies groups; PyTorch's takes no strides of a matrix without elements."""
-    empty = is_empty((*value_of(a).shape, *value_of(b).shape))
-    return ops.grouped_mm if empty or dtype is not torch.bfloat16 else aten._grouped_mm.default
 
 
 def scaled(

@@ -17,6 +17,9 @@ Reasons = Mapping[fx.Node, str]
 
 NO_REASONS: Reasons = {}
 
+EMPTY = "a dimension is empty"
+"""Why products without elements are not on a kernel that others of their kind are on."""
+
 NATIVE = ("templates.casts", "templates.scaled_mm", "templates.scaled_grouped_mm")
 """The templates of MX products, and of the casts that they read."""
 

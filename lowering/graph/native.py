@@ -19,7 +19,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.graph.lowering_pass import NativePass, Reasons
+from mxcompile.lowering.graph.lowering_pass import EMPTY, NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
@@ -129,7 +129,7 @@ class Native(NativePass):
             return "the number of groups is not known"
         if configs.single(out.shape):
             return "its result is one element"
-        return "a dimension is empty" if is_empty((*out.shape, a.shape[-1])) else ""
+        return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
 
 
 def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:

@@ -132,6 +132,26 @@ def test_a_training_step_without_rows():
     assert {gemm.kernel for gemm in result.report.gemms} == {f"aten.mm (bfloat16, scaled after); {reason}"}
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_groups_without_rows(target):
+    """PyTorch's grouped product, which emulation calls, does not take them; the record says so, once."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(2, 48, 32, device="meta", dtype=torch.bfloat16))
+
+        def forward(self, x, offs):
+            return torch._grouped_mm(x, self.weight, offs)
+
+    x = torch.empty(0, 48, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.empty(2, device="meta", dtype=torch.int32)
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    result = mxcompile.codegen(Experts(), x, offs, target=target, policy=policy)
+    kernel = "mx.grouped_mm (bfloat16, dequantized); a dimension is empty"
+    assert {gemm.kernel for gemm in result.report.gemms} == {kernel}
+
+
 @pytest.mark.parametrize(
     ("tokens", "features", "reason"), [(0, 96, "a dimension is empty"), (1, 1, "its result is one element")]
 )

@@ -378,7 +378,7 @@ def test_empty_ones_and_single_elements_stay(size: tuple[int, int, int], reason:
 
 
 def test_a_result_in_fp64_stays():
-    """FP64 results are none of the chip's, and nobody would want them of FP4 operands."""
+    """The chip's GEMM has no results in FP64."""
     inputs = torch.ones(32, 64), torch.ones(64, 32)
     module, reasons = applied(lambda x, w: product(x, w, (MXFP4, MXFP4), dtype=torch.float64), *inputs)
     assert (reasons, count(module, ops.packed_mm)) == (["its result is float64"], 0)
