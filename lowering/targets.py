@@ -93,6 +93,11 @@ class Target:
         return bool(self.mma)
 
     @property
+    def saturates_fp8(self) -> bool:
+        """Whether the chip's conversion gives the largest element for what is larger, as NVIDIA's do."""
+        return self.encodes_fp8 and isinstance(self.arch, int)
+
+    @property
     def emulates(self) -> bool:
         """Whether it is a GPU that multiplies what MX operands stand for."""
         return self.arch is not None and not self.native
