@@ -23,13 +23,12 @@ from mxcompile.checkpoint.weight_entries import (
     MXFP8,
     NVFP4,
     SUFFIX,
-    Named,
-    as_it_is,
-    ignored,
+    plain_weight,
     stored_weight,
 )
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_form
+from mxcompile.storage.weights import StoredWeight
 
 _PACKED, _GLOBAL, _ZERO_POINT = "_packed", "_global_scale", "_zero_point"
 
@@ -74,7 +73,7 @@ def parts(name: str, form: Format) -> tuple[str, ...]:
     return (name + (_PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
 
 
-def read(checkpoint: Checkpoint) -> Iterator[Named]:
+def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """The weights of `checkpoint`. Raises `CheckpointError`."""
     _check_config(checkpoint)
     entries = checkpoint.entries
@@ -86,12 +85,12 @@ def read(checkpoint: Checkpoint) -> Iterator[Named]:
         elif name.endswith(_PACKED) and entry.dtype is torch.uint8:
             yield _packed(entries, name.removesuffix(_PACKED), entry)
         elif _is_of_activations(entries, name):
-            yield ignored(entry)
+            yield plain_weight(entry, is_read=False)
         else:
-            yield as_it_is(entry)
+            yield plain_weight(entry)
 
 
-def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> Named:
+def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> StoredWeight:
     """The weight `name` whose packed elements are `entry`."""
     if name + _ZERO_POINT in entries:
         raise CheckpointError(f"{entry.file}: {entry.name!r} has zero points, which are not read")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.layouts import named
-from mxcompile.formats import stored_precision
+from mxcompile.checkpoint.layouts import weights_in
 from mxcompile.report.fold import spelled
 
 
@@ -43,18 +42,16 @@ def contents(path: str | Path) -> Contents:
     """Returns the contents of the checkpoint at `path`, from its headers. Raises `CheckpointError`."""
     checkpoint = Checkpoint.open(path)
     alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
-    layout, weights = named(checkpoint)
+    layout, weights = weights_in(checkpoint)
     for weight in weights:
-        elements = checkpoint.entries[weight.elements]
+        elements = checkpoint.entries[weight.tensors[0]]
         kind = str(elements.dtype).removeprefix("torch.")
-        size, precision = elements.num_bytes, ""
-        if weight.ignored:
+        if not weight.is_read:
             kind += ", not read"
-        if weight.scales:
-            precision = str(stored_precision(weight.form))
-            kind = f"{precision} {weight.form.elem}"
-            size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
-        alike.setdefault((precision, kind, weight.shape), []).append((weight.name, size))
+        if weight.form is not None:
+            kind = f"{weight.precision} {weight.form.elem}"
+        size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
+        alike.setdefault((weight.precision, kind, weight.shape), []).append((weight.name, size))
     groups = tuple(
         TensorGroup(
             name=spelled(name for name, _ in members),

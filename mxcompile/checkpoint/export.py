@@ -11,7 +11,7 @@ shard, and codes are gathered: of whole tiles that is the cast of the gathered w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from mxcompile.compiler.policies import compiled_policy
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_precision
+from mxcompile.formats import BLOCK, Format, Tile, is_quantized
 from mxcompile.formats.encoding import encode_tensors, gain, pack, tensor_amax
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
@@ -32,9 +32,10 @@ from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import FSDP1, users_own
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
-from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import cast, empty
+from mxcompile.serving.plan import UNSEEN, common_cast, weight_of
 from mxcompile.storage import MXTensor
+from mxcompile.storage.cast import cast
+from mxcompile.storage.weights import StoredWeights
 
 
 class ExportedTensor(NamedTuple):
@@ -48,7 +49,7 @@ class ExportedTensor(NamedTuple):
 
     name: str
     codes: Tensor
-    scales: Tensor | None
+    scales: Tensor | None = None
     global_scale: Tensor | None = None
 
 
@@ -83,7 +84,7 @@ def export_weights(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     uses_by_path = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
-    exported = ExportedWeights(model, form, {path: _decided(each) for path, each in uses_by_path.items()})
+    exported = ExportedWeights(model, form, {path: common_cast(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in MXFP8, MXFP4 or NVFP4\n{exported.weights}")
@@ -93,7 +94,7 @@ def export_weights(
 def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
     """Raises `ModelError` if a layer that is quantized by the plan of `model` was not met in the trace."""
     plan = known_plan(model)
-    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == _UNSEEN}
+    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == UNSEEN.reason}
     quantized = (
         {record.name for record in plan.records(policy) if is_quantized(record.precision)} if plan else set()
     )
@@ -104,49 +105,29 @@ def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) ->
         )
 
 
-_UNSEEN = "no product of the traced call reads it as a matrix"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Use:
-    """The use of a weight in forward. how: the one cast that all its layers make of it, None without.
-
-    reason: for that.
-    """
-
-    role: str
-    reason: str
-    how: WeightUse | None = None
-
-
-def _decided(own_uses: Sequence[WeightUse]) -> _Use:
-    first = own_uses[0]
-    keeping = next((use for use in own_uses if use.form is None), None)
-    if keeping is not None:
-        return _Use(role=keeping.role, reason=keeping.reason)
-    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
-        return _Use(role=first.role, reason="its layers cast it in different ways")
-    return _Use(role=first.role, reason=first.reason, how=first)
-
-
 class ExportedWeights:
     """The weights of a model; iterated, an `ExportedTensor` each, as they are at that moment.
 
     weights: what becomes of each weight of a linear layer or an embedding, and why; print it.
     """
 
-    def __init__(self, model: nn.Module, layout: FileLayout, decided: Mapping[str, _Use]) -> None:
+    def __init__(self, model: nn.Module, layout: FileLayout, own_uses: Mapping[str, WeightUse]) -> None:
         self._model, self._layout = model, layout
         self._dtypes = forward_dtypes(model)
         self._casts: dict[str, WeightUse] = {}
         rows = []
         for name, value in _state(model).items():
-            use = decided.get(name) or _Use(role="other", reason=_UNSEEN)
-            if name in decided or value.ndim > 1:
-                reason = "" if use.how is None else self._obstacle(name, value, use.how)
-                if use.how is not None and not reason:
-                    self._casts[name] = use.how
-                rows.append(_row(name, value, use, reason))
+            if name not in own_uses and value.ndim < 2:
+                continue
+            use = own_uses.get(name, UNSEEN)
+            weight = weight_of(name, value, use)
+            if weight.form is None:
+                rows.append(weight)
+            elif reason := layout.obstacle(weight) or _cut(value, use):
+                rows.append(replace(weight, form=None, reason=reason))
+            else:
+                rows.append(weight)
+                self._casts[name] = use
         self.weights = StoredWeights(weights=tuple(rows))
 
     def __iter__(self) -> Iterator[ExportedTensor]:
@@ -156,10 +137,7 @@ class ExportedWeights:
             value = self._forward_value(name, value)
             exported = _whole(value) if how is None else _cast(name, value, how)
             for published, tensor in _published(self._model, name, exported).items():
-                if isinstance(tensor, MXTensor):
-                    yield ExportedTensor(published, *self._layout.pack(published, tensor).values())
-                else:
-                    yield ExportedTensor(published, tensor, None)
+                yield ExportedTensor(published, *self._layout.pack(published, tensor).values())
 
     def quantization_config(self) -> dict[str, Any]:
         """Returns the entry ``quantization_config`` of a config.json for what is exported.
@@ -181,13 +159,6 @@ class ExportedWeights:
         kept = dtype is None or not value.is_floating_point()
         return value.detach() if kept else value.detach().to(dtype)
 
-    def _obstacle(self, name: str, value: Tensor, how: WeightUse) -> str:
-        """Why the forward's cast of a weight cannot be exported, "" if it can."""
-        assert how.form is not None
-        dim = how.block_dim - how.rank
-        reason = self._layout.obstacle(name, tuple(value.shape), dim, how.form)
-        return reason or _cut(value, how)
-
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of `model` by the user's names, every one once."""
@@ -198,24 +169,6 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(value))
             state[user_path(raw)] = value
     return state
-
-
-def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
-    num_bytes, precision = value.numel() * value.element_size(), ""
-    if use.how is not None and use.how.form is not None and not reason:
-        form = use.how.form
-        num_bytes = empty(value.shape, -1, form, torch.bfloat16, "meta").stored_bytes
-        precision = str(stored_precision(form))
-    return StoredWeight(
-        name=name,
-        role=use.role,
-        shape=tuple(value.shape),
-        stored=bool(precision),
-        reason=reason or use.reason,
-        num_bytes=num_bytes,
-        bytes_bf16=2 * value.numel(),
-        precision=precision,
-    )
 
 
 def _cut(value: Any, how: WeightUse) -> str:

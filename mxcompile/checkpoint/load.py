@@ -9,7 +9,7 @@ which stack the codes of experts as they stack any tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
-from mxcompile.checkpoint.layouts import NO_LAYOUT, named, stored
+from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
@@ -28,33 +28,34 @@ from mxcompile.storage import MXTensor
 
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-Readers = dict[str, Callable[[], Tensor]]
-
 
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A model with the weights of the checkpoint at `path`, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
+    """Returns a model with the weights of a checkpoint, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
 
-    path: a safetensors file or a directory of them, in the layout of compressed-tensors
-    (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of GPT-OSS,
-    whose experts stay in MXFP4.
-    model: what to load into, on the meta device or any other; its parameters are replaced. Without it, the
-    Hugging Face model of the directory's config.json, in evaluation mode. dtype: of the values that stored
-    weights stand for, where neither config.json nor the checkpoint says; default what all its other weights
-    are in, else BF16.
+    Nothing is downloaded, unpickled or run from the directory.
 
-    Nothing is downloaded, unpickled or run from the directory. Raises `CheckpointError` for a checkpoint that
-    is damaged, holds no stored weight, or does not fit the model.
+    Args:
+        path: A safetensors file or a directory of them, in the layout of compressed-tensors
+            (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of
+            GPT-OSS, whose experts stay in MXFP4.
+        model: The model to load into, on the meta device or any other; its parameters are replaced. Without
+            it, the result is the Hugging Face model of the directory's config.json, in evaluation mode.
+        dtype: Dtype of the values of stored weights, where neither config.json nor the checkpoint gives it;
+            by default the dtype of all other weights of the checkpoint, else BF16.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, holds no stored weight, or does not fit the model.
     """
     checkpoint = Checkpoint.open(path)
-    if named(checkpoint)[0] == NO_LAYOUT:
+    if weights_in(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
             f"{path}: no weight is stored in MXFP8, MXFP4 or NVFP4: `mxcompile convert` stores them, and an"
             " ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
-        _assign(users_own(model), stored(checkpoint, dtype or _common_dtype(checkpoint)))
+        _assign(users_own(model), readers(checkpoint, dtype or _common_dtype(checkpoint)))
         return model
     directory = Path(path)
     if not directory.is_dir():
@@ -86,7 +87,7 @@ def from_directory(directory: Path, dtype: torch.dtype) -> Any:
 def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """The model that `raw`, the config.json in `path`, is of, with the weights of `checkpoint`."""
     owner, config = architecture(path, raw)
-    state = {name: read() for name, read in stored(checkpoint, dtype).items()}
+    state = {name: read() for name, read in readers(checkpoint, dtype).items()}
     try:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
@@ -157,8 +158,8 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
-def _assign(model: nn.Module, readers: Readers) -> None:
-    """Put what `readers` give into the parameters and buffers of `model`, in every place that shares one."""
+def _assign(model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Puts the tensors that `reading` gives into all places of the parameters and buffers of `model`."""
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     known: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
@@ -167,12 +168,12 @@ def _assign(model: nn.Module, readers: Readers) -> None:
                 if value is not None and attribute not in module._non_persistent_buffers_set:
                     known[joined(prefix, attribute)] = value
                     places[id(value)].append((owned, attribute))
-    unexpected = next((name for name in readers if name not in known), None)
-    loaded = {id(known[name]) for name in readers if name in known}
+    unexpected = next((name for name in reading if name not in known), None)
+    loaded = {id(known[name]) for name in reading if name in known}
     missing = next((name for name, value in known.items() if id(value) not in loaded), None)
     if unexpected or missing:
         raise CheckpointError(_misfit(unexpected, missing))
-    for name, read in readers.items():
+    for name, read in reading.items():
         value, old = read(), known[name]
         if value.shape != old.shape:
             raise CheckpointError(f"{name!r} has shape {tuple(value.shape)}, the model's {tuple(old.shape)}")

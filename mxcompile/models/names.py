@@ -125,12 +125,12 @@ Owner = tuple[nn.Module, str]
 
 
 def owners(model: nn.Module) -> dict[str, list[Owner]]:
-    """Every path of a parameter of `model` to all places that hold it."""
+    """Returns all places that hold each parameter of `model`, by the user's path of every place."""
     by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                by_identity[id(parameter)].append((joined(prefix, name), (module, name)))
+                by_identity[id(parameter)].append((user_path(joined(prefix, name)), (module, name)))
     return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 
