@@ -33,7 +33,7 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, joined, layer_name, module_of, source_of
+from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
 from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored, stored_as
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
@@ -43,13 +43,11 @@ from mxcompile.policy import Gemm, Role
 class Find:
     """Tag the matmuls of a graph.
 
-    inputs: those of the captured graph. prefix: put before module paths. first_index: of the first GEMM.
-    blocks: of the model.
+    inputs: those of the captured graph. first_index: of the first GEMM. blocks: of the model.
     """
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
-    prefix: str = ""
     first_index: int = 0
     blocks: Blocks = field(default_factory=Blocks)
 
@@ -94,17 +92,16 @@ class _Finder:
                 sizes = [(batch, n, m, k)]
         else:
             kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
-        name = joined(self._options.prefix, path)
         tag = GemmTag(
             layer=node.name,
-            name=name,
+            name=path,
             module=module,
             source=source_of(node),
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
             stored=held_as,
-            block=self._options.blocks.place(name),
+            block=self._options.blocks.place(path),
         )
         set_tag(node, *_per_product(tag, sizes))
         self._by_seq[node.meta.get("seq_nr", -1)].append(node)

@@ -31,6 +31,7 @@ from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
+from mxcompile.models.tree import path_in
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
@@ -80,10 +81,10 @@ class Backend:
             return None
         if self.root is None:
             raise OptionError("Backend(block=…) needs root=…, the model the block is a part of")
-        path = next((name for name, module in self.root.named_modules() if module is block), None)
+        path = path_in(self.root, block)
         if path is None:
             raise OptionError("Backend(block=…) is not a module of root")
-        return name_signature(self.options.policy, self.root, path, Blocks.of(self.root))
+        return name_signature(self.options.policy, block, path, Blocks.of(self.root))
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
         """Compile `gm`. Called by Dynamo."""

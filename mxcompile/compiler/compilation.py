@@ -147,7 +147,6 @@ class Compilation:
             inputs=self.capture.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
-            prefix=self.capture.path,
             first_index=len(self.part.gemms),
             blocks=self.capture.blocks,
             cut=self.capture.cut,
@@ -164,7 +163,7 @@ class Compilation:
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
         gathers = Gathers() if self.traced else self.capture.gathers
-        drawn = outline(graph, self.capture.inputs, self.capture.path)
+        drawn = outline(graph, self.capture.inputs)
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),

@@ -61,7 +61,7 @@ def _line(compilation: Compilation) -> str:
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
     left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
     return (
-        f"compiled {compilation.capture.path or 'the model'} for {compilation.target.name}, {label}:"
+        f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
         f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
         f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
         f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"

@@ -26,6 +26,7 @@ from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
+from mxcompile.models.tree import Tree
 from mxcompile.models.wrappers import plain_class, users_own
 from mxcompile.policy import Policy
 from mxcompile.watch import Watch
@@ -116,7 +117,7 @@ def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    modules = {user_path(raw): module for raw, module in root.named_modules()}
+    modules = Tree(root).modules
     for pattern in patterns:
         matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
         if not matching:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.places import Places
-from mxcompile.compiler.sharing import named
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import user_path
+from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, users_own
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,10 @@ def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
     if capture.root is None:
         return compiled
     own = {user_path(raw) for raw, _ in capture.root.named_parameters(remove_duplicate=False)}
-    paths = [joined(capture.path, given.path) if given.static else "" for given in capture.inputs]
-    position = next((index for index, path in enumerate(paths) if path in own), None)
+    position = next((index for index, given in enumerate(capture.inputs) if given.path in own), None)
     if position is None:
         return compiled
-    return _Noted(compiled, capture.root, named(capture.root, capture.prefix), position, places)
+    return _Noted(compiled, capture.root, capture.tree.modules[capture.prefix], position, places)
 
 
 class _Noted:
@@ -76,8 +75,7 @@ class _Noted:
         root = self._root()
         if root is not None and _owns(root, parameter):
             own = next((module for module in running() if plain_class(module) is self._part), None)
-            paths = (user_path(raw) for raw, module in root.named_modules() if module is own)
-            self._places.note(next(paths, None))
+            self._places.note(path_in(root, own))
             return
         callers = [users_own(module) for module in running()]
         owners = [module for module in callers if module is not root and _owns(module, parameter)]

@@ -27,6 +27,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mxcompile.models.names import Stored
+from mxcompile.models.tree import held
 
 
 def record(
@@ -71,7 +72,8 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Nodes made in here know which module of `model` was running."""
     stack: list[Any] = []
     handles = []
-    for path, module in model.named_modules():
+    unregistered = ((path, found) for path, found in held(model) if isinstance(found, nn.Module))
+    for path, module in (*model.named_modules(), *unregistered):
         entry = {"": (path, type(module).__qualname__)}
 
         def enter(_: nn.Module, __: Any, entry: Any = entry) -> None:

@@ -152,7 +152,7 @@ def _fold_container(
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
             own = joined(path, name)
-            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own, blocks))
+            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, layer, own, blocks))
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():
