@@ -43,9 +43,9 @@ def steps_of(source: str) -> tuple[str, ...]:
     while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         source = source.removeprefix("getattr(")
     variable = _VARIABLE.match(source)
-    found = _STEP.findall(source[variable.end() :] if variable else source)
+    matches = _STEP.findall(source[variable.end() :] if variable else source)
     steps = (ast.literal_eval(key or name) if key or name else index or plain
-             for key, name, index, plain in found)  # fmt: skip
+             for key, name, index, plain in matches)  # fmt: skip
     return (variable[0] if variable else "", *(s for s in steps if s not in _CONTAINERS | WRAPPERS))
 
 
@@ -72,7 +72,7 @@ class Located:
                     self._objects[name] = frame.evaluate(name)
         self.holder = self._one_module(source for source, _ in given)
         self.tree = Tree(root or self.holder)
-        known = {name: self.tree.paths(found) for name, found in self._objects.items()}
+        known = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._known = {steps_of(name): paths for name, paths in known.items() if paths}
         paths = [self._path(source, value) for source, value in given]
         self.inputs = tuple(self._input(path, value) for path, (_, value) in zip(paths, given, strict=True))
@@ -91,9 +91,9 @@ class Located:
 
     def _one_module(self, sources: Iterator[Any]) -> nn.Module | None:
         """The outermost module of all `sources` that go through any, None if there are several."""
-        found = (next(filter(_is_module, (self._objects[name_of(each)] for each in _way(source))), None)
-                 for source in sources)  # fmt: skip
-        modules = {id(module): module for module in found if module is not None}
+        ways = ([self._objects[name_of(each)] for each in _way(source)] for source in sources)
+        outermost = (next(filter(_is_module, way), None) for way in ways)
+        modules = {id(module): module for module in outermost if module is not None}
         return next(iter(modules.values())) if len(modules) == 1 else None
 
     def _running(self, frame: Frame) -> nn.Module | None:
@@ -153,14 +153,14 @@ class Located:
     def _owner(self, source: Any) -> tuple[Any, str | None]:
         """The outermost module of the model that `source` goes through, and its path."""
         for each in _way(source):
-            found = self._objects[name_of(each)]
-            if _is_module(found) and (paths := self.tree.paths(found)):
+            value = self._objects[name_of(each)]
+            if _is_module(value) and (paths := self.tree.paths(value)):
                 return each, paths[0]
         return None, None
 
 
-def _is_module(found: object) -> bool:
-    return isinstance(found, nn.Module)
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:

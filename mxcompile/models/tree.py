@@ -44,15 +44,15 @@ class Tree:
             self.by_identity[id(value)].append(user_path(raw))
             self.tensors.add(user_path(raw))
 
-    def paths(self, found: object) -> Sequence[str]:
-        """All paths of `found`, none if the model does not have it."""
-        if isinstance(found, nn.Module) and id(found) not in self.by_identity and self._unread is not None:
+    def paths(self, value: object) -> Sequence[str]:
+        """All paths of `value`, none if the model does not have it."""
+        if isinstance(value, nn.Module) and id(value) not in self.by_identity and self._unread is not None:
             root, self._unread = self._unread, None
             for path, held_object in held(root):
                 self.by_identity[id(held_object)].append(path)
                 if isinstance(held_object, nn.Module):
                     self.modules.setdefault(path, held_object)
-        return self.by_identity.get(id(found), ())
+        return self.by_identity.get(id(value), ())
 
 
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
@@ -62,18 +62,18 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
 
 def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """The modules and tensors that modules of `root` hold without registering them, and their paths."""
-    seen = {id(found) for found in (*root.modules(), *(value for _, value in _tensors(root)))}
+    seen = {id(value) for value in (*root.modules(), *(value for _, value in _tensors(root)))}
     pending = [(user_path(raw), module) for raw, module in root.named_modules()]
     for path, module in pending:
         values = ((key, value) for key, value in vars(module).items() if key not in _OWN)
-        for inside, found in _parts(path, values, _DEPTH):
-            if id(found) in seen:
+        for inside, value in _parts(path, values, _DEPTH):
+            if id(value) in seen:
                 continue
-            members = [("", found)]
-            if isinstance(found, nn.Module):
-                inner = [(raw, each) for raw, each in found.named_modules() if id(each) not in seen]
+            members = [("", value)]
+            if isinstance(value, nn.Module):
+                inner = [(raw, each) for raw, each in value.named_modules() if id(each) not in seen]
                 pending += [(joined(inside, user_path(raw)), each) for raw, each in inner]
-                members = [*inner, *_tensors(found)]
+                members = [*inner, *_tensors(value)]
             seen |= {id(each) for _, each in members}
             yield from ((joined(inside, user_path(raw)), each) for raw, each in members)
 

@@ -72,7 +72,7 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Nodes made in here know which module of `model` was running."""
     stack: list[Any] = []
     handles = []
-    unregistered = ((path, found) for path, found in held(model) if isinstance(found, nn.Module))
+    unregistered = ((path, module) for path, module in held(model) if isinstance(module, nn.Module))
     for path, module in (*model.named_modules(), *unregistered):
         entry = {"": (path, type(module).__qualname__)}
 
