@@ -166,7 +166,7 @@ def _guard_files(*, tools: bool) -> None:
         if (writes or event in _CHANGES) and not is_free():
             raise PermissionError(f"{event} on fake tensors, in a process that leaves no trace")
 
-    own_open, own_os_open = builtins.open, os.open
+    own_open, own_os_open, own_save = builtins.open, os.open, torch.save
 
     def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, int) or not set(mode) & set("wax+") or is_free():
@@ -179,12 +179,16 @@ def _guard_files(*, tools: bool) -> None:
             return own_os_open(path, flags, *args, **kwargs)
         return own_os_open(os.devnull, flags & os.O_ACCMODE)
 
+    def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(file, str | os.PathLike):  # which it would open in C++
+            own_save(value, file, *args, **kwargs)
+
     def or_nothing(change: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: change(*args, **kwargs) if is_free() else None
 
     builtins.open = io.open = open_file
     os.open = open_descriptor
-    torch.save = lambda *_, **__: None  # it opens files in C++
+    torch.save = save
     for name in _OF_FILES:
         setattr(os, name, or_nothing(getattr(os, name)))
     sys.addaudithook(refuse)

@@ -42,6 +42,7 @@ _IDLE_S, _BUSY_S = 30, 0.1
 """A child hangs if it computes less than the latter in the former."""
 _LIBRARIES = ("mxcompile", "torch")
 """Whose log records are passed on. The user's own program logs and warns when it runs, not here."""
+_PLAIN = (str, int, float, type(None))
 _CHILD = "the process that runs the model on fake tensors"
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 
@@ -170,31 +171,26 @@ def _listen(messages: Messages, *, tools: bool) -> None:
     """Add to `messages` what libraries log and, if `tools`, warn of."""
 
     def keep_record(_: logging.Logger, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] not in _LIBRARIES:
-            return
-        with suppress(Exception):
-            record.msg, record.args = record.getMessage(), None
-            if record.exc_info:
-                record.exc_text = logging.Formatter().formatException(record.exc_info)
-                record.exc_info = None
-            _add(messages, partial(_log, record))
+        if record.name.partition(".")[0] in _LIBRARIES:
+            with suppress(Exception):
+                text = logging.Formatter().format(record)
+                plain = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
+                messages.append(partial(_log, {**plain, "msg": text, "args": None}))
 
     def keep_warning(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        show = partial(warnings.warn_explicit, str(message), category, filename, lineno)
         if tools and is_tool(filename):
             with suppress(Exception):
-                _add(messages, partial(warnings.warn_explicit, message, category, filename, lineno))
+                pickle.dumps(show)
+                messages.append(show)
 
     logging.Logger.handle = keep_record  # type: ignore[method-assign,assignment]
+    logging.getLogger("torch.__trace").handlers.clear()  # else torch describes every tensor
     warnings.showwarning = keep_warning
 
 
-def _add(messages: Messages, show: Callable[[], None]) -> None:
-    pickle.dumps(show)  # else nothing could be sent
-    messages.append(show)
-
-
-def _log(record: logging.LogRecord) -> None:
-    logging.getLogger(record.name).handle(record)
+def _log(record: dict[str, Any]) -> None:
+    logging.getLogger(record["name"]).handle(logging.makeLogRecord(record))
 
 
 def _answer(source: int, pid: int) -> bytes:
