@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.rehearsal import Rehearsal
+from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
 from mxcompile.models.names import GraphInput
-from mxcompile.plan.repeats import LeaveOut, some_or_all
+from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
 

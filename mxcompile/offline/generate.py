@@ -15,6 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import apart
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
@@ -40,7 +42,7 @@ from mxcompile.offline.result import CodegenResult
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.policy import Policy
-from mxcompile.report import Report
+from mxcompile.report import Part, Report
 from mxcompile.watch import Watch
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
@@ -93,13 +95,14 @@ def codegen(
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.of(chip, rates)
     backend = attention_backend(chip, attention)
-    driver = _driven(model, args, named, mesh, parallel, options, training, backend)
-    report = Report.of(driver.parts, target=target, policy=options.policy.label)
+    driven = partial(_driven, model, args, named, mesh, parallel, options, training, backend)
+    parts, generated = apart(driven)
+    report = Report.of(parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []
     wrappers = {}
-    for phase, graph in _named(driver.generated):
+    for phase, graph in _named(generated):
         module = read(graph.source, graph.input_bytes)
         wrappers[phase] = graph.source
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
@@ -133,12 +136,12 @@ def _driven(
     options: Options,
     training: bool,
     backend: str,
-) -> Driver:
-    """The driver that has generated the code of `model`, on rank 0 of `mesh` if there is one."""
+) -> tuple[list[Part], list[Generated]]:
+    """The parts of the report and the code of `model`, on rank 0 of `mesh` if there is one."""
     if mesh is None:
         driver = Driver(model, options, training, backend)
         driver.call(args, kwargs)
-        return driver
+        return driver.parts, driver.generated
     shape = MeshShape.parse(mesh)
     if PIPELINE in shape.names:
         raise OptionError(f"code is generated for whole models: leave the axis {PIPELINE} out of the mesh")
@@ -146,7 +149,7 @@ def _driven(
         driver = Driver(here.model, options, training, backend, here.groups)
         driver.call(here.args, here.kwargs)
         here.check(sends=any("_c10d_functional" in graph.source for graph in driver.generated))
-    return driver
+        return driver.parts, driver.generated
 
 
 def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:

@@ -10,12 +10,11 @@ alone; where the code asks for values, those that the inputs decide are computed
 from __future__ import annotations
 
 import logging
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from mxcompile.graph.tags import GemmTag, Kind, tags_of
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
+from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
@@ -100,17 +100,26 @@ class Plan:
 def make_plan(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
 ) -> Plan:
-    """The plan of `model`, called with `args` and `kwargs`. Raises `ModelError` where none can be made.
+    """Returns the plan of `model`, called with `args` and `kwargs`.
 
-    decompositions: by overload, those that the graphs of a compile are traced with.
+    A child process makes it, because the forward is the user's program: its changes stay in the child.
 
-    Nothing of the model, its arguments or the random number generators is changed.
+    Args:
+        model: The model, in whatever wrappers.
+        args: The positional arguments of its call.
+        kwargs: The named ones.
+        decompositions: By overload, those that the graphs of a compile are traced with.
+
+    Raises:
+        ModelError: If no plan can be made, whatever the forward does.
     """
     model, given = users_own(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
     for way in _WAYS:
         try:
-            return _planned(model, given, decompositions, way)
+            return isolated(partial(_planned, model, given, decompositions, way))
+        except ChildError:
+            raise
         except ModelError as error:
             log.info("no plan this way, %s: %s", way, error)
             failures.append(error)
@@ -149,18 +158,14 @@ def _planned(
     decompositions: Decompositions,
     way: _Way,
 ) -> Plan:
-    with quiet(compiling=way.compiling), _random_kept(), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with quiet(compiling=way.compiling), _without_saved_tensors_hooks():
         mode = way.mode()
         copied = fake_copy(model, mode)
         repeats = way.leave_out(copied, Policy())
         fakes = fake_values(given, mode)
         if is_wrapped(model):
             fakes = _in_dtype(fakes, copied)
-        try:
-            graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
-        except Exception as error:  # of the user's model
-            what = str(error).strip().partition("\n")[0]
-            raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
+        graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
         Balance().apply(graph)
         Find(blocks=repeats.blocks).apply(graph)
@@ -206,17 +211,8 @@ def _in_dtype(given: Any, model: nn.Module) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, given)
 
 
-def _as_it_is(saved: Tensor) -> Tensor:
-    """In place of the hooks of the user's call: checkpointing counts the tensors that its hooks see."""
-    return saved
-
-
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    """Leave Python's and torch's generators as they are."""
-    state, torch_state = random.getstate(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        torch.set_rng_state(torch_state)
+def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """Set aside the hooks of the user's call: checkpointing counts the tensors that its hooks see."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return nullcontext()  # there are none, and none are allowed
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

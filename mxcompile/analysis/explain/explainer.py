@@ -19,12 +19,12 @@ from mxcompile.analysis.explain.rank import explain_rank
 from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.mesh.built import Factory, named_inputs
 from mxcompile.mesh.report import RankReport
 from mxcompile.models.arguments import ModelInput
-from mxcompile.plan.repeats import some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
