@@ -156,14 +156,24 @@ def _look_at_end(attempt: _Attempt, options: Options, *, is_past_limit: bool) ->
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
-    """The frame of torch's wrapper around the call of `root`, and whether it has one; else the innermost."""
-    innermost_wrapper = around = None
+    """The frame of torch's wrapper around the call of `root`, and whether it has one; else the innermost.
+
+    The wrapper of its forward alone is around the call as well.
+    """
+    first: FrameType | None = None
+    around: FrameType | None = None
     is_inside = False
     for frame in frames():
-        code = frame.f_code
-        if code.co_name == _WRAPPER and code.co_filename.endswith(_WRAPPER_FILE):
-            innermost_wrapper = innermost_wrapper or frame
-            around = around or (frame if is_inside else None)
-        elif root is not None and code.co_name == "_call_impl" and frame.f_locals.get("self") is root:
-            around, is_inside = None, True
-    return around or innermost_wrapper, around is not None
+        if frame.f_code.co_name == _WRAPPER and frame.f_code.co_filename.endswith(_WRAPPER_FILE):
+            first = first or frame
+            if around is None and (is_inside or _is_call_of(root, frame.f_back)):
+                around = frame
+        elif _is_call_of(root, frame) and (around is None or frame is not around.f_back):
+            around, is_inside = None, True  # a call further out
+    return around or first, around is not None
+
+
+def _is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
+    if root is None or frame is None or frame.f_code.co_name != "_call_impl":
+        return False
+    return frame.f_locals.get("self") is root

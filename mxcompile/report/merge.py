@@ -36,6 +36,11 @@ def _which(gemm: GemmRecord) -> tuple[str, str, bool]:
     return gemm.name, gemm.gemm, gemm.m == 1
 
 
+def _half(gemm: GemmRecord) -> tuple[str, bool]:
+    """Equal for the GEMMs of one layer's forward, and for those of its backward."""
+    return gemm.name, gemm.gemm == "fprop"
+
+
 def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:
     """The parts of `compiles` without the records that a later compile of the same frame repeats.
 
@@ -65,9 +70,9 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
     """The records of modules that run code compiled for another, of every GEMM those of the last compile.
 
-    Modules that have records of their own are left out.
+    Layers that have records of their own of the forward, or of the backward, keep these.
     """
-    compiled, covered = {gemm.name for gemm in own}, set[tuple[str, str, bool]]()
+    compiled, covered = {_half(gemm) for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -76,7 +81,7 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
             for path, block in part.twins
             for gemm in part.gemms
         ]
-        yield from (copy for copy in copies if copy.name not in compiled and _which(copy) not in covered)
+        yield from (copy for copy in copies if _half(copy) not in compiled and _which(copy) not in covered)
         covered |= {_which(copy) for copy in copies}
 
 
@@ -136,8 +141,8 @@ def with_plan(
     gemms = tuple(gemms)
     if not planned:
         return gemms
-    compiled = {(gemm.name, gemm.gemm == "fprop") for gemm in gemms}
-    missing = (gemm for gemm in planned if (gemm.name, gemm.gemm == "fprop") not in compiled)
+    compiled = {_half(gemm) for gemm in gemms}
+    missing = (gemm for gemm in planned if _half(gemm) not in compiled)
     pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
     place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
     return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
