@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler import histories, sharing
+from mxcompile.compiler.attempts import watch_attempts
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
@@ -149,4 +150,13 @@ def compile_graph(
     return code
 
 
+def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
+    """The options of `backend`, called with `keywords`; None if it is another one."""
+    if backend is mxfp8:
+        return Options.parse(keywords.get("mode"), keywords.get("options"))
+    options = getattr(backend, "options", None)
+    return options if isinstance(options, Options) else None
+
+
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
+watch_attempts(_options_of)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 from torch._guards import CompileContext
 
-from mxcompile.compiler import sharing, store
+from mxcompile.compiler import sharing, store, unplanned
 from mxcompile.compiler.checks import check_ran
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.inductor import sources_hash
@@ -45,6 +45,7 @@ def publish(
     if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
         entry.recall(gm, example_inputs)
     entry.put()
+    unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
     log.info("%s", _line(compilation))
     trace_gemms(compilation.part.gemms)
     compilation.changed = entry.hear
@@ -84,7 +85,7 @@ class _Entry:
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, capture.root)
+        self.places = Places(key, self.ledger, gemms, capture.root, self._found)
         self.is_broken = bool(compilation.part.graph_breaks)
         self._twins = sharing.twins(capture, options.policy)
 
@@ -106,6 +107,14 @@ class _Entry:
         self.places.put(part)
         if compilation.lowered:
             store.save(self._key(), part)
+
+    def _found(self, path: str) -> None:
+        """The module at `path` runs the code too, which only a plan knows before."""
+        capture = self._compilation.capture
+        if capture.planned.plan is None and path != capture.prefix:
+            self._twins = (*self._twins, (path, capture.blocks.place(path)))
+            unplanned.check(capture, self._compilation.options, path)
+            self.put()
 
     def hear(self) -> None:
         """Kernels have become known after the graph was published."""

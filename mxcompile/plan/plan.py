@@ -9,6 +9,7 @@ alone; where the code asks for values, those that the inputs decide are computed
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.tags import GemmTag, Kind, tags_of
+from mxcompile.graph.opsets import ATTENTION_FORWARD, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
@@ -38,7 +41,7 @@ from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
-from mxcompile.plan.record import record
+from mxcompile.plan.record import Differentiated, differentiated, record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
 from mxcompile.policy import Layer, Policy, Reason
 from mxcompile.report import GemmRecord
@@ -54,12 +57,16 @@ class Plan:
     """Every layer and every product of a model.
 
     tags: of the forward GEMMs in order, under their full names. obstacles: by layer, what keeps it from any
-    block-scaled format. read: paths of the parameters and buffers that the forward reads.
+    block-scaled format. read: paths of the parameters and buffers that the forward reads. guess: why some of
+    the layers may not run in the call that the plan was made for, "" if all of them do. differentiated:
+    whether gradients were on in that call.
     """
 
     tags: tuple[GemmTag, ...]
     obstacles: Mapping[str, Reason] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
+    guess: str = ""
+    differentiated: bool = False
 
     @cached_property
     def by_name(self) -> Layers:
@@ -75,13 +82,17 @@ class Plan:
         return tuple(tag.as_layer() for tag in self.tags)
 
     def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
-        """Returns the decision of `policy` for each forward GEMM, and a record for every product."""
-        return tuple(record_of(self._decided(tag, policy)) for tag in self.tags)
+        """Returns the decision of `policy` for each GEMM, those of the backward included, as records."""
+        return tuple(record_of(tag) for forward in self.tags for tag in self._decided(forward, policy))
 
-    def _decided(self, tag: GemmTag, policy: Policy) -> GemmTag:
-        if tag.kind is not Kind.LINEAR:
-            return tag
-        return decided(tag, policy.decide(tag.as_layer()), self.obstacles.get(tag.name))
+    def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
+        """Yields `forward` and the GEMMs of its backward, with what `policy` says of each."""
+        tags = (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
+        if forward.kind is not Kind.LINEAR:
+            yield from tags
+            return
+        decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
+        yield from (decided(tag, decision, obstacle) for tag in tags)
 
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
         """Returns this plan with the layers of `other`, a plan of another call, that this one does not run.
@@ -90,15 +101,23 @@ class Plan:
         """
         if other is None:
             return replace(self, read=self.read.union(read))
-        return Plan(
-            tags=(*self.tags, *(tag for tag in other.tags if tag.name not in self.by_name)),
+        more = tuple(tag for tag in other.tags if tag.name not in self.by_name)
+        return replace(
+            self,
+            tags=self.tags + more,
             obstacles={**other.obstacles, **self.obstacles},
             read=self.read.union(other.read, read),
+            guess="layers of several calls" if more else self.guess,
         )
 
 
 def make_plan(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    decompositions: Decompositions,
+    *,
+    whole: bool = False,
 ) -> Plan:
     """Returns the plan of `model`, called with `args` and `kwargs`.
 
@@ -109,13 +128,14 @@ def make_plan(
         args: The positional arguments of its call.
         kwargs: The named ones.
         decompositions: By overload, those that the graphs of a compile are traced with.
+        whole: Whether every layer is recorded, where a few could stand for all equal ones.
 
     Raises:
         ModelError: If no plan can be made, whatever the forward does.
     """
     model, given = users_own(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
-    for way in _WAYS:
+    for way in (way for way in _WAYS if way.leave_out is keep_all or not whole):
         try:
             return isolated(partial(_planned, model, given, decompositions, way))
         except ChildError:
@@ -171,6 +191,7 @@ def _planned(
         Find(blocks=repeats.blocks).apply(graph)
         Classify().apply(graph)
         keep_products(graph)
+        _note_gradients(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
@@ -179,7 +200,32 @@ def _planned(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},
         read=frozenset(_read(graph, repeats)),
+        guess=_guess(mode, repeats),
+        differentiated=torch.is_grad_enabled(),
     )
+
+
+def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
+    """Returns why some layers that were recorded, or left out, may not run in the call; "" if all do."""
+    if isinstance(mode, Assuming) and mode.notes:
+        return mode.notes[0]
+    return "equal layers were recorded once" if repeats.standing_for else ""
+
+
+def _note_gradients(graph: fx.Graph) -> None:
+    """Note on the tags of `graph` which of their operands need gradients."""
+    by = differentiated(graph)
+    for node in graph.nodes:
+        tags = tags_of(node)
+        if not tags or by[node] is Differentiated.NO or tags[0].kind in (Kind.OPAQUE, Kind.QUANTIZED):
+            continue
+        needs = [by[operand] is not Differentiated.NO for operand in operands(node)]
+        if packet(node) in ATTENTION_FORWARD:
+            needs = [True, True]
+        elif tags[0].tensors == ("w", "x"):
+            needs.reverse()
+        again = by[node] is Differentiated.AGAIN
+        set_tag(node, *(replace(tag, gradients=(needs[0], needs[1]), again=again) for tag in tags))
 
 
 def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
