@@ -22,10 +22,11 @@ from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import publish
+from mxcompile.compiler.entry import publish, recall
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
+from mxcompile.compiler.reading import read_early
 from mxcompile.compiler.trace import copied
 from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
@@ -108,9 +109,12 @@ def mxfp8(
     example_inputs: Sequence[Any],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Options | None = None,
 ) -> Compiled:
-    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph."""
+    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph.
+
+    options: as ``torch.compile`` got them, or as they were read then (see `reading`).
+    """
     return compile_graph(gm, example_inputs, Options.parse(mode, options), None)
 
 
@@ -141,11 +145,13 @@ def compile_graph(
         code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known)
         return cast(Compiled, code)
 
-    code = publish(compilation, gm, example_inputs, compiled(gm, compilation))
+    stored = recall(compilation)
+    code = publish(compilation, stored, compiled(gm, compilation))
     code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
     if tapped is not None:
         return histories.Stateful(code, tapped, dict(compilation.part.histories), capture.root)
     return code
 
 
+read_early(lambda backend: backend is mxfp8)
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
