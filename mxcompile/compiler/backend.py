@@ -86,9 +86,13 @@ class Backend:
             raise OptionError("Backend(block=…) is not a module of root")
         return name_signature(self.options.policy, self.root, path, Blocks.of(self.root))
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
-        """Compile `gm`. Called by Dynamo."""
-        return compile_graph(gm, example_inputs, self.options, self.root, self.parts)
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
+    ) -> Compiled:
+        """Compile `gm`. Called by Dynamo. name: of the compiled region. Raises `OptionError` for others."""
+        if others:
+            raise OptionError(f"{' and '.join(others)}: give Backend(…) what torch.compile is given beside it")
+        return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Itself, of its own `root`: Lightning copies what ``torch.compile`` is called with."""
@@ -110,12 +114,14 @@ def mxfp8(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | Options | None = None,
+    name: str | None = None,
 ) -> Compiled:
     """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph.
 
-    options: as ``torch.compile`` got them, or as they were read then (see `reading`).
+    options: as ``torch.compile`` got them, or as they were read then (see `reading`). name: of the compiled
+    region, where ``torch.compile`` takes one.
     """
-    return compile_graph(gm, example_inputs, Options.parse(mode, options), None)
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), None, name=name)
 
 
 def compile_graph(
@@ -124,6 +130,7 @@ def compile_graph(
     options: Options,
     root: nn.Module | None,
     parts: tuple[str, ...] | None = None,
+    name: str | None = None,
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     warn_once()
@@ -140,9 +147,11 @@ def compile_graph(
     check_plan(compilation, parts)
     sharing.guard(capture, options.policy, unlimited=parts is not None)
 
+    region: dict[str, Any] = {} if name is None else {"compile_region_name": name}
+
     def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
         patches, known = one.config_patches(), table()
-        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known)
+        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
     stored = recall(compilation)

@@ -14,7 +14,6 @@ from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
-from mxcompile.graph.tags import hint
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.report.files import rank
@@ -121,6 +120,15 @@ def _hash(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
+def _size(value: Any) -> Any:
+    """Returns a size as it counts for a report: a symbolic one with its value in this call."""
+    if not isinstance(value, torch.SymInt):
+        return value if isinstance(value, int) else None
+    if value.node.is_nested_int():
+        return "ragged"
+    return str(value), value.node.hint if value.node.has_hint() else None
+
+
 def _details(gm: fx.GraphModule, example_inputs: Sequence[Any], about: Any) -> Iterator[Any]:
     """Everything a report depends on."""
     yield about
@@ -130,11 +138,11 @@ def _details(gm: fx.GraphModule, example_inputs: Sequence[Any], about: Any) -> I
         yield target, str(node.args), str(node.kwargs), source_of(node)
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            yield tuple(map(str, value.shape)), tuple(map(hint, value.shape)), str(value.dtype)
-            yield str(value.device), str(value.layout), value.requires_grad
-            yield tuple(map(str, value.stride())) if value.layout is torch.strided else ()
+            yield tuple(map(_size, value.shape)), str(value.dtype), str(value.device), str(value.layout)
+            yield tuple(map(_size, value.stride())) if value.layout is torch.strided else ()
+            yield value.requires_grad
     for value in example_inputs:
-        yield isinstance(value, nn.Parameter), hint(value) if isinstance(value, torch.SymInt) else None
+        yield isinstance(value, nn.Parameter), _size(value)
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     for kind in ("cpu", "cuda"):
         yield torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

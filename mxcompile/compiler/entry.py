@@ -38,7 +38,10 @@ def recall(compilation: Compilation) -> Part | None:
         compilation.use_code_of(compilation.owners)
         return None
     stored = store.load(compilation.identity)
-    compilation.use_code_of(stored.token if stored is not None else uuid.uuid4().hex)
+    if stored is None or not stored.token:
+        compilation.use_code_of(uuid.uuid4().hex)
+        return None
+    compilation.use_code_of(stored.token)
     return stored
 
 

@@ -31,8 +31,10 @@ NEEDED = {
     "selective_decompose": False,
     "fallback_by_default": False,
 }
-"""Settings of Inductor without which it does not run the hooks, or not the kernels that they choose. The mode
-"lite" has the opposite of all."""
+"""Settings of Inductor without which it does not run the hooks, or not the kernels that they choose.
+
+The mode "lite" has the opposite of each.
+"""
 
 
 def sources() -> list[Path]:
@@ -66,7 +68,7 @@ def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
     if not changed:
         return {**asked, **needed}, ()
     words = ", ".join(f"{key}={needed[key]}" for key in changed)
-    warning = f"mxcompile's passes and kernels need {words} of Inductor: it is set so for their graphs"
+    warning = f"Inductor's settings are changed for graphs that mxcompile compiles, which needs {words}"
     return {**asked, **needed}, (warning,)
 
 
