@@ -23,10 +23,11 @@ from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import publish
+from mxcompile.compiler.entry import publish, recall
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
+from mxcompile.compiler.reading import read_early
 from mxcompile.compiler.trace import copied
 from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
@@ -87,9 +88,13 @@ class Backend:
             raise OptionError("Backend(block=…) is not a module of root")
         return name_signature(self.options.policy, block, path, Blocks.of(self.root))
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
-        """Compile `gm`. Called by Dynamo."""
-        return compile_graph(gm, example_inputs, self.options, self.root, self.parts)
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
+    ) -> Compiled:
+        """Compile `gm`; Dynamo calls it. name: name of the compiled region."""
+        if others:
+            raise OptionError(f"{' and '.join(others)}: give this to Backend(…), not to torch.compile")
+        return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Itself, of its own `root`: Lightning copies what ``torch.compile`` is called with."""
@@ -110,10 +115,15 @@ def mxfp8(
     example_inputs: Sequence[Any],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+    name: str | None = None,
 ) -> Compiled:
-    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph."""
-    return compile_graph(gm, example_inputs, Options.parse(mode, options), None)
+    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph.
+
+    options: as ``torch.compile`` got them, or as they were read then (see `reading`). name: of the compiled
+    region, where ``torch.compile`` takes one.
+    """
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), None, name=name)
 
 
 def compile_graph(
@@ -122,6 +132,7 @@ def compile_graph(
     options: Options,
     root: nn.Module | None,
     parts: tuple[str, ...] | None = None,
+    name: str | None = None,
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     warn_once()
@@ -138,12 +149,15 @@ def compile_graph(
     check_plan(compilation, parts)
     sharing.guard(capture, options.policy, unlimited=parts is not None)
 
+    region: dict[str, Any] = {} if name is None else {"compile_region_name": name}
+
     def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
         patches, known = one.config_patches(), table()
-        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known)
+        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
-    code = publish(compilation, gm, example_inputs, compiled(gm, compilation))
+    stored = recall(compilation)
+    code = publish(compilation, stored, compiled(gm, compilation))
     code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
     if tapped is not None:
         return histories.Stateful(code, tapped, dict(compilation.part.histories), capture.root)
@@ -158,5 +172,6 @@ def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
     return options if isinstance(options, Options) else None
 
 
+read_early(lambda backend: backend is mxfp8)
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
 watch_attempts(_options_of)

@@ -30,8 +30,8 @@ class Capture:
     is but a part of the model, "" if it is all. stage: whether the model is a stage of a pipeline, whose
     other layers are in other processes. backward: whether it is that of graphs compiled before. planned: for
     a part, what is known of the whole. gathers: what FSDP2 gathers of its inputs. device: of the first
-    tensor. identity: hash of what names and decides the graph's layers; with_sources: the same with what else
-    a report depends on, the lines of the user's code and the inputs' shapes among it.
+    tensor. identity: hash of everything that the report of the graph depends on, the lines of the user's code
+    and the inputs' shapes among it.
     """
 
     inputs: tuple[GraphInput, ...]
@@ -48,7 +48,6 @@ class Capture:
     gathers: Gathers
     device: torch.device
     identity: str
-    with_sources: str
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
@@ -76,8 +75,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         planned=planned,
         gathers=gathers,
         device=_device(example_inputs),
-        identity=_hash(_identity(gm, about)),
-        with_sources=_hash((gathers, *_details(gm, example_inputs, about))),
+        identity=_hash((gathers, *_details(gm, example_inputs, about))),
     )
 
 
@@ -122,25 +120,29 @@ def _hash(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _identity(gm: fx.GraphModule, about: Any) -> Iterator[Any]:
-    """Returns what tells apart graphs that compute alike but are named or decided differently."""
-    yield about
-    for node in gm.graph.nodes:
-        yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)
+def _size(value: Any) -> Any:
+    """Returns a size as it counts for a report: a symbolic one with its value in this call."""
+    if not isinstance(value, torch.SymInt):
+        return value if isinstance(value, int) else None
+    if value.node.is_nested_int():
+        return "ragged"
+    return str(value), value.node.hint if value.node.has_hint() else None
 
 
 def _details(gm: fx.GraphModule, example_inputs: Sequence[Any], about: Any) -> Iterator[Any]:
     """Everything a report depends on."""
-    yield from _identity(gm, about)
+    yield about
     for node in gm.graph.nodes:
+        yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)
         target = node._pretty_print_target(node.target)
         yield target, str(node.args), str(node.kwargs), source_of(node)
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            yield tuple(map(str, value.shape)), str(value.dtype), str(value.device)
+            yield tuple(map(_size, value.shape)), str(value.dtype), str(value.device), str(value.layout)
+            yield tuple(map(_size, value.stride())) if value.layout is torch.strided else ()
             yield value.requires_grad
     for value in example_inputs:
-        yield isinstance(value, nn.Parameter)
+        yield isinstance(value, nn.Parameter), _size(value)
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     for kind in ("cpu", "cuda"):
         yield torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -47,7 +47,7 @@ def check(capture: Capture, options: Options, twin: str = "") -> None:
     if options.group not in known:
         log.warning("%s", message)
     read = known.setdefault(options.group, set())
-    paths = [joined(capture.path, given.path) for given in capture.inputs if given.static]
+    paths = [given.path for given in capture.inputs if given.static]
     read.update(twin + path.removeprefix(capture.prefix) if twin else path for path in paths)
     REGISTRY.plan(root, options.group, tuple(_unread(root, read)), note=f"{message}; {_UNSEEN}")
 

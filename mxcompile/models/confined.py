@@ -188,7 +188,7 @@ def _guard_files(*, tools: bool) -> None:
 
     builtins.open = io.open = open_file
     os.open = open_descriptor
-    torch.save = save
+    torch.save = save  # type: ignore[assignment]
     for name in _OF_FILES:
         setattr(os, name, or_nothing(getattr(os, name)))
     sys.addaudithook(refuse)
