@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -43,14 +44,12 @@ from mxcompile.policy import Gemm, Role
 class Find:
     """Tag the matmuls of a graph.
 
-    inputs: those of the captured graph. prefix: put before module paths. first_index: of the first GEMM.
-    blocks: of the model.
+    inputs: those of the captured graph. prefix: put before module paths. blocks: of the model.
     """
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
     prefix: str = ""
-    first_index: int = 0
     blocks: Blocks = field(default_factory=Blocks)
 
     def apply(self, graph: fx.Graph) -> None:
@@ -64,9 +63,14 @@ class Find:
         for node in matmuls:
             if Depends.GRADIENT in depends[node]:
                 finder.tag_backward(node)
-        index = itertools.count(self.first_index)
-        for node in matmuls:
-            set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
+        number(matmuls)
+
+
+def number(nodes: Iterable[fx.Node]) -> None:
+    """Give the tags of `nodes` their indices, in order."""
+    index = itertools.count()
+    for node in nodes:
+        set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
 
 
 class _Finder:

@@ -14,6 +14,7 @@ from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
+from mxcompile.compiler.regions import inline_regions
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.report.files import rank
@@ -52,7 +53,8 @@ class Capture:
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
-    """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
+    """Prepare the graph module `gm`, called with `example_inputs`, a part of the model `root`; describe it."""
+    inline_regions(gm)
     frame = Frame.of(gm)
     root, called = frame.root(root), _called(gm, frame)
     cut = frame.cut(root, called) or _sharded(example_inputs)

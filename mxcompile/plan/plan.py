@@ -26,13 +26,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.tags import GemmTag, Kind, tags_of
+from mxcompile.graph.tags import GemmTag, tags_of
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
+from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
@@ -79,7 +80,7 @@ class Plan:
         return tuple(record_of(self._decided(tag, policy)) for tag in self.tags)
 
     def _decided(self, tag: GemmTag, policy: Policy) -> GemmTag:
-        if tag.kind is not Kind.LINEAR:
+        if not tag.is_layer:
             return tag
         return decided(tag, policy.decide(tag.as_layer()), self.obstacles.get(tag.name))
 
@@ -163,13 +164,14 @@ def _planned(
             raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
         _check_apart(graph, model)
         Balance().apply(graph)
-        Find(blocks=repeats.blocks).apply(graph)
-        Classify().apply(graph)
+        find, classify = Find(blocks=repeats.blocks), Classify()
+        for step in (find, classify, Bodies(find=find, classify=classify)):
+            step.apply(graph)
         keep_products(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
-    obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
+    obstacles = {tag.name: obstacle(nodes[tag.layer], tag) for tag in tags if tag.is_layer}
     return Plan(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},

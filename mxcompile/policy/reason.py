@@ -18,6 +18,7 @@ class Code(StrEnum):
     ROLE = "role"
     OPAQUE = "opaque operator"
     UNCOUNTED = "unknown FLOPs"
+    BODY = "inside operator"
     CONVOLUTION = "convolution"
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
@@ -44,6 +45,7 @@ _WORDS = {
     Code.ROLE: "role {}",
     Code.OPAQUE: "opaque operator {}",
     Code.UNCOUNTED: "opaque operator {}, FLOPs unknown",
+    Code.BODY: "inside {}: no pass reaches the graphs that it calls",
     Code.CONVOLUTION: "{}",
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
