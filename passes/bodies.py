@@ -2,11 +2,10 @@
 
     cond(pred, {y = x·aᵀ}, {y = x·bᵀ}, (x, a, b))   →   the tags of a and b, on the node of cond
 
-Nothing is rewritten inside of a body: what runs there is as the model has it, and the reason says so. Where a
-body has products, layers are found and classified in the graph with the bodies in it (see `graph.bodies`), so
-that a layer in a branch has the name and the role that it would have without the condition. A product counts as
-often as its body runs, as far as shapes tell: once for each slice of a scan, once in each branch of a
-condition, once in a loop whose length depends on data.
+Nothing is rewritten inside of a body, and the reason says so. Where a body has products, layers are found and
+classified in the graph with the bodies in it (see `graph.bodies`), so that a layer in a branch has the name and
+the role that it would have without the condition. A product counts as often as its body runs, as far as shapes
+tell: once for each slice of a scan, once in each branch of a condition, once in a loop.
 """
 
 from __future__ import annotations
@@ -43,13 +42,14 @@ class Bodies:
             step.apply(flat)
         names = {node.name: _name(node) for node in flat.nodes}
         firsts: dict[tuple[str, int, int], GemmTag] = {}
+        layers: dict[str, GemmTag] = {}
         tags: defaultdict[fx.Node, list[GemmTag]] = defaultdict(list)
         for node in flat.nodes:
             for tag in tags_of(node):
-                if tag.gemm is Gemm.FPROP:  # what a backward computes again has its first run's role
-                    first = firsts.setdefault((tag.name, tag.n, tag.k), tag)
-                    tag = replace(tag, role=first.role, evidence=first.evidence)
-                tag = replace(tag, layer=names[tag.layer])
+                if tag.gemm is Gemm.FPROP:  # a backward runs it again: the role is that of the first run
+                    layers[tag.layer] = firsts.setdefault((tag.name, tag.n, tag.k), tag)
+                first = layers.get(tag.layer, tag)
+                tag = replace(tag, layer=names[tag.layer], role=first.role, evidence=first.evidence)
                 tags[node.meta[OWNER_KEY]].append(_hidden(tag, node) if CALLS_KEY in node.meta else tag)
         for node in graph.nodes:
             if node in tags:

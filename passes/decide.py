@@ -75,6 +75,8 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     match tag.kind:
         case Kind.OPAQUE:
             reason = _hidden(node, tag)
+        case Kind.TANGENT:
+            reason = Reason(Code.TANGENT)
         case Kind.CONVOLUTION:
             reason = Reason(Code.CONVOLUTION, convolution_words(node))
         case Kind.QUANTIZED:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.compiler.derivatives import mark_derivatives
 from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
@@ -53,8 +54,12 @@ class Capture:
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
-    """Prepare the graph module `gm`, called with `example_inputs`, a part of the model `root`; describe it."""
+    """Prepare and describe the graph module `gm`, called with `example_inputs`, a part of the model `root`.
+
+    Nested regions are put into `gm`, and the derivatives that it takes are marked.
+    """
     inline_regions(gm)
+    mark_derivatives(gm)
     frame = Frame.of(gm)
     root, called = frame.root(root), _called(gm, frame)
     cut = frame.cut(root, called) or _sharded(example_inputs)

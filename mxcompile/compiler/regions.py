@@ -3,8 +3,8 @@
     invoke_subgraph(body, name, x, w)   →   the nodes of body, with x and w in place of its inputs
 
 A region saves compile time: Dynamo traces equal blocks once, and Inductor compiles their body once. The passes
-need the whole graph: a body does not show which parameters a call passes, and the policy may treat two blocks
-differently. Results are those of the model without the decorator.
+need the whole graph, because a body does not show which parameters a call passes, and the policy may treat two
+blocks differently. Results are those of the model without the decorator.
 
 Dynamo gives the body the module paths of the first call. In a copy for another call the part of a path that
 differs between the parameters of the two calls is replaced: ``0.up`` becomes ``3.up`` where the first call
@@ -62,7 +62,9 @@ class _Inliner:
             gm.delete_all_unused_submodules()
             gm.recompile()
 
-    def _replace(self, gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, paths: Paths) -> list[fx.Node]:
+    def _replace(
+        self, gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, paths: Paths
+    ) -> list[fx.Node]:
         """Put the nodes of `body` in the place of `call`. Returns the new nodes."""
         given = operands_of(call, body)
         here = [_path(outer, paths) for outer in given.values()]

@@ -1,19 +1,21 @@
-"""Graphs that a node calls: the bodies of ``torch.cond``, ``while_loop``, ``scan`` and other operators of
-higher order, found by what the node reads and not by a list of names.
+"""Graphs that a node calls: bodies of ``torch.cond``, ``while_loop``, ``scan`` and all operators like these.
 
     cond(pred, true, false, (x, w))    calls true and false with x and w
     scan(step, init, xs, more)         calls step once for each slice of xs
+
+What a node reads says which graphs it calls; there is no list of such operators.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from mxcompile.graph.opsets import aten, is_matmul_like
+from mxcompile.graph.opsets import argument, aten, is_matmul_like
 from mxcompile.graph.tags import tensor
 
 OWNER_KEY = "mx_owner"
@@ -54,7 +56,7 @@ def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def flattened(graph: fx.Graph) -> fx.Graph:
-    """Returns a copy of `graph` with the nodes of bodies that have products in front of the node that calls them.
+    """Returns a copy of `graph`, with bodies that have products in front of the nodes that call them.
 
     It shows which parameters those products read and where their results go, and is for reading: nothing
     computes with it. What a call passes stands for an input of a body, as a whole or its first slice. What a
@@ -66,8 +68,9 @@ def flattened(graph: fx.Graph) -> fx.Graph:
 
 
 class _Copy:
-    """Copies a graph to the end of `flat`. owner: the node that calls it, None for the outermost. calls: how
-    often it runs.
+    """Copies a graph to the end of `flat`.
+
+    owner: the node that calls the graph, None for the outermost. calls: how often it runs.
     """
 
     def __init__(self, flat: fx.Graph, owner: fx.Node | None, calls: Any) -> None:
@@ -80,13 +83,11 @@ class _Copy:
         returned: dict[fx.Node, list[list[Any]]] = {}
         for node in graph.nodes:
             if node.op == "output" and self._owner is not None:
-                return [known[one] if isinstance(one, fx.Node) else one for one in node.args[0]]
+                return [known.get(one) for one in tree_leaves(node.args[0])]
             if hides_products(node):
                 returned[node] = [self._body(node, body, known) for body in bodies(node)]
-            result = None
-            if node.target is operator.getitem:
-                result = self._result(node, returned.get(node.args[0], []))
             if node not in known:
+                result = self._result(node, returned)
                 known[node] = result or self._noted(self._flat.node_copy(node, known.__getitem__), node)
         return []
 
@@ -101,22 +102,32 @@ class _Copy:
             if _shape(inner) == _shape(outer):
                 inside[inner] = known[outer]
             elif _shape(inner) == _shape(outer)[1:]:
-                inside[inner] = self._call(aten.select.int, known[outer], 0, 0, like=inner)
+                inside[inner] = self._slice(known[outer], inner)
                 calls = value.shape[0] * self._calls
         return _Copy(self._flat, self._owner or node, calls).copy(body.graph, inside)
 
-    def _result(self, node: fx.Node, returned: list[list[Any]]) -> fx.Node | None:
-        """What stands for `node`, a result of a call whose bodies return `returned`; None if nothing does."""
-        place = node.args[1]
-        assert isinstance(place, int)
-        found = [results[place] for results in returned if place < len(results)]
-        whole = [one for one in found if tensor(one) is not None and _shape(one) == _shape(node)]
-        slices = [one for one in found if tensor(one) is not None and _shape(one) == _shape(node)[1:]]
+    def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""
+        if whole.op != "placeholder":
+            return self._call(aten.select.int, whole, 0, 0, like=like)
+        made = self._flat.placeholder(like.name)
+        made.meta = {**whole.meta, "val": like.meta["val"]}
+        return made
+
+    def _result(self, node: fx.Node, returned: Mapping[fx.Node, list[list[Any]]]) -> fx.Node | None:
+        """What stands for `node`, if it is a result of one of the calls whose bodies return `returned`."""
+        if node.target is not operator.getitem or (call := argument(node)) not in returned:
+            return None
+        place: Any = node.args[1]
+        found = [results[place] for results in returned[call] if place < len(results)]
+        found = [one for one in found if tensor(one) is not None]
+        whole = [one for one in found if _shape(one) == _shape(node)]
         if whole:
-            first, *others = whole
-            for other in others:
-                first = self._call(aten.where.self, first, first, other, like=node)
-            return first
+            either: fx.Node = whole[0]
+            for other in whole[1:]:
+                either = self._call(aten.where.self, either, either, other, like=node)
+            return either
+        slices = [one for one in found if _shape(one) == _shape(node)[1:]]
         return self._call(aten.stack.default, slices[:1], like=node) if slices else None
 
     def _call(self, target: Any, *args: Any, like: fx.Node) -> fx.Node:

@@ -33,6 +33,7 @@ class Kind(Enum):
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
     OPAQUE = auto()  # inside an operator no pass can look into
+    TANGENT = auto()  # of a forward-mode derivative
     CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
 
 

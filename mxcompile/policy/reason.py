@@ -19,6 +19,7 @@ class Code(StrEnum):
     OPAQUE = "opaque operator"
     UNCOUNTED = "unknown FLOPs"
     BODY = "inside operator"
+    TANGENT = "tangent"
     CONVOLUTION = "convolution"
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
@@ -46,6 +47,7 @@ _WORDS = {
     Code.OPAQUE: "opaque operator {}",
     Code.UNCOUNTED: "opaque operator {}, FLOPs unknown",
     Code.BODY: "inside {}: no pass reaches the graphs that it calls",
+    Code.TANGENT: "a product of a forward-mode derivative",
     Code.CONVOLUTION: "{}",
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
