@@ -49,7 +49,7 @@ class Classify:
         origins = feeds.sweep(forward, depends, traits, streams, cuts)
         model = Model.of(
             origins,
-            uses.sweep(forward, traits, origins, streams, ends(graph, are_cut=self.cut_outputs)),
+            uses.sweep(forward, traits, origins, streams, ends(graph, depends, are_cut=self.cut_outputs)),
             has_streams=bool(streams.joins),
             is_cut=self.cut_inputs or self.cut_outputs,
         )

@@ -109,7 +109,8 @@ class Gradients:
             dy_is_left = left in self._by_dy
         else:
             dy_is_left = Depends.GRADIENT in self._depends[operands(node)[0]]
-        self._by_dy[left if dy_is_left else right].append((node, forward))
+        if gemm is Gemm.DGRAD:
+            self._by_dy[left if dy_is_left else right].append((node, forward))
         self._taken.add((forward, gemm))
         return Gradient(forward=forward, gemm=gemm, tensors=("dy", other) if dy_is_left else (other, "dy"))
 
