@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mxcompile.compiler.derivatives import mark_derivatives
 from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
 from mxcompile.compiler.plans import Planned, plan_of
+from mxcompile.compiler.regions import inline_regions
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.models.tree import Tree
@@ -51,10 +53,15 @@ class Capture:
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
-    """Describe the graph module `gm`, called with `example_inputs`, a part of the model `root`."""
+    """Prepare and describe the graph module `gm`, called with `example_inputs`, a part of the model `root`.
+
+    Nested regions are put into `gm`, and the derivatives that it takes are marked.
+    """
+    mark_derivatives(gm)
     frame = Frame.of(gm)
     root = frame.root(root)
     located = Located(gm, example_inputs, root, frame)
+    inline_regions(gm, located.inputs)
     cut = frame.cut(root, _called(gm, located)) or _sharded(example_inputs)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)

@@ -19,7 +19,7 @@ from mxcompile.compiler.places import settle
 from mxcompile.compiler.plans import known_plan, layers_of_call, planned
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized
-from mxcompile.graph.tags import GemmTag, Kind
+from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
 from mxcompile.plan.plan import Plan
 from mxcompile.policy import Gemm
@@ -237,5 +237,4 @@ def _refused(plan: Plan, options: Options) -> list[str]:
 def _quantized(plan: Plan, options: Options) -> list[GemmTag]:
     """The layers of `plan` that the policy quantizes."""
     decide = options.policy.decide
-    linear = (tag for tag in plan.tags if tag.kind is Kind.LINEAR)
-    return [tag for tag in linear if decide(tag.as_layer()).fprop.formats is not None]
+    return [tag for tag in plan.tags if tag.is_layer and decide(tag.as_layer()).fprop.formats is not None]

@@ -33,6 +33,7 @@ class Kind(Enum):
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
     OPAQUE = auto()  # inside an operator no pass can look into
+    TANGENT = auto()  # of a forward-mode derivative
     CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
 
 
@@ -95,6 +96,12 @@ class GemmTag:
     def flops(self) -> int:
         """Floating-point operations: two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is of a linear layer, one inside of an operator among them: a policy decides for it."""
+        hidden = self.kind is Kind.OPAQUE and set(self.tensors) != {"x"}
+        return hidden or self.kind is Kind.LINEAR
 
     def with_reason(self, more: Reason) -> GemmTag:
         """The same, of a GEMM that is decided, with a further reason for its choice."""
@@ -159,14 +166,19 @@ def add_fallback(node: fx.Node, reason: str) -> None:
     set_tag(node, *known)
 
 
-def linear_layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
-    """The LINEAR GEMMs of `graph` by layer, each layer's in graph order."""
-    layers: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
+def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
+    """Put `new` in the place of the tag `old` of `node`."""
+    set_tag(node, *(new if tag is old else tag for tag in tags_of(node)))
+
+
+def layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
+    """The GEMMs of `graph` that a policy decides for by layer, each layer's in graph order."""
+    found: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
     for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is not None and tag.kind is Kind.LINEAR:
-            layers.setdefault(tag.layer, []).append((node, tag))
-    return layers
+        for tag in tags_of(node):
+            if tag.is_layer:
+                found.setdefault(tag.layer, []).append((node, tag))
+    return found
 
 
 def tensor(node: Any) -> torch.Tensor | None:

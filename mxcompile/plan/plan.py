@@ -36,6 +36,7 @@ from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
+from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
@@ -88,7 +89,7 @@ class Plan:
     def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
         """Yields `forward` and the GEMMs of its backward, with what `policy` says of each."""
         tags = (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
-        if forward.kind is not Kind.LINEAR:
+        if not forward.is_layer:
             yield from tags
             return
         decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
@@ -188,14 +189,15 @@ def _planned(
         graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
         Balance().apply(graph)
-        Find(blocks=repeats.blocks).apply(graph)
-        Classify().apply(graph)
+        find, classify = Find(blocks=repeats.blocks), Classify()
+        for step in (find, classify, Bodies(find=find, classify=classify)):
+            step.apply(graph)
         keep_products(graph)
         _note_gradients(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
-    obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.kind is Kind.LINEAR}
+    obstacles = {tag.name: obstacle(nodes[tag.layer], tag) for tag in tags if tag.is_layer}
     return Plan(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},

@@ -18,6 +18,8 @@ class Code(StrEnum):
     ROLE = "role"
     OPAQUE = "opaque operator"
     UNCOUNTED = "unknown FLOPs"
+    BODY = "inside operator"
+    TANGENT = "tangent"
     CONVOLUTION = "convolution"
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
@@ -45,6 +47,8 @@ _WORDS = {
     Code.ROLE: "role {}",
     Code.OPAQUE: "opaque operator {}",
     Code.UNCOUNTED: "opaque operator {}, FLOPs unknown",
+    Code.BODY: "inside {}: no pass reaches the graphs that it calls",
+    Code.TANGENT: "a product of a forward-mode derivative",
     Code.CONVOLUTION: "{}",
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",

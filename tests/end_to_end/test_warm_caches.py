@@ -1,4 +1,4 @@
-"""Warm caches of Inductor: results and reports are those of a first compile, wherever the model's file lies."""
+"""Warm caches of Inductor: results and reports are those of a first compile, wherever the file lies."""
 
 from __future__ import annotations
 
