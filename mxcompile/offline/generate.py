@@ -86,7 +86,7 @@ def codegen(
     given |= {"mesh": mesh, "parallel": parallel}
     named = named_inputs("codegen", model, mesh, args, inputs, kwargs, given)
     if parallel is not None and mesh is None:
-        raise OptionError("parallel is of the ranks of a mesh: give mesh, such as dp=128,tp=8")
+        raise OptionError("`parallel` is of the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
     target = check(target)
     chip = TARGETS.get(target)
     if chip is None or chip.arch is None:

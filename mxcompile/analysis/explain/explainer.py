@@ -125,9 +125,9 @@ def explain(
             microbatches=microbatches,
         )
     if links is not None or node is not None:
-        raise OptionError("links are between the ranks of a mesh: give mesh, such as dp=128,tp=8")
+        raise OptionError("links are between the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
     if schedule is not None or microbatches is not None:
-        raise OptionError("a schedule is of the ranks of a mesh: give mesh, such as pp=4,dp=8")
+        raise OptionError("a schedule is of the ranks of a mesh: give `mesh`, such as pp=4,dp=8")
     assert isinstance(model, nn.Module)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)

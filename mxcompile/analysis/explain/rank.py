@@ -131,7 +131,9 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
         return Schedule.parse(name, ranks, microbatches)
     for word, value in {"schedule": name, "microbatches": microbatches}.items():
         if value is not None:
-            raise OptionError(f"{word} is of a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8")
+            raise OptionError(
+                f"`{word}` is of a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8"
+            )
     return None
 
 
@@ -139,7 +141,7 @@ def _links(links: str | None, node: int | None, target: str) -> Links | None:
     """The links that a user gave. Raises `OptionError` for some that are not valid, or of no use."""
     if links is None:
         if node is not None:
-            raise OptionError("node says which ranks share a link: give links, such as nvlink=900,net=50")
+            raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
         return None
     chip = TARGETS.get(target)
     if chip is None or chip.peak is None:
