@@ -17,7 +17,6 @@ from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.compiler.options import Options
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS, Target
@@ -31,6 +30,7 @@ from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.mesh.shards import shards, unmatched
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Rates
+from mxcompile.offline.roofline import estimate
 from mxcompile.plan.repeats import LeaveOut, some_or_all
 from mxcompile.policy import Policy
 from mxcompile.report import Part, Report
