@@ -14,8 +14,13 @@ from mxcompile.report.fold import spelled
 class TensorGroup:
     """Tensors of one kind and shape.
 
-    name: of all, folded. kind: dtype, or precision and elements of stored weights. count, num_bytes: of all
-    together. precision: "" where they are not stored quantized.
+    Attributes:
+        name: Names of all tensors, folded.
+        kind: Their dtype, or precision and elements of stored weights.
+        shape: Shape of the values of each.
+        count: Number of tensors.
+        num_bytes: Bytes of all together.
+        precision: Precision of stored weights, "" for other tensors.
     """
 
     name: str
@@ -28,7 +33,16 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """A checkpoint. layout: of its stored weights, "none" if it has none. stored_bytes: of those."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        path: Its path.
+        layout: Layout of its stored weights, "none" if it has none.
+        num_files: Number of files.
+        num_bytes: Bytes of all tensors.
+        stored_bytes: Bytes of stored weights.
+        groups: Its tensors.
+    """
 
     path: Path
     layout: str

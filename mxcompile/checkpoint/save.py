@@ -13,6 +13,7 @@ from mxcompile.checkpoint.files import INDEX, Checkpoint
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Config, FileLayout, layout_of
 from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.errors import CheckpointError
+from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
@@ -44,7 +45,7 @@ def save_quantized(
     model, target = users_own(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
-    state = _state(model)
+    state = published(model, {name: value.detach() for name, value in state_of(model).items()})
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(
             "no weight of the model is stored in MXFP8, MXFP4 or NVFP4: quantize_weights_ stores them, and"
@@ -55,20 +56,22 @@ def save_quantized(
         _write_configs(partial, model, state, form)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` under their names in a checkpoint, every one once."""
-    seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            state[name] = value.detach()
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the state of `model` by the user's names, every tensor once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    return {user_path(name): state[name] for name in first.values()}
+
+
+def published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `state` under the names of a Hugging Face model's published checkpoint; of others as it is."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return state
     from transformers.core_model_loading import revert_weight_conversion
 
-    owner: Any = model
-    reverted: dict[str, Tensor] = revert_weight_conversion(owner, state)
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted
 
 
@@ -98,7 +101,7 @@ def packed(weights: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tenso
 
 
 def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """The names of `state`, as many at once as fit in a file of `limit` bytes."""
+    """Yields the names of `state`, as many at once as fit in a file of `limit` bytes."""
     names: list[str] = []
     size = 0
     for name, value in state.items():

@@ -56,19 +56,14 @@ def _entry(weight: Tensor) -> dict[str, Any]:
 def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
     for metadata in checkpoint.metadata:
-        yield from _file(checkpoint, metadata)
-
-
-def _file(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[StoredWeight]:
-    """Yields the weights of one file."""
-    for name in _parsed(checkpoint, metadata, MARK, list):
-        about = _parsed(checkpoint, metadata, name, dict)
-        if about.get("_type") != "Tensor":
-            yield _weight(checkpoint, name, about)
-        elif name not in checkpoint.entries:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
-        else:
-            yield plain_weight(checkpoint.entries[name])
+        for name in _parsed(checkpoint, metadata, MARK, list):
+            about = _parsed(checkpoint, metadata, name, dict)
+            if about.get("_type") != "Tensor":
+                yield _weight(checkpoint, name, about)
+            elif name not in checkpoint.entries:
+                raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
+            else:
+                yield plain_weight(checkpoint.entries[name])
 
 
 def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> StoredWeight:

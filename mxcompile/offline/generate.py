@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart
 from mxcompile.errors import OptionError, TargetError
@@ -39,6 +38,7 @@ from mxcompile.offline.estimate import Work, library_work
 from mxcompile.offline.launch import CASTS, COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
+from mxcompile.offline.roofline import WIDE, estimate
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.policy import Policy

@@ -1,4 +1,4 @@
-"""Casts of weights as large as a model's: some rows at a time, so that only source and result are large."""
+"""Casts to `MXTensor`s: of a tensor whole (`quantize`), or of some rows at a time (`cast`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import Format, num_blocks
+from mxcompile.formats import Format, num_blocks, stored_form
 from mxcompile.formats.encoding import encode_stored, gain, tensor_amax
+from mxcompile.formats.numerics import check_source
 from mxcompile.storage.tensor import MXTensor
 
 _CHUNK = 1 << 19
 """Elements cast at once: a few temporaries of 2 MiB."""
 
 
+def quantize(
+    x: Tensor,
+    *,
+    block_dim: int = -1,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "rceil",
+) -> MXTensor:
+    """Cast `x` to MXFP8, MXFP4 or NVFP4 in blocks of 32, of NVFP4 16, along `block_dim`.
+
+    Elements round to nearest even and saturate. A block that holds NaN or Inf becomes NaN; of NVFP4 the whole
+    tensor does.
+
+    Args:
+        x: A tensor of any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1 and any length, for FP4
+            an even one. A short last block is a block.
+        block_dim: The dimension that blocks run along.
+        elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, or ``torch.float4_e2m1fn_x2`` for FP4.
+        rounding: Rounding of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``,
+            ``even``; or ``two-level`` for NVFP4, whose E4M3 scales follow from the amax of `x` too.
+
+    Returns:
+        A tensor that stands for values in the dtype of `x`, without gradient.
+
+    Raises:
+        FormatError: The dtype, the dimension or the length does not fit.
+    """
+    check_source(x, block_dim)
+    form = stored_form(elem_dtype, rounding)
+    qdata, scale_bytes, whole = encode_stored(x.detach(), block_dim, form)
+    scale = scale_bytes.view(form.scale.stored_dtype)
+    return MXTensor(qdata.view(elem_dtype), scale, block_dim, x.dtype, whole)
+
+
 def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
-    """Returns `x` in `form`, as `mxcompile.quantize` does, with temporaries of a few rows."""
+    """Returns `x` in `form`, as `quantize` does, with temporaries of a few rows."""
     dim = block_dim % x.ndim
     result = empty(x.shape, dim, form, x.dtype, x.device)
     amax = None

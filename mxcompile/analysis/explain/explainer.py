@@ -16,7 +16,6 @@ from torch import nn
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.memory import with_memory
 from mxcompile.analysis.explain.rank import explain_rank
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import some_or_all
@@ -25,6 +24,7 @@ from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.mesh.built import Factory, named_inputs
 from mxcompile.mesh.report import RankReport
 from mxcompile.models.arguments import ModelInput
+from mxcompile.offline.roofline import estimate
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes

@@ -17,7 +17,6 @@ from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.errors import OptionError
@@ -32,6 +31,7 @@ from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.mesh.shards import shards, unmatched
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Rates
+from mxcompile.offline.roofline import estimate
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
