@@ -13,7 +13,7 @@ from torch import Tensor
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.lowering import pipeline, targets
-from mxcompile.lowering.targets import Peak
+from mxcompile.lowering.peaks import Peak
 
 DEVICE = "cuda"
 LAYERS = {

@@ -28,7 +28,8 @@ from tqdm import tqdm
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout, ScaleType
 from mxcompile.lowering import targets
-from mxcompile.lowering.targets import Peak, Target
+from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Rate, as_data
 
 TOKENS, HEADS, HEAD = 8192, 32, 128
