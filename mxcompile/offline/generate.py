@@ -26,7 +26,7 @@ from mxcompile.compiler.rehearsal import apart
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
-from mxcompile.lowering.targets import TARGETS, check
+from mxcompile.lowering.targets import AUTO, TARGETS, check, of_chip
 from mxcompile.mesh.built import Factory, named_inputs, rank_model
 from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.models.arguments import ModelInput
@@ -72,12 +72,12 @@ def codegen(
     """Returns the code that a compile of `model` would run on `target`.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
-    called with (see `models.arguments`). target: a GPU of
-    `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
-    forward and backward, else forward only. policy: as the backend's option. rates: a file of measured rates,
-    which replace those of the table (see `rates`). attention: the backend of attentions without a mask,
-    "cudnn" or "flash"; "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh,
-    parallel: the code of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
+    called with (see `models.arguments`). target: a GPU of `lowering.targets.TARGETS`, or a chip such as
+    "h100", which need not be here. out_dir: folder to write everything to. training: forward and backward,
+    else forward only. policy: as the backend's option. rates: a file of measured rates, which replace those
+    of the table (see `rates`). attention: the backend of attentions without a mask, "cudnn" or "flash";
+    "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh, parallel: the code
+    of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
@@ -87,11 +87,11 @@ def codegen(
     named = named_inputs("codegen", model, mesh, args, inputs, kwargs, given)
     if parallel is not None and mesh is None:
         raise OptionError("`parallel` is of the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
-    target = check(target)
-    chip = TARGETS.get(target)
+    chip = None if check(target) == AUTO else of_chip(target)
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
+    target = chip.name
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.of(chip, rates)
     backend = attention_backend(chip, attention)
