@@ -91,7 +91,9 @@ class Backend:
     ) -> Compiled:
         """Compile `gm`. Called by Dynamo. name: of the compiled region. Raises `OptionError` for others."""
         if others:
-            raise OptionError(f"{' and '.join(others)}: give Backend(…) what torch.compile is given beside it")
+            raise OptionError(
+                f"{' and '.join(others)}: give Backend(…) what torch.compile is given beside it"
+            )
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
