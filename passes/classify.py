@@ -17,7 +17,7 @@ from torch import fx
 
 from mxcompile.graph.tags import Evidence, GemmTag, Kind, set_tag, tags_of
 from mxcompile.models.names import GraphInput
-from mxcompile.passes.flow import Depends, dependencies
+from mxcompile.passes.flow import DERIVATIVE, dependencies
 from mxcompile.passes.roles import feeds, uses
 from mxcompile.passes.roles.cuts import ends, live
 from mxcompile.passes.roles.precedence import role_of
@@ -42,14 +42,14 @@ class Classify:
     def apply(self, graph: fx.Graph) -> None:
         """Set role and evidence in every tag of `graph`."""
         depends = dependencies(graph, self.inputs)
-        forward = [node for node in live(graph) if Depends.GRADIENT not in depends[node]]
+        forward = [node for node in live(graph) if not depends[node] & DERIVATIVE]
         traits = traits_of(forward)
         streams = find_streams(forward, depends, traits)
         cuts = frozenset(graph.find_nodes(op="placeholder") if self.cut_inputs else ())
         origins = feeds.sweep(forward, depends, traits, streams, cuts)
         model = Model.of(
             origins,
-            uses.sweep(forward, traits, origins, streams, ends(graph, are_cut=self.cut_outputs)),
+            uses.sweep(forward, traits, origins, streams, ends(graph, depends, are_cut=self.cut_outputs)),
             has_streams=bool(streams.joins),
             is_cut=self.cut_inputs or self.cut_outputs,
         )
@@ -91,6 +91,7 @@ def _settled(tag: GemmTag, verdicts: Verdicts, is_product: bool) -> GemmTag:
 
 _UNKNOWN = {
     Kind.PRODUCT: "a product of activations, in no softmax attention",
+    Kind.TANGENT: "a product of a forward-mode derivative",
     Kind.CONVOLUTION: "a convolution of more than one pixel, not a linear layer",
     Kind.OPAQUE: "inside an operator no pass can look into",
     Kind.QUANTIZED: "quantized by the model",

@@ -15,10 +15,11 @@ from torch import fx
 
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import KEPT, labels
+from mxcompile.graph.bodies import bodies
 from mxcompile.graph.convolutions import convolution_words
 from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, linear_layers, set_tag, tags_of, tensor
+from mxcompile.graph.tags import GemmTag, Kind, change_tag, layers, tags_of, tensor
 from mxcompile.policy import Choice, Code, Decision, Gemm, Policy, Reason
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,15 +39,14 @@ class Decide:
         """Set choice and formats in every tag of `graph`. Raises `UnsupportedError` in strict mode."""
         refused: list[str] = []
         wanted: set[str] = set()
-        layers = linear_layers(graph)
         keep_products(graph)
-        for gemms in layers.values():
+        for gemms in layers(graph).values():
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
                 choice = decision.choice(tag.gemm)
-                hindered = obstacle(node) if choice.formats is not None else None
-                set_tag(node, self._explained(decided(tag, decision, hindered)))
-                if hindered is not None:
+                hindered = obstacle(node, tag)
+                change_tag(node, tag, self._explained(decided(tag, decision, hindered)))
+                if hindered is not None and choice.formats is not None:
                     refused.append(f"{tag.name} {tag.gemm}: {hindered}")
                     wanted.add(choice.precision)
         if refused and self.strict:
@@ -63,18 +63,20 @@ class Decide:
 
 
 def keep_products(graph: fx.Graph) -> None:
-    """Set the choice in the tags of every product that is not a linear layer: no policy decides there."""
+    """Set the choice in the tags of every product that is not a layer's: no policy decides there."""
     for node in graph.nodes:
-        tags = tags_of(node)
-        if tags and tags[0].kind is not Kind.LINEAR:
-            set_tag(node, *(replace(tag, choice=_kept(node, tag)) for tag in tags))
+        for tag in tags_of(node):
+            if not tag.is_layer:
+                change_tag(node, tag, replace(tag, choice=_kept(node, tag)))
 
 
 def _kept(node: fx.Node, tag: GemmTag) -> Choice:
-    """Why a node that is not a linear layer stays as it is."""
+    """Why a product that is not a layer's stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
-            reason = Reason(Code.OPAQUE if tag.flops else Code.UNCOUNTED, packet(node))
+            reason = _hidden(node, tag)
+        case Kind.TANGENT:
+            reason = Reason(Code.TANGENT)
         case Kind.CONVOLUTION:
             reason = Reason(Code.CONVOLUTION, convolution_words(node))
         case Kind.QUANTIZED:
@@ -87,23 +89,31 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
 
 
 def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTag:
-    """`tag`, of a linear layer, with what `decision` says of it.
+    """`tag`, of a layer, with what `decision` says of it.
 
     hindered: what keeps its operands from being quantized (see `obstacle`), or None.
     """
     choice = decision.choice(tag.gemm)
     formats = None
-    if choice.formats is not None and hindered is None:
+    if hindered is not None and (choice.formats is not None or tag.kind is Kind.OPAQUE):
+        choice = Choice(precision=KEPT.name, reason=hindered)
+    elif choice.formats is not None:
         is_wgrad = tag.gemm is Gemm.WGRAD
         left, right = (choice.formats.of(each, wgrad=is_wgrad) for each in tag.tensors)
         formats = left, right
-    elif hindered is not None and choice.formats is not None:
-        choice = Choice(precision=KEPT.name, reason=hindered)
     return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
 
 
-def obstacle(node: fx.Node) -> Reason | None:
-    """Returns the reason why the operands of the GEMM `node` cannot be quantized, or None."""
+def _hidden(node: fx.Node, tag: GemmTag) -> Reason:
+    """Why no pass reaches a product inside of the operator `node`."""
+    code = Code.BODY if bodies(node) else Code.OPAQUE if tag.flops else Code.UNCOUNTED
+    return Reason(code, packet(node))
+
+
+def obstacle(node: fx.Node, tag: GemmTag) -> Reason | None:
+    """Returns the reason why the operands of the GEMM `tag` of `node` cannot be quantized, or None."""
+    if tag.kind is Kind.OPAQUE:
+        return _hidden(node, tag)
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return Reason(Code.OPERATOR, packet(node))
     for operand in operands(node):

@@ -11,7 +11,7 @@ and changes no node but for its tag.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,11 +20,9 @@ from torch import fx
 from mxcompile.graph.convolutions import is_pointwise
 from mxcompile.graph.opaque import opaque_sizes
 from mxcompile.graph.opsets import (
-    ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     CONVOLUTIONS,
     QUANTIZED_MATMULS,
-    gradient_index,
     is_matmul,
     is_matmul_like,
     is_opaque,
@@ -33,8 +31,9 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, joined, layer_name, module_of, source_of
-from mxcompile.passes.flow import Depends, dependencies, graph_input, origin, stored, stored_as
+from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
+from mxcompile.passes.flow import DERIVATIVE, Depends, dependencies, graph_input, stored, stored_as
+from mxcompile.passes.gradients import Gradients
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
 
@@ -43,14 +42,11 @@ from mxcompile.policy import Gemm, Role
 class Find:
     """Tag the matmuls of a graph.
 
-    inputs: those of the captured graph. prefix: put before module paths. first_index: of the first GEMM.
-    blocks: of the model.
+    inputs: those of the captured graph. blocks: of the model.
     """
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
-    prefix: str = ""
-    first_index: int = 0
     blocks: Blocks = field(default_factory=Blocks)
 
     def apply(self, graph: fx.Graph) -> None:
@@ -59,28 +55,59 @@ class Find:
         finder = _Finder(self, depends)
         matmuls = [node for node in graph.nodes if is_matmul_like(node)]
         for node in matmuls:
-            if Depends.GRADIENT not in depends[node]:
+            if not depends[node] & DERIVATIVE:
                 finder.tag_forward(node)
-        for node in matmuls:
-            if Depends.GRADIENT in depends[node]:
-                finder.tag_backward(node)
-        index = itertools.count(self.first_index)
-        for node in matmuls:
-            set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
+            elif Depends.TANGENT in depends[node]:
+                finder.tag_tangent(node)
+        gradients = [node for node in matmuls if depends[node] & DERIVATIVE == Depends.GRADIENT]
+        unknown = [node for node in gradients if not finder.tag_backward(node)]
+        for node in unknown:
+            if not finder.tag_backward(node, of_data=True):
+                finder.tag_unmatched(node)
+        number(matmuls)
+
+
+def number(nodes: Iterable[fx.Node]) -> None:
+    """Give the tags of `nodes` their indices, in order."""
+    index = itertools.count()
+    for node in nodes:
+        set_tag(node, *(replace(tag, index=next(index)) for tag in tags_of(node)))
 
 
 class _Finder:
-    """State of one run: the forward nodes by sequence number and by operand."""
+    """State of one run."""
 
     def __init__(self, options: Find, depends: dict[fx.Node, Depends]) -> None:
         self._options = options
-        self._depends = depends
         self._weights = Weights(depends)
-        self._by_seq: defaultdict[int, list[fx.Node]] = defaultdict(list)
-        self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._gradients = Gradients(depends)
 
     def tag_forward(self, node: fx.Node) -> None:
         """Tag a node of the forward as the first GEMM of a layer of its own."""
+        self._tag(node)
+        self._gradients.add(node)
+
+    def tag_tangent(self, node: fx.Node) -> None:
+        """Tag a node of a forward-mode derivative as a product of its own, which stays as it is."""
+        self._tag(node)
+        set_tag(node, *(replace(tag, kind=Kind.TANGENT, tensors=("x", "x")) for tag in tags_of(node)))
+
+    def tag_unmatched(self, node: fx.Node) -> None:
+        """Tag a node of the backward without a forward one as a product of its own, which stays as it is."""
+        self._tag(node)
+        set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
+
+    def tag_backward(self, node: fx.Node, *, of_data: bool = False) -> bool:
+        """Tag a node of the backward as a GEMM of its forward node's layer, if that is known."""
+        gradient = self._gradients.of(node, of_data=of_data)
+        if gradient is None:
+            return False
+        sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
+        known = tags_of(gradient.forward)[0]
+        set_tag(node, *_per_product(replace(known, gemm=gradient.gemm, tensors=gradient.tensors), sizes))
+        return True
+
+    def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
         held_as = None
         if is_matmul(node):
@@ -94,42 +121,17 @@ class _Finder:
                 sizes = [(batch, n, m, k)]
         else:
             kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
-        name = joined(self._options.prefix, path)
         tag = GemmTag(
             layer=node.name,
-            name=name,
+            name=path,
             module=module,
             source=source_of(node),
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
             stored=held_as,
-            block=self._options.blocks.place(name),
+            block=self._options.blocks.place(path),
         )
-        set_tag(node, *_per_product(tag, sizes))
-        self._by_seq[node.meta.get("seq_nr", -1)].append(node)
-        for operand in _origins(node):
-            self._by_operand[operand].append(node)
-
-    def tag_backward(self, node: fx.Node) -> None:
-        """Tag a node of the backward as a GEMM of its forward node's layer."""
-        forward = self._forward_of(node)
-        sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
-        if forward is None:
-            self.tag_forward(node)
-            set_tag(node, *(_unmatched(tag) for tag in tags_of(node)))
-            return
-        known = tags_of(forward)[0]
-        gemm, tensors = Gemm.DGRAD, ("x", "x")
-        if known.kind is Kind.LINEAR:
-            weight = origin(operands(forward)[known.tensors.index("w")])
-            gemm = Gemm.DGRAD if weight in _origins(node) else Gemm.WGRAD
-            other = "w" if gemm is Gemm.DGRAD else "x"
-            left = operands(node)[0]
-            tensors = ("dy", other) if Depends.GRADIENT in self._depends[left] else (other, "dy")
-        elif known.kind is Kind.CONVOLUTION and gradient_index(node) == 1:
-            gemm = Gemm.WGRAD
-        tag = replace(known, gemm=gemm, tensors=tensors)
         set_tag(node, *_per_product(tag, sizes))
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
@@ -151,33 +153,6 @@ class _Finder:
             return ""
         known = graph_input(source, self._options.inputs)
         return known.inside(module_path) if known is not None else ""
-
-    def _forward_of(self, node: fx.Node) -> fx.Node | None:
-        """The forward node whose gradient `node` computes a part of."""
-        same_seq = self._by_seq.get(node.meta.get("seq_nr", -1), [])
-        if packet(node) in ATTENTION_BACKWARD:
-            return next((n for n in same_seq if packet(n) in ATTENTION_FORWARD), None)
-        if not is_matmul(node):
-            return next((n for n in same_seq if not is_matmul(n)), None)
-        shared = _origins(node)
-        matching = [n for n in same_seq if is_matmul(n) and shared & _origins(n)]
-        if not matching:
-            candidates = [n for operand in shared for n in self._by_operand.get(operand, [])]
-            matching = [n for n in candidates if _can_be_gradient(node, n)]
-        return matching[0] if matching else None
-
-
-def _origins(node: fx.Node) -> frozenset[fx.Node]:
-    """Where the operands of `node` come from; all inputs of an operator that is not a plain matmul."""
-    arguments = operands(node) if is_matmul(node) else node.all_input_nodes
-    return frozenset(origin(arg) for arg in arguments if isinstance(arg, fx.Node))
-
-
-def _can_be_gradient(node: fx.Node, forward: fx.Node) -> bool:
-    """Whether `node` has the sizes of `forward` in another order."""
-    if not is_matmul(forward):
-        return False
-    return sorted(map(hint, matmul_sizes(node))) == sorted(map(hint, matmul_sizes(forward)))
 
 
 def _unmatched(tag: GemmTag) -> GemmTag:

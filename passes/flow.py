@@ -25,10 +25,15 @@ class Depends(Flag):
     NOTHING = 0
     PARAMETER = auto()  # parameters and buffers
     DATA = auto()  # other inputs and random numbers
-    GRADIENT = auto()  # tangents: the value belongs to backward
+    GRADIENT = auto()  # gradients of the result: the value belongs to backward
+    TANGENT = auto()  # tangents of inputs: it belongs to a forward-mode derivative
 
 
-_BY_VALUE = tuple(Depends(value) for value in range(8))
+DERIVATIVE = Depends.GRADIENT | Depends.TANGENT
+DERIVATIVE_KEY = "mxcompile_derivative"
+"""Where the ``custom`` metadata of a node says which derivative of the compiled code's own it is part of."""
+
+_BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
 
 
@@ -52,7 +57,8 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
         kind = kinds.get(id(node.target))
         if kind is None:
             kind = kinds[id(node.target)] = _kind(node)
-        flags = _DATA if kind & _RANDOM else 0
+        flags = node.meta["custom"].get(DERIVATIVE_KEY, 0) if "custom" in node.meta else 0
+        flags |= _DATA if kind & _RANDOM else 0
         arguments = node.all_input_nodes
         for argument in arguments:
             flags |= marks[argument]
@@ -66,6 +72,11 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
 
 
 _PARAMETER, _DATA = Depends.PARAMETER.value, Depends.DATA.value
+
+
+def is_derivative(node: fx.Node) -> bool:
+    """Whether `node` is part of a derivative that the compiled code takes itself."""
+    return DERIVATIVE_KEY in node.meta.get("custom", ())
 
 
 def _kind(node: fx.Node) -> int:

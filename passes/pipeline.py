@@ -17,6 +17,7 @@ from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput
 from mxcompile.passes.balance import Balance
+from mxcompile.passes.bodies import Bodies
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.decide import Decide
 from mxcompile.passes.find import Find
@@ -49,17 +50,14 @@ class Pass(Protocol):
 class Context:
     """The facts that the passes use about a joint or inference graph beside its nodes.
 
-    inputs: of the captured graph. prefix: path of its module. first_index: of its first GEMM. blocks: the
-    repeated ones of the model. cut: why the graph is only a part of a model, "" if it is all of one. known:
-    the GEMMs of the whole model by name, for a part. tapped: whether weights come with the state of scales
-    that follow from calls before.
+    inputs: of the captured graph. blocks: the repeated ones of the model. cut: why the graph is only a part
+    of a model, "" if it is all of one. known: the GEMMs of the whole model by name, for a part. tapped:
+    whether weights come with the state of scales that follow from calls before.
     """
 
     policy: Policy
     strict: bool = False
     inputs: tuple[GraphInput, ...] = ()
-    prefix: str = ""
-    first_index: int = 0
     blocks: Blocks = field(default_factory=Blocks)
     cut: str = ""
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
@@ -68,13 +66,16 @@ class Context:
 
 def joint_passes(context: Context) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order."""
-    inputs, prefix, cut = context.inputs, context.prefix, context.cut
+    inputs, cut = context.inputs, context.cut
+    find = Find(inputs=inputs, blocks=context.blocks)
+    classify = Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut))
     return (
         Untap(),
         Split(),
         Balance(),
-        Find(inputs=inputs, prefix=prefix, first_index=context.first_index, blocks=context.blocks),
-        Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut)),
+        find,
+        classify,
+        Bodies(find=find, classify=classify),
         *((Follow(known=context.known),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),
         Rewrite(tapped=context.tapped),

@@ -79,7 +79,7 @@ def _sum_bias(node: fx.Node, build: Builder) -> None:
 
 
 def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
-    """Returns the graph that Inductor makes of the operator of `node`; None if that is the operator itself."""
+    """Returns the graph that Inductor makes of the operator of `node`, None for the operator itself."""
     rule = rules.get(node.target)
     if rule is None:
         return None

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler import histories, sharing
+from mxcompile.compiler.attempts import watch_attempts
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
@@ -32,6 +33,7 @@ from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
+from mxcompile.models.tree import path_in
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
@@ -81,19 +83,17 @@ class Backend:
             return None
         if self.root is None:
             raise OptionError("Backend(block=…) needs root=…, the model the block is a part of")
-        path = next((name for name, module in self.root.named_modules() if module is block), None)
+        path = path_in(self.root, block)
         if path is None:
             raise OptionError("Backend(block=…) is not a module of root")
-        return name_signature(self.options.policy, self.root, path, Blocks.of(self.root))
+        return name_signature(self.options.policy, block, path, Blocks.of(self.root))
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
     ) -> Compiled:
-        """Compile `gm`. Called by Dynamo. name: of the compiled region. Raises `OptionError` for others."""
+        """Compile `gm`; Dynamo calls it. name: name of the compiled region."""
         if others:
-            raise OptionError(
-                f"{' and '.join(others)}: give Backend(…) what torch.compile is given beside it"
-            )
+            raise OptionError(f"{' and '.join(others)}: give this to Backend(…), not to torch.compile")
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
@@ -164,5 +164,14 @@ def compile_graph(
     return code
 
 
+def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
+    """The options of `backend`, called with `keywords`; None if it is another one."""
+    if backend is mxfp8:
+        return Options.parse(keywords.get("mode"), keywords.get("options"))
+    options = getattr(backend, "options", None)
+    return options if isinstance(options, Options) else None
+
+
 read_early(lambda backend: backend is mxfp8)
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
+watch_attempts(_options_of)

@@ -27,6 +27,7 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.owners import Adopted, mark, marks, token
 from mxcompile.compiler.structured import trace_graph
 from mxcompile.errors import UnsupportedError
+from mxcompile.graph.bodies import is_body
 from mxcompile.graph.tags import tags_of
 from mxcompile.lowering import pipeline as lowering
 from mxcompile.lowering.targets import CPU_FP32, Target
@@ -147,9 +148,13 @@ class Compilation:
         }
 
     def run_joint(self, graph: fx.Graph) -> None:
-        """The joint or inference graph, or a subgraph of one: the passes, and what the target wants."""
-        self.run_passes(graph)
-        self.lower_joint(graph)
+        """The joint or inference graph: the passes, and what the target wants.
+
+        Inductor hands over the graphs too that an operator calls; the pass `bodies` has read those.
+        """
+        if not is_body(graph):
+            self.run_passes(graph)
+            self.lower_joint(graph)
 
     def lower_joint(self, graph: fx.Graph) -> None:
         """Run the part of the lowering that needs the joint graph, on the target's device."""
@@ -158,7 +163,7 @@ class Compilation:
         self._update(pass_time_us=self.part.pass_time_us + (time.perf_counter() - start) * 1e6)
 
     def run_passes(self, graph: fx.Graph) -> None:
-        """The passes over a joint or inference graph, or over a subgraph of one."""
+        """The passes over a joint or inference graph."""
         if self.capture.backward:  # the passes have seen it, as a part of a joint graph
             self.traced = True
             self._adopted.adopt(graph, self._products)
@@ -168,8 +173,6 @@ class Compilation:
             inputs=self.capture.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
-            prefix=self.capture.path,
-            first_index=len(self.part.gemms),
             blocks=self.capture.blocks,
             cut=self.capture.cut,
             known={} if plan is None else plan.by_name,
@@ -185,7 +188,7 @@ class Compilation:
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
         gathers = Gathers() if self.traced else self.capture.gathers
-        drawn = outline(graph, self.capture.inputs, self.capture.path)
+        drawn = outline(graph, self.capture.inputs)
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),

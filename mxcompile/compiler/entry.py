@@ -13,7 +13,7 @@ from collections import Counter
 
 from torch._guards import CompileContext
 
-from mxcompile.compiler import sharing, store
+from mxcompile.compiler import sharing, store, unplanned
 from mxcompile.compiler.checks import check_ran
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.places import Places
@@ -59,6 +59,7 @@ def publish(compilation: Compilation, stored: Part | None, compiled: Compiled) -
     elif not compilation.traced:
         _tell_unseen(compilation)
     entry.put()
+    unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
     for warning in compilation.part.warnings:
         log.warning("%s", warning)
     log.info("%s", _line(compilation))
@@ -72,7 +73,7 @@ def publish(compilation: Compilation, stored: Part | None, compiled: Compiled) -
 
 def _tell_unseen(compilation: Compilation) -> None:
     """Warn in the report, or raise in strict mode, that Inductor has compiled a graph without the hooks."""
-    path = compilation.capture.path or "the model"
+    path = compilation.capture.module or "the model"
     message = (
         f"Inductor ran no pass of mxcompile over a graph of {path}: nothing in it is quantized or listed;"
         " look for a setting of torch._inductor.config that turns passes off"
@@ -89,7 +90,7 @@ def _line(compilation: Compilation) -> str:
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
     left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
     return (
-        f"compiled {compilation.capture.path or 'the model'} for {compilation.target.name}, {label}:"
+        f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
         f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
         f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
         f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
@@ -112,7 +113,7 @@ class _Entry:
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, capture.root)
+        self.places = Places(key, self.ledger, gemms, capture.root, self._found)
         self.is_broken = bool(compilation.part.graph_breaks)
         self._twins = sharing.twins(capture, options.policy)
 
@@ -123,6 +124,14 @@ class _Entry:
         self.places.put(part)
         if compilation.lowered and part.token and part.cache != "off":
             store.save(compilation.identity, part)
+
+    def _found(self, path: str) -> None:
+        """The module at `path` runs the code too, which only a plan knows before."""
+        capture = self._compilation.capture
+        if capture.planned.plan is None and path != capture.prefix:
+            self._twins = (*self._twins, (path, capture.blocks.place(path)))
+            unplanned.check(capture, self._compilation.options, path)
+            self.put()
 
     def hear(self) -> None:
         """Kernels have become known after the graph was published."""

@@ -34,7 +34,7 @@ def read_early(is_ours: Callable[[Any], bool]) -> None:
                 arguments[key] = value
         vars(wrapper)["kwargs"] = arguments
 
-    _TorchCompileWrapper.kwargs = property(lambda wrapper: vars(wrapper)["kwargs"], keep)
+    _TorchCompileWrapper.kwargs = property(lambda wrapper: vars(wrapper)["kwargs"], keep)  # type: ignore[assignment]
 
 
 class _Arguments(dict[str, Any]):

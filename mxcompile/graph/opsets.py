@@ -172,6 +172,9 @@ CONVERSIONS = _packets(prims, "convert_element_type") | _packets(aten, "_to_copy
 
 COPIES = _packets(aten, "clone", "contiguous", "lift_fresh_copy")
 
+CONJUGATES = _packets(aten, "_conj", "conj", "_conj_physical", "conj_physical", "resolve_conj")
+"""Complex conjugates; of a real tensor, itself."""
+
 TRANSPARENT = VIEWS | CONVERSIONS | COPIES
 """What a tensor can pass through and still be the same tensor."""
 

@@ -33,6 +33,7 @@ class Kind(Enum):
     ATTENTION = auto()  # one of the two products inside an attention operator
     QUANTIZED = auto()  # already quantized by the model
     OPAQUE = auto()  # inside an operator no pass can look into
+    TANGENT = auto()  # of a forward-mode derivative
     CONVOLUTION = auto()  # of more than one pixel, or else no linear layer
 
 
@@ -60,7 +61,8 @@ class GemmTag:
     which this GEMM computes a shard or a part, from the model's plan; None where the graph shows all of it.
     choice, formats (of the operands; None unless the GEMM is quantized), saved, sent: from `decide`. kernel:
     from the lowering. fallbacks: from there too, the reasons why a kernel that is for such a GEMM does not
-    run it.
+    run it. gradients: of a forward GEMM in a plan, whether its first and its second operand need gradients.
+    again: whether a checkpoint runs this GEMM once more before it computes them.
     """
 
     layer: str
@@ -87,11 +89,19 @@ class GemmTag:
     sent: Sent = Sent.SOURCE
     kernel: str = ""
     fallbacks: tuple[str, ...] = ()
+    gradients: tuple[bool, bool] = (False, False)
+    again: bool = False
 
     @property
     def flops(self) -> int:
         """Floating-point operations: two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is of a linear layer, one inside of an operator among them: a policy decides for it."""
+        hidden = self.kind is Kind.OPAQUE and set(self.tensors) != {"x"}
+        return hidden or self.kind is Kind.LINEAR
 
     def with_reason(self, more: Reason) -> GemmTag:
         """The same, of a GEMM that is decided, with a further reason for its choice."""
@@ -114,6 +124,18 @@ class GemmTag:
             k=k,
             block=self.block,
         )
+
+
+def gradient_tags(tag: GemmTag) -> tuple[GemmTag, GemmTag]:
+    """Returns the two GEMMs that compute the gradients of the operands of `tag`, a forward GEMM."""
+    m, n, k = tag.m, tag.n, tag.k
+    has_weight = tag.kind in (Kind.LINEAR, Kind.CONVOLUTION)
+    first, second = (("dy", "w"), ("dy", "x")) if has_weight else (("x", "x"), ("x", "x"))
+    kind = Gemm.WGRAD if has_weight else Gemm.DGRAD
+    return (
+        replace(tag, gemm=Gemm.DGRAD, tensors=first, m=m, n=k, k=n),
+        replace(tag, gemm=kind, tensors=second, m=n, n=k, k=m),
+    )
 
 
 def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:
@@ -144,14 +166,19 @@ def add_fallback(node: fx.Node, reason: str) -> None:
     set_tag(node, *known)
 
 
-def linear_layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
-    """The LINEAR GEMMs of `graph` by layer, each layer's in graph order."""
-    layers: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
+def change_tag(node: fx.Node, old: GemmTag, new: GemmTag) -> None:
+    """Put `new` in the place of the tag `old` of `node`."""
+    set_tag(node, *(new if tag is old else tag for tag in tags_of(node)))
+
+
+def layers(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, GemmTag]]]:
+    """The GEMMs of `graph` that a policy decides for by layer, each layer's in graph order."""
+    found: dict[str, list[tuple[fx.Node, GemmTag]]] = {}
     for node in graph.nodes:
-        tag = tag_of(node)
-        if tag is not None and tag.kind is Kind.LINEAR:
-            layers.setdefault(tag.layer, []).append((node, tag))
-    return layers
+        for tag in tags_of(node):
+            if tag.is_layer:
+                found.setdefault(tag.layer, []).append((node, tag))
+    return found
 
 
 def tensor(node: Any) -> torch.Tensor | None:

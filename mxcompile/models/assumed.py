@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -119,8 +120,9 @@ class Assuming(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on fakes, and on their values where these are known."""
         kwargs = kwargs or {}
-        is_plain = self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None
-        if is_plain or isinstance(func, HigherOrderOperator):
+        if isinstance(func, HigherOrderOperator):
+            return self._called(func, args, kwargs)
+        if self.in_kernel_invocation or self._state.plain or TracingContext.try_get() is not None:
             return super().dispatch(func, types, args, kwargs)
         if not self._paths:
             return self._answered(func, types, args, kwargs)
@@ -131,6 +133,19 @@ class Assuming(FakeTensorMode):
         if takes:
             self._note_product(func, args, kwargs, result)
         return result
+
+    def _called(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """What `func`, which calls graphs, returns for fakes. Torch looks up its rule by the very class."""
+        rules: Any = func.python_key_table
+        known: Any = registered_hop_fake_fns
+        before = self.shape_env
+        self.shape_env = before or ShapeEnv()  # of sizes that a loop decides
+        try:
+            if FakeTensorMode in rules and func not in known:
+                return rules[FakeTensorMode](self, *args, **kwargs)
+            return super().dispatch(func, (), args, kwargs)  # type: ignore[arg-type]
+        finally:
+            self.shape_env = before
 
     def _answered(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         values = [self._value(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -18,10 +18,13 @@ class Code(StrEnum):
     ROLE = "role"
     OPAQUE = "opaque operator"
     UNCOUNTED = "unknown FLOPs"
+    BODY = "inside operator"
+    TANGENT = "tangent"
     CONVOLUTION = "convolution"
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
     NOT_COMPILED = "not compiled"
+    NO_PLAN = "no plan"
     OPERATOR = "operator"
     OPERAND = "operand"
     DTYPE = "dtype"
@@ -44,10 +47,13 @@ _WORDS = {
     Code.ROLE: "role {}",
     Code.OPAQUE: "opaque operator {}",
     Code.UNCOUNTED: "opaque operator {}, FLOPs unknown",
+    Code.BODY: "inside {}: no pass reaches the graphs that it calls",
+    Code.TANGENT: "a product of a forward-mode derivative",
     Code.CONVOLUTION: "{}",
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
     Code.NOT_COMPILED: "outside the compiled graphs",
+    Code.NO_PLAN: "no compiled graph reads its weight, and whether it runs is not known",
     Code.OPERATOR: "unsupported operator {}",
     Code.OPERAND: "unsupported operand",
     Code.DTYPE: "unsupported dtype {}",

@@ -6,11 +6,12 @@ whose outputs go on into others. Nothing is guessed of what such an end hides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
+from mxcompile.passes.flow import DERIVATIVE, Depends, is_derivative
 from mxcompile.passes.roles.uses import GraphOutputs
 
 _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOutput", "TokenAOTOutput",
@@ -18,13 +19,25 @@ _NO_RESULTS = ("GradAOTOutput", "InputMutationAOTOutput", "MetadataMutationAOTOu
 """What AOTAutograd returns beside the results: gradients, what in-place writes left."""
 
 
-def ends(graph: fx.Graph, *, are_cut: bool) -> GraphOutputs:
-    """The outputs of the forward in a joint or inference graph: results of the model, or cuts."""
+def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) -> GraphOutputs:
+    """The outputs of the forward in a joint or inference graph: results of the model, or cuts.
+
+    Where the code takes derivatives itself, the forward also ends in what these alone read: a loss that the
+    code does not return.
+    """
     outputs = frozenset(
         node
         for node, descriptor in _outputs(graph)
         if not any(word in type(descriptor).__name__ for word in _NO_RESULTS)
     )
+    if any(map(is_derivative, graph.nodes)):
+        outputs = outputs.union(
+            node
+            for node in graph.nodes
+            if node.users
+            and not depends[node] & DERIVATIVE
+            and all(depends[n] & DERIVATIVE for n in node.users)
+        )
     none: frozenset[fx.Node] = frozenset()
     return GraphOutputs(results=none if are_cut else outputs, cuts=outputs if are_cut else none)
 

@@ -1,0 +1,144 @@
+"""Nested regions (``torch.compiler.nested_compile_region``) are put back into the graph that calls them.
+
+    invoke_subgraph(body, name, x, w)   →   the nodes of body, with x and w in place of its inputs
+
+A region saves compile time: Dynamo traces equal blocks once, and Inductor compiles their body once. The
+passes need the whole graph, because a body does not show which parameters a call passes, and the policy may
+treat two blocks differently. Results are those of the model without the decorator.
+
+Dynamo gives the body the module paths of the first call. In a copy for another call the part of a path that
+differs between the parameters of the two calls is replaced: ``0.up`` becomes ``3.up`` where the first call
+passed ``0.up.weight`` and this one passes ``3.up.weight``. A region with compilers of its own
+(``nested_region_config``) stays a call; the pass `bodies` records its products.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mxcompile.graph.bodies import bodies, operands_of
+from mxcompile.models.names import GraphInput
+
+Paths = dict[fx.Node, str]
+"""Path of the parameter behind an input of a graph, or of a body; "" for data."""
+
+
+def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    """Replace every call of a nested region in `gm`, and in bodies of other operators, by its nodes.
+
+    inputs: what the inputs of `gm` are. The nodes of `gm` have the user's paths of their modules.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    paths = {node: given.path for node, given in zip(placeholders, inputs, strict=False)}
+    _Inliner().inline(gm, paths)
+
+
+class _Inliner:
+    """State of one run. firsts: by the body of a region, the paths that its first call passed."""
+
+    def __init__(self) -> None:
+        self._firsts: dict[fx.GraphModule, list[str]] = {}
+
+    def inline(self, gm: fx.GraphModule, paths: Paths) -> None:
+        """Inline the regions of `gm`, whose inputs have `paths`."""
+        changed = False
+        todo = [*gm.graph.nodes]
+        while todo:
+            node = todo.pop(0)
+            called = bodies(node)
+            if called and _is_region(node, called[0]):
+                todo = [*self._replace(gm, node, called[0], paths), *todo]
+                changed = True
+                continue
+            for body in called:
+                given = operands_of(node, body)
+                self.inline(body, {inner: _path(outer, paths) for inner, outer in given.items()})
+        if changed:
+            for node in gm.graph.find_nodes(op="get_attr"):
+                if not node.users:
+                    gm.graph.erase_node(node)
+            gm.delete_all_unused_submodules()
+            gm.recompile()
+
+    def _replace(
+        self, gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, paths: Paths
+    ) -> list[fx.Node]:
+        """Put the nodes of `body` in the place of `call`. Returns the new nodes."""
+        given = operands_of(call, body)
+        here = [_path(outer, paths) for outer in given.values()]
+        moved = _moves(self._firsts.setdefault(body, here), here)
+        copies: dict[fx.Node, Any] = dict(given)
+        results: Any = ()
+        with gm.graph.inserting_before(call):
+            for node in body.graph.nodes:
+                if node.op == "output":
+                    (results,) = fx.node.map_arg(node.args, copies.__getitem__)
+                elif node.op != "placeholder":
+                    copies[node] = copy = gm.graph.node_copy(node, copies.__getitem__)
+                    _rebase(copy, moved)
+                    if copy.op == "get_attr":
+                        copy.target = _adopt(gm, body, str(node.target))
+        for user in [*call.users]:
+            assert user.target is operator.getitem, f"{user} reads all results of {call}"
+            user.replace_all_uses_with(results[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(call)
+        return [copies[node] for node in body.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _is_region(node: fx.Node, body: fx.GraphModule) -> bool:
+    return node.target is torch.ops.higher_order.invoke_subgraph and not body.meta.get("nested_region_config")
+
+
+def _path(operand: Any, paths: Paths) -> str:
+    return paths.get(operand, "") if isinstance(operand, fx.Node) else ""
+
+
+def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
+    """Returns the name under which `gm` has what `body` has as `name`; it is added if it is not there."""
+    value: Any = operator.attrgetter(name)(body)
+    fresh, number = name.replace(".", "_"), 0
+    while getattr(gm, fresh, value) is not value:
+        number += 1
+        fresh = f"{name}_{number}".replace(".", "_")
+    setattr(gm, fresh, value)
+    return fresh
+
+
+def _moves(first: Sequence[str], here: Sequence[str]) -> Mapping[str, str]:
+    """What the paths of this call have in the place of those of the first call, without equal ends."""
+    moved = {}
+    for old, new in zip(first, here, strict=True):
+        steps, others = old.split("."), new.split(".")
+        while steps and others and steps[-1] == others[-1]:
+            steps.pop()
+            others.pop()
+        if steps and others and old and new:
+            moved[".".join(steps)] = ".".join(others)
+    return moved
+
+
+def _rebase(node: fx.Node, moved: Mapping[str, str]) -> None:
+    """Let the module paths of `node` begin as the parameters of its call do."""
+    stack = node.meta.get("nn_module_stack")
+    if stack and moved:
+        node.meta["nn_module_stack"] = {
+            key: (_rebased(path, moved), *rest) for key, (path, *rest) in stack.items()
+        }
+
+
+def _rebased(path: str, moved: Mapping[str, str]) -> str:
+    old = next((prefix for prefix in _prefixes(path) if prefix in moved), None)
+    return path if old is None else moved[old] + path.removeprefix(old)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """`path` and the paths of the modules that it lies in, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -1,0 +1,149 @@
+"""Graphs that a node calls: bodies of ``torch.cond``, ``while_loop``, ``scan`` and all operators like these.
+
+    cond(pred, true, false, (x, w))    calls true and false with x and w
+    scan(step, init, xs, more)         calls step once for each slice of xs
+
+What a node reads says which graphs it calls; there is no list of such operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from mxcompile.graph.opsets import argument, aten, is_matmul_like
+from mxcompile.graph.tags import tensor
+
+OWNER_KEY = "mx_owner"
+"""Where a node of a flattened graph has the node that it is a copy of, or that calls its body."""
+CALLS_KEY = "mx_calls"
+"""Where a node of a body that was flattened says how often it runs."""
+
+
+def bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graphs that `node` calls."""
+    if node.op != "call_function":
+        return []
+    owner = node.graph.owning_module
+    found = (getattr(owner, str(read.target), None) for read in node.all_input_nodes if read.op == "get_attr")
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def is_body(graph: fx.Graph) -> bool:
+    """Whether another graph calls `graph`: AOTAutograd describes the results of the graphs that it makes."""
+    return all("desc" not in output.meta for output in graph.find_nodes(op="output"))
+
+
+def hides_products(node: fx.Node) -> bool:
+    """Whether graphs that `node` calls have matrix products, or call others that have."""
+    return any(
+        is_matmul_like(inner) or hides_products(inner) for body in bodies(node) for inner in body.graph.nodes
+    )
+
+
+def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Returns the argument of `node` for each input of `body`, in their order; None where there is none.
+
+    Operators of higher order pass their last arguments on.
+    """
+    inputs = body.graph.find_nodes(op="placeholder")
+    given = tree_leaves(node.args)[-len(inputs) :] if inputs else []
+    return dict(zip(inputs, [None] * (len(inputs) - len(given)) + given, strict=True))
+
+
+def flattened(graph: fx.Graph) -> fx.Graph:
+    """Returns a copy of `graph`, with bodies that have products in front of the nodes that call them.
+
+    It shows which parameters those products read and where their results go, and is for reading: nothing
+    computes with it. What a call passes stands for an input of a body, as a whole or its first slice. What a
+    body returns stands for the result of its call; of several bodies, either.
+    """
+    flat = fx.Graph()
+    _Copy(flat, None, 1).copy(graph, {})
+    return flat
+
+
+class _Copy:
+    """Copies a graph to the end of `flat`.
+
+    owner: the node that calls the graph, None for the outermost. calls: how often it runs.
+    """
+
+    def __init__(self, flat: fx.Graph, owner: fx.Node | None, calls: Any) -> None:
+        self._flat = flat
+        self._owner = owner
+        self._calls = calls
+
+    def copy(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> list[Any]:
+        """Copy `graph`, for whose inputs `known` stands. Returns what a body returns."""
+        returned: dict[fx.Node, list[list[Any]]] = {}
+        for node in graph.nodes:
+            if node.op == "output" and self._owner is not None:
+                return [known.get(one) for one in tree_leaves(node.args[0])]
+            if hides_products(node):
+                returned[node] = [self._body(node, body, known) for body in bodies(node)]
+            if node not in known:
+                result = self._result(node, returned)
+                known[node] = result or self._noted(self._flat.node_copy(node, known.__getitem__), node)
+        return []
+
+    def _body(self, node: fx.Node, body: fx.GraphModule, known: dict[fx.Node, fx.Node]) -> list[Any]:
+        """Copy `body`, which `node` calls. Returns what it returns."""
+        inside: dict[fx.Node, fx.Node] = {}
+        calls = self._calls
+        for inner, outer in operands_of(node, body).items():
+            value = tensor(outer)
+            if value is None or tensor(inner) is None:
+                continue
+            if _shape(inner) == _shape(outer):
+                inside[inner] = known[outer]
+            elif _shape(inner) == _shape(outer)[1:]:
+                inside[inner] = self._slice(known[outer], inner)
+                calls = value.shape[0] * self._calls
+        return _Copy(self._flat, self._owner or node, calls).copy(body.graph, inside)
+
+    def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""
+        if whole.op != "placeholder":
+            return self._call(aten.select.int, whole, 0, 0, like=like)
+        made = self._flat.placeholder(like.name)
+        made.meta = {**whole.meta, "val": like.meta["val"]}
+        return made
+
+    def _result(self, node: fx.Node, returned: Mapping[fx.Node, list[list[Any]]]) -> fx.Node | None:
+        """What stands for `node`, if it is a result of one of the calls whose bodies return `returned`."""
+        if node.target is not operator.getitem or (call := argument(node)) not in returned:
+            return None
+        place: Any = node.args[1]
+        found = [results[place] for results in returned[call] if place < len(results)]
+        found = [one for one in found if tensor(one) is not None]
+        whole = [one for one in found if _shape(one) == _shape(node)]
+        if whole:
+            either: fx.Node = whole[0]
+            for other in whole[1:]:
+                either = self._call(aten.where.self, either, either, other, like=node)
+            return either
+        slices = [one for one in found if _shape(one) == _shape(node)[1:]]
+        return self._call(aten.stack.default, slices[:1], like=node) if slices else None
+
+    def _call(self, target: Any, *args: Any, like: fx.Node) -> fx.Node:
+        made = self._flat.call_function(target, args)
+        made.meta["val"] = like.meta["val"]
+        return self._noted(made, like)
+
+    def _noted(self, copied: fx.Node, node: fx.Node) -> fx.Node:
+        copied.meta[OWNER_KEY] = self._owner or node
+        if self._owner is not None:
+            copied.meta[CALLS_KEY] = self._calls
+            copied.meta.pop("seq_nr", None)  # of another tracing
+        return copied
+
+
+def _shape(node: fx.Node) -> tuple[str, ...]:
+    """The shape of the tensor of `node`, symbolic sizes by their expressions. Adds no guard."""
+    value = tensor(node)
+    return () if value is None else tuple(map(str, value.shape))

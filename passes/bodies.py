@@ -1,0 +1,75 @@
+"""bodies: tag the products in the graphs that an operator of higher order calls, on the node that calls them.
+
+    cond(pred, {y = x·aᵀ}, {y = x·bᵀ}, (x, a, b))   →   the tags of a and b, on the node of cond
+
+Nothing is rewritten inside of a body, and the reason says so. Where a body has products, layers are found and
+classified in the graph with the bodies in it (see `graph.bodies`), so that a layer in a branch has the name
+and the role that it would have without the condition. A product counts as often as its body runs, as far as
+shapes tell: once for each slice of a scan, once in each branch of a condition, once in a loop.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile.graph.bodies import CALLS_KEY, OWNER_KEY, flattened, hides_products
+from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.find import Find, number
+from mxcompile.passes.split import Split
+from mxcompile.policy import Gemm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bodies:
+    """Options: `find` and `classify`, the passes that tagged the graph without its bodies."""
+
+    name: ClassVar[str] = "bodies"
+    find: Find
+    classify: Classify
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Tag the nodes of `graph` anew, with what their bodies hold, if any holds a product."""
+        readers = (user for read in graph.find_nodes(op="get_attr") for user in read.users)
+        if not any(map(hides_products, readers)):
+            return
+        flat = flattened(graph)
+        for step in (Split(), self.find, self.classify):
+            step.apply(flat)
+        names = {node.name: _name(node) for node in flat.nodes}
+        firsts: dict[tuple[str, int, int], GemmTag] = {}
+        layers: dict[str, GemmTag] = {}
+        tags: defaultdict[fx.Node, list[GemmTag]] = defaultdict(list)
+        for node in flat.nodes:
+            for tag in tags_of(node):
+                if tag.gemm is Gemm.FPROP:  # a backward runs it again: the role is that of the first run
+                    layers[tag.layer] = firsts.setdefault((tag.name, tag.n, tag.k), tag)
+                first = layers.get(tag.layer, tag)
+                tag = replace(tag, layer=names[tag.layer], role=first.role, evidence=first.evidence)
+                tags[node.meta[OWNER_KEY]].append(_hidden(tag, node) if CALLS_KEY in node.meta else tag)
+        for node in graph.nodes:
+            if node in tags:
+                set_tag(node, *tags[node])
+        number(graph.nodes)
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the layer of `node`, a node of a flattened graph."""
+    owner = node.meta.get(OWNER_KEY)
+    if owner is None:
+        return node.name
+    return f"{owner.name}.{node.name}" if CALLS_KEY in node.meta else owner.name
+
+
+def _hidden(tag: GemmTag, node: fx.Node) -> GemmTag:
+    """The tag of `node`, a product in a body, as the node that calls the body has it."""
+    return replace(
+        tag,
+        kind=Kind.OPAQUE,
+        tensors=tag.tensors if tag.is_layer else ("x", "x"),
+        batch=hint(node.meta[CALLS_KEY]) * tag.batch,
+    )

@@ -1,0 +1,157 @@
+"""Which forward product a backward product computes a gradient of.
+
+    y = x·Wᵀ (fprop)    dx = dy·W (dgrad)    dW = dyᵀ·x (wgrad)
+
+AOTAutograd numbers operators: a gradient has the number of its forward product, and shares an operand with
+it. There are no such numbers in derivatives that the compiled code takes itself (``torch.func.grad``), nor in
+bodies of other operators. There, dx is the product that reads W along its other dimension. dW is the product
+of the size of W that reads the dy of a dx, or x. Of several layers that fit, the last one of the forward is
+the first one of the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from mxcompile.graph.opsets import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    CONJUGATES,
+    argument,
+    gradient_index,
+    is_matmul,
+    packet,
+)
+from mxcompile.graph.shapes import matmul_sizes, operands
+from mxcompile.graph.tags import Kind, hint, tags_of
+from mxcompile.passes.flow import Depends, is_derivative, origin
+from mxcompile.policy import Gemm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """What a backward product is: gradient `gemm` of the product `forward`. tensors: of its operands."""
+
+    forward: fx.Node
+    gemm: Gemm
+    tensors: tuple[str, str]
+
+
+class Gradients:
+    """The forward products of a graph, by what their gradients share with them."""
+
+    def __init__(self, depends: Mapping[fx.Node, Depends]) -> None:
+        self._depends = depends
+        self._by_number: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        self._by_operand: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._by_dy: defaultdict[fx.Node, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+        self._taken: set[tuple[fx.Node, Gemm]] = set()
+
+    def add(self, forward: fx.Node) -> None:
+        """Add `forward`, a product of the forward, which is tagged."""
+        number = _number(forward)
+        if number >= 0:
+            self._by_number[number].append(forward)
+        for operand in _sources(forward):
+            self._by_operand[operand].append(forward)
+
+    def of(self, node: fx.Node, *, of_data: bool = False) -> Gradient | None:
+        """Returns what the backward product `node` is, None if nothing tells.
+
+        of_data: where several forward products fit, it is a gradient that reads no weight. Ask so when all
+        gradients that read one are known, because the two gradients of a layer share dy.
+        """
+        shared = _sources(node)
+        same = [n for n in self._by_number[_number(node)] if is_matmul(n) is is_matmul(node)]
+        near = dict.fromkeys(n for source in shared for n in self._by_operand.get(source, ()) if n < node)
+        if packet(node) in ATTENTION_BACKWARD:
+            fitting = [n for n in same or near if packet(n) in ATTENTION_FORWARD]
+        elif not is_matmul(node):
+            fitting = same
+        else:
+            fitting = [n for n in same if n in near] or [n for n in near if _same_flops(n, node)]
+            if len(fitting) != 1 or fitting[0] not in same:
+                fitting = self._fitting(node, fitting, of_data=of_data)
+        return self._gradient(node, fitting[-1]) if fitting else None
+
+    def _fitting(self, node: fx.Node, near: list[fx.Node], *, of_data: bool) -> list[fx.Node]:
+        """Returns the products that `node` can be a gradient of; first those that have such a gradient.
+
+        near: the forward products that share an operand with `node`.
+        """
+        sources = _sources(node)
+        if not of_data:
+            fitting = [n for n in near if _weight(n) in sources and _reads_across(node, n)]
+            return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._taken)
+        dys = [read for source in sources for read in self._by_dy.get(source, ())]
+        dys.sort(key=lambda read: (read[0] < node, read))  # the one that reads dy just before is last
+        twins = [n for _, n in dys if _same_flops(n, node)]
+        layers = [n for n in twins if n in near] or near or twins
+        fitting = [n for n in layers if _weight(n) is None or _has_size_of_weight(node, n)]
+        return sorted(fitting, key=lambda n: (n, Gemm.WGRAD) not in self._taken)
+
+    def _gradient(self, node: fx.Node, forward: fx.Node) -> Gradient:
+        known = tags_of(forward)[0]
+        if known.kind is not Kind.LINEAR:
+            is_wgrad = known.kind is Kind.CONVOLUTION and gradient_index(node) == 1
+            return Gradient(forward=forward, gemm=Gemm.WGRAD if is_wgrad else Gemm.DGRAD, tensors=("x", "x"))
+        x, w = (_source(operands(forward)[known.tensors.index(word)]) for word in "xw")
+        left, right = map(_source, operands(node))
+        gemm, other, kept = (Gemm.DGRAD, "w", w) if w in (left, right) else (Gemm.WGRAD, "x", x)
+        if (left is kept) != (right is kept):
+            dy_is_left = right is kept
+        elif (left in self._by_dy) != (right in self._by_dy):
+            dy_is_left = left in self._by_dy
+        else:
+            dy_is_left = Depends.GRADIENT in self._depends[operands(node)[0]]
+        if gemm is Gemm.DGRAD:
+            self._by_dy[left if dy_is_left else right].append((node, forward))
+        self._taken.add((forward, gemm))
+        return Gradient(forward=forward, gemm=gemm, tensors=("dy", other) if dy_is_left else (other, "dy"))
+
+
+def _number(node: fx.Node) -> int:
+    """The number that ties `node` to its gradients or its forward; -1 without one."""
+    return -1 if is_derivative(node) else node.meta.get("seq_nr", -1)
+
+
+def _source(operand: fx.Node) -> fx.Node:
+    """Where the operand of a product comes from; its gradient reads a complex one conjugated."""
+    operand = origin(operand)
+    while packet(operand) in CONJUGATES:
+        operand = origin(argument(operand))
+    return operand
+
+
+def _sources(node: fx.Node) -> frozenset[fx.Node]:
+    """Where the operands of `node` come from; all inputs of an operator that is not a plain product."""
+    read = operands(node) if is_matmul(node) else node.all_input_nodes
+    return frozenset(_source(operand) for operand in read if isinstance(operand, fx.Node))
+
+
+def _weight(forward: fx.Node) -> fx.Node | None:
+    """The weight of the forward product `forward`, None if it is not a layer."""
+    tag = tags_of(forward)[0]
+    return _source(operands(forward)[tag.tensors.index("w")]) if tag.kind is Kind.LINEAR else None
+
+
+def _same_flops(one: fx.Node, other: fx.Node) -> bool:
+    sizes = [math.prod(map(hint, matmul_sizes(node))) for node in (one, other) if is_matmul(node)]
+    return len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def _reads_across(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether the product `node` sums over the output features of the layer `forward`."""
+    tag = tags_of(forward)[0]
+    return tag.n == tag.k or hint(matmul_sizes(node)[3]) == tag.n
+
+
+def _has_size_of_weight(node: fx.Node, forward: fx.Node) -> bool:
+    tag = tags_of(forward)[0]
+    _, m, n, _ = map(hint, matmul_sizes(node))
+    return sorted((m, n)) == sorted((tag.n, tag.k))
