@@ -58,7 +58,7 @@ class GemmRecord:
 
     name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
-    its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
+    its value when compiled, None if it depends on data. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
     of both operands in MXFP8; of a stored weight alone where the GEMM is not. dtype: of the result, as torch
     names it, "" where it is not known; a GEMM that is left alone computes in it. kernel: what the lowering
     chose, "" before lowering. reason: for the precision, as a sentence. code, facts: of the reason (see
@@ -72,12 +72,12 @@ class GemmRecord:
     name: str
     role: str
     gemm: str
-    m: int
-    n: int
-    k: int
+    m: int | None
+    n: int | None
+    k: int | None
     precision: str
     reason: str
-    batch: int = 1
+    batch: int | None = 1
     formats: tuple[OperandFormat, ...] = ()
     dtype: str = ""
     kernel: str = ""
@@ -94,8 +94,13 @@ class GemmRecord:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add."""
-        return 2 * self.batch * self.m * self.n * self.k
+        """Floating-point operations: two per multiply-add; 0 where a size is not known."""
+        return flops_of(self.batch, self.m, self.n, self.k)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all sizes are known, and so the FLOPs."""
+        return None not in (self.batch, self.m, self.n, self.k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
