@@ -4,9 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint predictions wheel check gpu gpu-tests gpu-rates gpu-kernels gpu-layer gpu-gemms gpu-training \
-	gpu-parity bench real \
-	clean
+.PHONY: demo docs test test-slow lint predictions wheel check gpu bench real clean
 
 # Trains a small model in three precisions; ARGS=--serve compares ways to serve one, ARGS=--help has the rest.
 demo: $(VENV)/.demo
@@ -40,6 +38,7 @@ lint: $(VENV)/.test
 predictions: $(VENV)/.test
 	$(BIN)/python benchmarks/predicted.py --table --write
 	$(BIN)/python benchmarks/calibration.py --write
+	$(BIN)/python benchmarks/gpu_predicted.py --write
 	$(BIN)/python benchmarks/whole_steps.py --write
 	$(BIN)/python benchmarks/mesh_runs.py --table --write
 
@@ -52,31 +51,17 @@ wheel: $(VENV)/.test
 
 check: lint docs test test-slow wheel
 
-# All that needs a GPU, in parts of a few minutes; each says what it skipped. GPU_PYTHON has a GPU build of torch.
+# All that needs a GPU, in parts of a few minutes, from a bare checkout: docs/gpu.md. GPU_PYTHON has a GPU build of torch.
+# MINUTES=8 fits a budget, GPU_PARTS="layer casts" chooses, RATES=FILE has measured rates; COMPILE=h100 times nothing and
+# compiles for a chip that is not here.
 GPU_PYTHON ?= $(PYTHON)
+GPU_OPTIONS := $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RATES),--rates $(RATES)) $(if $(COMPILE),--compile $(COMPILE))
 
-gpu: gpu-tests gpu-rates gpu-layer gpu-kernels gpu-gemms gpu-training gpu-parity
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS) $(ARGS) $(GPU_PARTS)
 
-gpu-tests:
-	$(GPU_PYTHON) -m pytest -m gpu -rs tests
-
-gpu-rates:
-	$(GPU_PYTHON) benchmarks/gpu_rates.py
-
-gpu-layer:
-	$(GPU_PYTHON) benchmarks/gpu_layer.py
-
-gpu-kernels:
-	$(GPU_PYTHON) benchmarks/gpu_kernels.py
-
-gpu-gemms:
-	$(GPU_PYTHON) benchmarks/gpu_gemms.py
-
-gpu-training:
-	$(GPU_PYTHON) benchmarks/gpu_training.py
-
-gpu-parity:
-	$(GPU_PYTHON) benchmarks/parity.py --device cuda
+gpu-%:
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS) $(ARGS) $*
 
 # Pretrained models of the package index, beside torchao and llama.cpp.
 real: $(VENV)/.pretrained

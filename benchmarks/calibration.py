@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.lowering.targets import TARGETS, Target, of_chip
 from mxcompile.offline import Rates, Work, codegen
 from mxcompile.offline.estimate import total
 
@@ -91,34 +91,20 @@ class Point:
         return LOW <= self.ratio <= HIGH
 
 
-_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "A100": ("sm_80", {}, {}),
-    "H100": ("sm_90", {"bandwidth_gbs": 3350}, {}),
-    "H200": ("sm_90", {}, {}),
-    "B200": ("sm_100", {}, {}),
-    "GB200": ("sm_100", {}, {"processors": 152}),
-}
-"""Chips: their target, and what of its peak and of itself is another's."""
-
-_H100_MEMORY = 0.89
-"""Published for H100 are 0.88 to 0.91 of the data sheet, more than an H200 reaches."""
+_PROCESSORS = {"GB200": 152}
+"""Of chips that have another number than their target's row."""
 
 
 def chip(name: str) -> Target:
     """The target of a chip."""
-    target, peak, own = _VARIANTS[name]
-    row = TARGETS[target]
-    assert row.peak is not None
-    return dataclasses.replace(row, peak=dataclasses.replace(row.peak, **peak), **own)
+    row = of_chip(name)
+    return dataclasses.replace(row, processors=_PROCESSORS.get(name, row.processors))
 
 
 @functools.cache
 def rates_of(name: str) -> Rates:
     """The rates of a chip."""
-    rates = Rates.of(chip(name))
-    if name != "H100":
-        return rates
-    return dataclasses.replace(rates, values={**rates.values, "memory": _H100_MEMORY})
+    return Rates.of(chip(name))
 
 
 def compiled() -> Iterator[Point]:

@@ -210,7 +210,8 @@ class Launched:
             aligned.pop((names.index("rows"),))
         source = ASTSource(self.kernel, signature, dict(self.constants), aligned)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        compiled = triton.compile(source, target=triton_target(target), options=options)
+        stated = {**options, "enable_fp_fusion": True}
+        compiled = triton.compile(source, target=triton_target(target), options=stated)
         settings = {**options, **self.constants, **self.sizes}
         if self.rounds > 1:
             settings |= {"RSPLIT_SIZE": self.rounds, "XBLOCK": 1}

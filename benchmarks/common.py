@@ -157,19 +157,35 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
+    """Of the checkout; "" without git, or where the sources are no checkout of it."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
-def write(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append `rows` with the environment to ``results/{name}.jsonl``."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    surroundings = environment()
-    path = RESULTS / f"{name}.jsonl"
+def folder() -> Path:
+    """Where rows are written: ``$OUT``, if a machine keeps nothing else, or ``results``."""
+    made = Path(os.environ.get("OUT") or RESULTS)
+    made.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def write(name: str, rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Append each of `rows` with the environment to ``{name}.jsonl`` as soon as it is made. Returns them.
+
+    What is killed loses the row that it was making, and no other.
+    """
+    surroundings, written = environment(), []
+    path = folder() / f"{name}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps({"benchmark": name, **row, **surroundings}) + "\n")
-    print(f"\nappended to {path.relative_to(ROOT)}")
+            file.flush()
+            written.append(row)
+    print(f"\nappended to {path}")
+    return written
 
 
 def read(name: str) -> list[dict[str, Any]]:

@@ -1,21 +1,31 @@
-"""What the benchmarks of a GPU do alike: time, compare with a reference, name the device."""
+"""What the benchmarks of a GPU do alike: run programs, time, compare with a reference, name the device."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import common
+import gpu_predicted
 import torch
+from gpu_predicted import Program, Row
 from torch import Tensor
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.lowering import pipeline, targets
-from mxcompile.lowering.targets import Peak
+from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.targets import Target
+from mxcompile.offline import Rates
 
 DEVICE = "cuda"
+NO_DEVICE = "no CUDA or ROCm device"
 LAYERS = {
     "llama-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "llama-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
@@ -29,9 +39,76 @@ Operand = tuple[Tensor, Tensor]
 """Codes [rows, K] and their scale."""
 
 
+class WrongError(Exception):
+    """A result is not what the reference says."""
+
+
+def parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
+    """What every benchmark takes. options: beside ``--repeats``, defaults by name."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--repeats", type=int, default=10, help="timed rounds")
+    made.add_argument("--rates", help="a file of gpu_rates.py, by which estimates are reckoned")
+    made.add_argument("--compile", metavar="CHIP", help="time nothing; compile for h100, sm_90, … without it")
+    made.add_argument("--small", action="store_true", help="few, small sizes: to try the script")
+    made.set_defaults(**options)
+    return made
+
+
+def run(name: str, options: argparse.Namespace, programs: Callable[[str], Iterable[Program]]) -> None:
+    """Write a row for each measurement of `programs`, or of their code for a chip that is not here.
+
+    programs: of a target. Where there is neither, it says so. What goes wrong with a program is its row, and
+    the exit status 1.
+    """
+    if options.compile:
+        chip = options.compile
+        made = (
+            attempt(each, lambda each=each: [each.compiled(chip)]) for each in programs(targets.check(chip))
+        )
+        name = gpu_predicted.NAME
+    elif not torch.cuda.is_available():
+        print(f"{name}: skipped, {NO_DEVICE} here; nothing was measured")
+        return
+    else:
+        register()
+        rates = Rates.of(here(), options.rates)
+        made = (
+            attempt(each, lambda each=each: each.measure(rates, options.repeats))
+            for each in programs(rates.target.name)
+        )
+    about = {} if options.compile else device()
+    rows = common.write(name, (row | about for of_program in made for row in of_program))
+    common.show([{key: value for key, value in row.items() if key not in _NOT_SHOWN} for row in rows])
+    if any("wrong" in row for row in rows):
+        sys.exit(1)
+
+
+_NOT_SHOWN = ("works", "choices", "gpu", "clocks")
+
+
+def attempt(program: Program, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows; an error is a row as well, and ends none but its program.
+
+    Raises it if the device is lost, on which nothing runs any more.
+    """
+    try:
+        yield from rows()
+    except Exception as error:  # whatever a compile or a kernel meets
+        traceback.print_exc()
+        words = str(error).strip().splitlines() or [""]
+        yield {**program.about, "wrong": f"{type(error).__name__}: {words[0]}"}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def here() -> Target:
+    """The GPU of this machine."""
+    return targets.of_device(torch.device("cuda"))
+
+
 def register() -> None:
     """Make Inductor lower the operators as graphs of the backend have them lowered."""
-    if obstacles := pipeline.obstacles(targets.of_device(torch.device("cuda"))):
+    if obstacles := pipeline.obstacles(here()):
         raise SystemExit("; ".join(obstacles))
 
 
@@ -73,7 +150,7 @@ def copies_for(num_bytes: int) -> int:
 def check_bits(found: Tensor, wanted: Tensor, what: str) -> None:
     """Casts have no tolerance."""
     if not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
-        raise SystemExit(f"{what}: differs from the reference")
+        raise WrongError(f"{what}: differs from the reference")
 
 
 def check_product(out: Tensor, a: Tensor, b: Tensor, what: str) -> None:
@@ -83,7 +160,7 @@ def check_product(out: Tensor, a: Tensor, b: Tensor, what: str) -> None:
     bound = (k + 2) * 2.0**-24 * magnitude + torch.finfo(out.dtype).eps / 2 * exact.abs()
     worst = ((out.double() - exact).abs() / bound.clamp(min=1e-300)).max().item()
     if not worst <= 1.0:
-        raise SystemExit(f"{what}: error is {worst:.3g} times what accumulation explains")
+        raise WrongError(f"{what}: error is {worst:.3g} times what accumulation explains")
 
 
 def quantized(rows: int, k: int, count: int, scales: ScaleLayout) -> tuple[list[Tensor], list[Operand]]:
@@ -99,16 +176,15 @@ def values(operand: Operand) -> Tensor:
     return found
 
 
-def row(part: str, kernel: str, shape: str, times: Mapping[str, float], baseline: str) -> dict[str, Any]:
-    """What `kernel` took in µs, beside the run called "baseline" and what that is."""
+def row(about: Row, times: Mapping[str, float], baseline: str) -> Row:
+    """What the kernel of `about` took in µs, beside the run called "baseline" and what that is."""
+    time = times[about["kernel"]]
     return {
-        "part": part,
-        "kernel": kernel,
-        "shape": shape,
-        "time_us": round(times[kernel], 2),
+        **about,
+        "time_us": round(time, 2),
         "baseline": baseline,
         "baseline_us": round(times["baseline"], 2),
-        "ratio": round(times["baseline"] / times[kernel], 3),
+        "ratio": round(times["baseline"] / time, 3),
     }
 
 
@@ -125,7 +201,8 @@ def bandwidth(time_us: float, peak: Peak | None, num_bytes: float) -> dict[str, 
     return {"gbs": round(gbs), "of_peak": round(gbs / peak.bandwidth_gbs, 3) if peak else None}
 
 
-def device() -> dict[str, str]:
+@functools.cache
+def device() -> Row:
     """Name and clocks of the GPU, as far as the driver's tool tells."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.limit", "--format=csv,noheader", "-i", "0"]
     try:

@@ -14,25 +14,27 @@ Without a GPU it says so and measures nothing.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import gpu_common
 import gpu_graphs
 import torch
-from common import show, torchao_model, transformer_engine_linear, write
+from common import torchao_model, transformer_engine_linear
 from gpu_common import LAYERS, Call, check_product, copies_for, quantized, rate, row, values
+from gpu_predicted import Program, Row
 from torch import Tensor, nn
 from torch._inductor.select_algorithm import add_feedback_saver
 from torch.nn import functional
-from tqdm import tqdm
 
+import mxcompile
 from mxcompile.formats import ScaleLayout
-from mxcompile.lowering import targets
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.targets import Target, of_chip
 from mxcompile.lowering.templates import defaults
+from mxcompile.offline import Rates
 
 TOKENS = (1, 16, 128, 1024, 8192)
 LINEAR_TOKENS = 8192
@@ -46,32 +48,58 @@ _FORMS = (defaults.SPECIALIZED, defaults.PERSISTENT, defaults.POINTERS)
 _FEW = 64
 """Tokens that have the pointer form alone."""
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+ALL: dict[str, Any] = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
-def products(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Every layer, number of tokens and layout; few tokens are fprop's alone."""
-    for n, k in LAYERS[model]:
-        dense, weights = quantized(n, k, copies_for(2 * n * k), target.scale_layout)
-        for m in TOKENS:
-            xs, sources = quantized(m, k, len(dense), target.scale_layout)
-            for layout in _LAYOUTS if m >= LINEAR_TOKENS else ("fprop",):
-                pairs = [
-                    (*_stored(a, layout, 0), *_turned(_stored(b, layout, 1)))
-                    for a, b in zip(sources, weights, strict=True)
-                ]
-                ours, tried = _generated(xs, pairs) if target.native else ({}, {})
-                for name, run in ours.items() if m <= _CHECKED else ():
-                    check_product(run[0](), values(sources[0]), values(weights[0]), name)
-                runs: dict[str, list[Call]] = {**ours, **_vendor(pairs, target)}
-                runs["baseline"] = [lambda x=x, w=w: x @ w.t() for x, w in zip(xs, dense, strict=True)]
-                times = gpu_common.graph_times(runs, repeats)
-                for name in list(runs)[:-1]:
-                    shape = f"{m}x{n}x{k}"
-                    precision = "fp8" if "fp8" in name else "mxfp8"
-                    speed = rate(times[name], target.peak, flops=2 * m * n * k, precision=precision)
-                    found = row("products", name, shape, times, _BF16)
-                    choices = {"choices": tried} if "autotuned" in name else {}
-                    yield {"model": model, "layout": layout, **found, **speed, **choices}
+@dataclass(frozen=True, kw_only=True)
+class GemmProgram(Program):
+    """What is measured of a layer. rows: of a chip and rounds. generated: the code of the MXFP8 kernel."""
+
+    rows: Callable[[Target, int], Iterator[Row]]
+    generated: Callable[[str], mxcompile.CodegenResult]
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch in MXFP8."""
+        return self.generated(target)
+
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """All kernels that there are."""
+        return self.rows(rates.target, repeats)
+
+
+def products(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
+    """Every number of tokens and layout; few tokens are fprop's alone."""
+    dense, weights = quantized(n, k, copies_for(2 * n * k), target.scale_layout)
+    for m in TOKENS:
+        xs, sources = quantized(m, k, len(dense), target.scale_layout)
+        for layout in _LAYOUTS if m >= LINEAR_TOKENS else ("fprop",):
+            pairs = [
+                (*_stored(a, layout, 0), *_turned(_stored(b, layout, 1)))
+                for a, b in zip(sources, weights, strict=True)
+            ]
+            ours, tried = _generated(xs, pairs) if target.native else ({}, {})
+            for name, run in ours.items() if m <= _CHECKED else ():
+                check_product(run[0](), values(sources[0]), values(weights[0]), name)
+            runs: dict[str, list[Call]] = {**ours, **_vendor(pairs, target)}
+            runs["baseline"] = [lambda x=x, w=w: x @ w.t() for x, w in zip(xs, dense, strict=True)]
+            times = gpu_common.graph_times(runs, repeats)
+            for name in list(runs)[:-1]:
+                about = {"part": "products", "kernel": name, "shape": f"{m}x{n}x{k}", "layout": layout}
+                precision = "fp8" if "fp8" in name else "mxfp8"
+                speed = rate(times[name], target.peak, flops=2 * m * n * k, precision=precision)
+                choices = {"choices": tried} if "autotuned" in name else {}
+                yield {**row(about, times, _BF16), **speed, **choices}
+
+
+def _product_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
+    chip = of_chip(target)
+    with torch.device("meta"):
+        sides = [torch.empty(rows, k, dtype=torch.bfloat16) for rows in (LINEAR_TOKENS, n)]
+    (a, scale_a), (b, scale_b) = (
+        mxcompile.ops.quantize(x, -1, torch.float8_e4m3fn, "rceil", False, str(chip.scale_layout))
+        for x in sides
+    )
+    return gpu_graphs.code(gpu_graphs.scaled_mm, [a, scale_a, *_turned((b, scale_b))], target)
 
 
 def _stored(operand: gpu_common.Operand, layout: str, side: int) -> gpu_common.Operand:
@@ -137,14 +165,20 @@ def _vendor(pairs: list[Operands], target: Target) -> dict[str, list[Call]]:
     return runs
 
 
-def linears(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
+def linears(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
     """A layer compiled by itself, forward and backward."""
-    for n, k in LAYERS[model]:
-        layer = nn.Sequential(nn.Linear(k, n, bias=False)).to(gpu_common.DEVICE, torch.bfloat16)
-        x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
-        compiled = {**_compiled(layer, target), **_others(layer, target)}
-        yield from _steps("linears", model, f"{LINEAR_TOKENS}x{n}x{k}", compiled, (x,), dy, target, repeats)
+    layer = nn.Sequential(nn.Linear(k, n, bias=False)).to(gpu_common.DEVICE, torch.bfloat16)
+    x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
+    compiled = {**_compiled(layer, target), **_others(layer, target)}
+    yield from _steps("linears", f"{LINEAR_TOKENS}x{n}x{k}", compiled, (x,), dy, target, repeats)
+
+
+def _linear_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(k, n, bias=False)).bfloat16()
+        x = torch.empty(LINEAR_TOKENS, k, dtype=torch.bfloat16, requires_grad=True)
+    return mxcompile.codegen(layer, x, target=target, policy=ALL)
 
 
 def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tensor]]:
@@ -155,7 +189,7 @@ def _compiled(layer: nn.Module, target: Target) -> dict[str, Callable[..., Tenso
         uses["mxcompile fp8"] = "fp8"
     compiled = {"baseline": torch.compile(layer)}
     for name, use in uses.items():
-        policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
+        policy = {**ALL, "rules": [{"match": {"name": "*"}, "use": use}]}
         compiled[name] = torch.compile(layer, backend="mxfp8", options={"policy": policy})
     return compiled
 
@@ -188,24 +222,27 @@ class Experts(nn.Module):
         return functional.grouped_mm(x, self.weight.mT, offs=offs)
 
 
-def experts(target: Target, model: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Mixtral's, whatever the model: uneven groups."""
-    if model != "llama-8b":
-        return
-    for n, k in EXPERT_SIZES:
-        layer = Experts(EXPERTS, k, n).to(gpu_common.DEVICE)
-        x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        ends = (torch.rand(EXPERTS, device=gpu_common.DEVICE) + 0.5).cumsum(0)
-        offs = (ends / ends[-1] * LINEAR_TOKENS).round().to(torch.int32)
-        dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
-        shape = f"{EXPERTS} groups of {LINEAR_TOKENS}x{n}x{k}"
-        compiled = _compiled(layer, target)
-        yield from _steps("experts", "mixtral", shape, compiled, (x, offs), dy, target, repeats)
+def experts(n: int, k: int, target: Target, repeats: int) -> Iterator[Row]:
+    """Mixtral's, of uneven groups."""
+    layer = Experts(EXPERTS, k, n).to(gpu_common.DEVICE)
+    x = torch.randn(LINEAR_TOKENS, k, device=gpu_common.DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    ends = (torch.rand(EXPERTS, device=gpu_common.DEVICE) + 0.5).cumsum(0)
+    offs = (ends / ends[-1] * LINEAR_TOKENS).round().to(torch.int32)
+    dy = torch.randn(LINEAR_TOKENS, n, device=gpu_common.DEVICE, dtype=torch.bfloat16)
+    shape = f"{EXPERTS} groups of {LINEAR_TOKENS}x{n}x{k}"
+    yield from _steps("experts", shape, _compiled(layer, target), (x, offs), dy, target, repeats)
+
+
+def _experts_code(n: int, k: int, target: str) -> mxcompile.CodegenResult:
+    with torch.device("meta"):
+        layer = Experts(EXPERTS, k, n)
+        x = torch.empty(LINEAR_TOKENS, k, dtype=torch.bfloat16, requires_grad=True)
+        offs = torch.empty(EXPERTS, dtype=torch.int32)
+    return mxcompile.codegen(layer, x, offs, target=target, policy=ALL)
 
 
 def _steps(
     part: str,
-    model: str,
     shape: str,
     compiled: dict[str, Callable[..., Tensor]],
     inputs: tuple[Tensor, ...],
@@ -226,31 +263,35 @@ def _steps(
             "bf16" if name == "baseline" else "fp8" if "fp8" in name and "mxfp8" not in name else "mxfp8"
         )
         speed = rate(time, target.peak, flops=flops, precision=precision)
-        yield {"model": model, **row(part, name, shape, times, "compiled layer (bfloat16)"), **speed}
+        about = {"part": part, "kernel": name, "shape": shape}
+        yield {**row(about, times, "compiled layer (bfloat16)"), **speed}
 
 
-PARTS = {"products": products, "linears": linears, "experts": experts}
+PARTS = {
+    "products": (products, _product_code),
+    "linears": (linears, _linear_code),
+    "experts": (experts, _experts_code),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_common.parser(__doc__)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
     parser.add_argument("--model", choices=LAYERS, nargs="+", default=["llama-8b"], help="whose layers")
-    parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print(f"skipped {', '.join(options.part)}: no CUDA or ROCm device here; nothing was measured")
-        return
-    gpu_common.register()
-    target = targets.of_device(torch.device("cuda"))
-    rows: list[dict[str, Any]] = []
-    for part in options.part:
-        for model in options.model:
-            rows += tqdm(PARTS[part](target, model, options.repeats), desc=f"{part} {model}")
-    show([{key: value for key, value in row.items() if key != "choices"} for row in rows])
-    write("gpu_gemms", [row | gpu_common.device() for row in rows])
+
+    def programs(target: str) -> Iterator[GemmProgram]:
+        for part in options.part:
+            if options.compile and part == "products" and not of_chip(target).native:
+                continue  # all products are the vendor's
+            sizes = (
+                EXPERT_SIZES if part == "experts" else [n_k for name in options.model for n_k in LAYERS[name]]
+            )
+            for n, k in sizes[:1] if options.small else sizes:
+                rows, code = (functools.partial(each, n, k) for each in PARTS[part])
+                yield GemmProgram(part=part, kernel="mxfp8", shape=f"{n}x{k}", rows=rows, generated=code)
+
+    gpu_common.run("gpu_gemms", options, programs)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Small graphs whose generated code the GPU benchmarks time, and what the model predicts of each.
+"""Small graphs whose generated code the GPU benchmarks time.
 
 A graph is a function of tensors that Inductor compiles with mxcompile's lowerings, so that what is timed are
-the templates that models run, with their producers. The prediction is `mxcompile.codegen`'s, from machine
-code, for the chip of this machine or any other: it needs no GPU.
+the templates that models run, with their producers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,9 @@ from mxcompile.lowering.targets import Target
 from mxcompile.lowering.templates import defaults
 
 E4M3, ROUNDING, BF16 = torch.float8_e4m3fn, "rceil", torch.bfloat16
+TENSOR, CHANNEL, BLOCKS = (f"e4m3 {extent} nearest" for extent in ("tensor", "channel", "1x128"))
+KNOWN = f"{TENSOR} delayed:1024:0"
+"""FP8 formats, the last of a scale that is known before."""
 
 
 class Module(nn.Module):
@@ -39,72 +41,135 @@ class Module(nn.Module):
         return self.function(*inputs)
 
 
+def code(function: Callable[..., Any], inputs: Sequence[Tensor], target: str) -> mxcompile.CodegenResult:
+    """What `target` would launch for `function` of tensors on the meta device."""
+    return mxcompile.codegen(Module(function), *inputs, target=target, training=False)
+
+
+Cast = Callable[[Sequence[Tensor], Tensor], Iterable[Tensor]]
+"""All copies of one matrix or two. The tensor is an FP32 scale [1, 1], for casts that are given one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Producer:
+    """What stands before a cast in models. compute: one matrix or two. shapes: of its inputs, in BF16."""
+
+    compute: Callable[..., tuple[Tensor, ...]]
+    shapes: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What is timed.
-
-    compute: the function. plain: the same without casts, which Inductor compiles. shapes: of its inputs, in
-    BF16. exact: whether `compute` run eagerly gives the same bits, as casts alone do.
-    """
+    """What is timed. exact: whether it is a cast alone, which run eagerly gives the same bits."""
 
     name: str
-    compute: Callable[..., Any]
-    plain: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    exact: bool = False
+    producer: Producer
+    cast: Cast
+    exact: bool
+
+    def compute(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The copies of what the producer makes of all inputs but the last, a scale."""
+        made = self.cast(self.producer.compute(*inputs[:-1]), inputs[-1])
+        return tuple(copied for copied in made if copied.numel())
+
+    def plain(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The same without casts; of a cast alone a copy."""
+        made = self.producer.compute(*inputs[:-1])
+        return tuple(map(torch.clone, made)) if self.exact else made
 
     def inputs(self) -> list[Tensor]:
-        """Random, rows of them binades apart."""
-        made = [torch.randn(shape, device=DEVICE) for shape in self.shapes]
-        rows = [torch.randint(-6, 6, (*shape[:-1], 1), device=DEVICE) for shape in self.shapes]
-        return [(x * torch.exp2(row)).bfloat16() for x, row in zip(made, rows, strict=True)]
+        """Random, rows of them binades apart, and a scale."""
+        made = [torch.randn(shape, device=DEVICE) for shape in self.producer.shapes]
+        rows = [torch.randint(-6, 6, (*x.shape[:-1], 1), device=DEVICE) for x in made]
+        sources = [(x * torch.exp2(row)).bfloat16() for x, row in zip(made, rows, strict=True)]
+        return [*sources, torch.full((1, 1), 0.5, device=DEVICE)]
 
     def compiled(self) -> Callable[..., Any]:
         """As a model's code would be."""
         compiled: Callable[..., Any] = torch.compile(Module(self.compute), backend="mxfp8", dynamic=False)
         return compiled
 
-    def predicted(self, target: Target) -> mxcompile.CodegenResult:
-        """What `target` would launch; its `step` has the estimate."""
-        inputs = [torch.empty(shape, dtype=BF16, device="meta") for shape in self.shapes]
-        return mxcompile.codegen(Module(self.compute), *inputs, target=target.name, training=False)
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch."""
+        inputs = [torch.empty(shape, dtype=BF16, device="meta") for shape in self.producer.shapes]
+        return code(self.compute, [*inputs, torch.empty(1, 1, device="meta")], target)
 
 
-def casts(m: int, n: int, target: Target) -> list[Graph]:
-    """Casts of [m, n] alone and behind what stands before them in models."""
-    scales = str(target.scale_layout)
+def casts(m: int, n: int, target: Target) -> Iterator[Graph]:
+    """The casts that models run on `target`, of [m, n], alone and behind what stands before them."""
+    before = _producers(m, n)
+    alone, every = tuple(before)[:1], tuple(before)
+    chosen: list[tuple[str, Cast, Sequence[str]]] = []
+    if target.native:
+        layout = str(target.scale_layout)
+        chosen += [("rows", _each(_mx(-1, layout)), alone), ("columns", _each(_mx(-2, layout)), alone)]
+        chosen += [("both", _each(lambda x, _: ops.quantize_both(x, E4M3, ROUNDING, layout)), every)]
+    else:
+        chosen += [("value in rows", _operands("values", "none"), alone)]
+        chosen += [("value in columns", _operands("none", "values"), alone)]
+        chosen += [("both values", _operands("values", "values"), (*alone, *every[-1:]))]
+        chosen += [("value and codes", _operands("values", "codes"), every[:-1])]
+    if target.fp8_tiles:
+        chosen += [("FP8, largest", _each(lambda x, _: ops.scales(x, TENSOR, True, False)), alone)]
+        chosen += [("FP8, a known scale", _each(_known), every), ("FP8, channels", _each(_channels), alone)]
+    if "1x128" in target.fp8_tiles:
+        chosen += [
+            ("FP8, blocks", _each(lambda x, _: ops.encode_blocks(x, BLOCKS, True, True, False)), every)
+        ]
+    for cast_name, cast, producers in chosen:
+        for name in producers:
+            full = f"{name}, {cast_name}" if name else cast_name
+            yield Graph(name=full, producer=before[name], cast=cast, exact=not name)
 
-    def both(x: Tensor) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = ops.quantize_both(x, E4M3, ROUNDING, scales)
-        return made
 
-    def one(dim: int) -> Callable[[Tensor], Any]:
-        return lambda x: ops.quantize(x, dim, E4M3, ROUNDING, False, scales)
+def _producers(m: int, n: int) -> dict[str, Producer]:
+    def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (functional.rms_norm(x, (n,), weight, 1e-6),)
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, (n,), weight, 1e-6)
+    def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (functional.silu(gate) * up,)
 
-    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-        return functional.silu(gate) * up
-
-    def gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
         s = torch.sigmoid(gate.float())
         slope = s * (1 + gate.float() * (1 - s))
         return (gradient * (gate * s)).bfloat16(), (gradient * up * slope).bfloat16()
 
-    def four(*inputs: Tensor) -> tuple[Tensor, ...]:
-        first, second = gradients(*inputs)
-        return *both(first), *both(second)
-
     x = (m, n)
-    return [
-        Graph(name="rowwise", compute=one(-1), plain=torch.clone, shapes=(x,), exact=True),
-        Graph(name="columnwise", compute=one(-2), plain=torch.clone, shapes=(x,), exact=True),
-        Graph(name="both", compute=both, plain=torch.clone, shapes=(x,), exact=True),
-        Graph(name="norm, both", compute=lambda *a: both(norm(*a)), plain=norm, shapes=(x, (n,))),
-        Graph(name="swiglu, both", compute=lambda *a: both(swiglu(*a)), plain=swiglu, shapes=(x, x)),
-        Graph(name="swiglu's gradients", compute=four, plain=gradients, shapes=(x, x, x)),
-    ]
+    return {
+        "": Producer(compute=lambda x: (x,), shapes=(x,)),
+        "norm": Producer(compute=norm, shapes=(x, (n,))),
+        "SwiGLU": Producer(compute=swiglu, shapes=(x, x)),
+        "SwiGLU's gradients": Producer(compute=gradients, shapes=(x, x, x)),
+    }
+
+
+def _each(one: Callable[[Tensor, Tensor], Iterable[Tensor]]) -> Cast:
+    return lambda matrices, scale: [copied for x in matrices for copied in one(x, scale)]
+
+
+def _mx(dim: int, layout: str) -> Callable[[Tensor, Tensor], Iterable[Tensor]]:
+    return lambda x, _: ops.quantize(x, dim, E4M3, ROUNDING, False, layout)
+
+
+def _operands(rows: str, columns: str) -> Cast:
+    """What products that are emulated read and keep, of both matrices in one kernel."""
+
+    def cast(matrices: Sequence[Tensor], _: Tensor) -> Iterable[Tensor]:
+        x, y = (*matrices, None)[:2]
+        made: tuple[Tensor, ...] = ops.quantize_operands(x, y, E4M3, ROUNDING, BF16, rows, columns)
+        return made
+
+    return cast
+
+
+def _known(x: Tensor, scale: Tensor) -> Iterable[Tensor]:
+    made: tuple[Tensor, ...] = ops.encode_layouts(x, KNOWN, scale, scale, False, True)
+    return made
+
+
+def _channels(x: Tensor, _: Tensor) -> Iterable[Tensor]:
+    row, column = ops.scales(x, CHANNEL, True, True)
+    return row, column, *ops.encode_layouts(x, CHANNEL, row, column, False, False)
 
 
 def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
@@ -142,16 +207,3 @@ def weight_only(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     """The same of an activation that stays as it is. qdata [N, K]."""
     out: Tensor = ops.weight_only_mm(x, qdata, scale, None, BF16)
     return out
-
-
-class StoredLinear(nn.Module):
-    """A linear layer [N, K] whose weight is stored in MXFP8."""
-
-    def __init__(self, qdata: Tensor, scale: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("qdata", qdata)
-        self.register_buffer("scale", scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """X [M, K] · Wᵀ."""
-        return functional.linear(x, ops.dequantize(self.qdata, self.scale, -1, x.dtype))

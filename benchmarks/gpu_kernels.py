@@ -1,129 +1,216 @@
 """The code that graphs run for casts and for stored weights, on the GPU of this machine, each by a baseline.
 
-    casts    every layout, alone and behind a norm or a gated activation, beside the estimate that the model
-             predicts for it and what its source costs in BF16
-    decode   products of stored weights, 1 to 32 tokens, against cuBLAS in BF16: the product, and a compiled
-             layer with its weight stored, which casts the activation too
+    casts    those that models run on this chip, alone and behind a norm or a gated activation, against what
+             their source costs in BF16; of a cast alone that is a copy
+    decode   products of stored weights, 1 to 32 tokens, against cuBLAS in BF16; then layers of Llama 8B whose
+             weights are stored, against BF16 under Inductor
 
 Casts alone and products are first compared with their reference on the device: casts bit for bit, products
 within FP32 accumulation. Calls are captured in CUDA graphs, over enough copies of the operands to defeat the
-L2 cache, and timed in alternating rounds; figures are medians. Without a GPU it says so and measures nothing.
+L2 cache, and timed in alternating rounds; figures are medians. Beside each stands its estimate. Without a GPU
+it says so and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import gpu_common
 import gpu_graphs
+import predicted
 import torch
-from common import show, write
 from gpu_common import LAYERS, Call, check_bits, check_product, copies_for, quantized, row, values
-from torch import Tensor
-from tqdm import tqdm
+from gpu_predicted import Program, Row
+from torch import Tensor, nn
 
-from mxcompile import ops
-from mxcompile.errors import TargetError
+import mxcompile
 from mxcompile.formats import ScaleLayout
-from mxcompile.lowering import targets
-from mxcompile.lowering.targets import Target
+from mxcompile.lowering.targets import of_chip
+from mxcompile.offline import Rates
 
 CAST_SHAPES = ((8192, 4096), (8192, 14336))
-DECODE_TOKENS = (1, 2, 4, 8, 16, 32)
-COMPILED_TOKENS = (1, 8, 32)
-"""Each of them takes a compile."""
+DECODE_TOKENS = (1, 8, 32, 2, 4, 16)
+STORED_LAYERS = 4
+STORED_KINDS = ("bf16", "mxfp8", "nvfp4", "mxfp4")
 
 
-def casts(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
-    """Each cast of each shape, alone and with its producer, beside its estimate and the producer in BF16."""
-    for m, n in CAST_SHAPES:
-        for graph in gpu_graphs.casts(m, n, target):
-            yield cast_row(graph, f"{m}x{n}", target, repeats)
+@dataclass(frozen=True, kw_only=True)
+class CastProgram(Program):
+    """A graph of casts."""
+
+    graph: gpu_graphs.Graph
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch."""
+        return self.graph.code(target)
+
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """The generated code of the graph, timed."""
+        graph = self.graph
+        torch._dynamo.reset()
+        num_bytes = self.num_bytes(rates)
+        inputs = [graph.inputs() for _ in range(copies_for(int(num_bytes)))]
+        compiled, plain = graph.compiled(), torch.compile(gpu_graphs.Module(graph.plain), dynamic=False)
+        if graph.exact:
+            for found, wanted in zip(compiled(*inputs[0]), graph.compute(*inputs[0]), strict=True):
+                check_bits(found, wanted, graph.name)
+        runs: dict[str, Sequence[Call]] = {
+            self.kernel: [lambda given=given: compiled(*given) for given in inputs],
+            "baseline": [lambda given=given: plain(*given) for given in inputs],
+        }
+        times = gpu_common.graph_times(runs, repeats)
+        time = times[self.kernel]
+        speed = gpu_common.bandwidth(time, rates.target.peak, num_bytes)
+        baseline = "a copy (Inductor)" if graph.exact else "its source in BF16 (Inductor)"
+        yield {**row(self.about, times, baseline), **speed, **self.expected(time, rates)}
 
 
-def cast_row(graph: gpu_graphs.Graph, shape: str, target: Target, repeats: int) -> dict[str, Any]:
-    """The generated code of one graph, timed."""
-    torch._dynamo.reset()
-    predicted = graph.predicted(target).step
-    inputs = [graph.inputs() for _ in range(copies_for(predicted.num_bytes))]
-    compiled, plain = graph.compiled(), torch.compile(graph.plain, dynamic=False)
-    if graph.exact:
-        for found, wanted in zip(compiled(*inputs[0]), graph.compute(*inputs[0]), strict=True):
-            check_bits(found, wanted, graph.name)
-    runs: dict[str, Sequence[Call]] = {
-        graph.name: [lambda given=given: compiled(*given) for given in inputs],
-        "baseline": [lambda given=given: plain(*given) for given in inputs],
-    }
-    times = gpu_common.graph_times(runs, repeats)
-    time = times[graph.name]
-    return {
-        **row("casts", graph.name, shape, times, "its source in BF16 (Inductor)"),
-        **gpu_common.bandwidth(time, target.peak, predicted.num_bytes),
-        "predicted_us": round(predicted.us, 2),
-        "over_predicted": round(time / predicted.us, 3) if predicted.us else None,
-    }
+def casts(target: str, small: bool) -> Iterator[CastProgram]:
+    """Each cast of each shape, alone and with its producer."""
+    for m, n in ((256, 512),) if small else CAST_SHAPES:
+        for graph in gpu_graphs.casts(m, n, of_chip(target)):
+            yield CastProgram(part="casts", kernel=graph.name, shape=f"{m}x{n}", graph=graph)
 
 
-def compiled_layers(weights: Sequence[Any]) -> list[Callable[[Tensor], Tensor]]:
-    """A compiled layer for each weight; all run the same code."""
-    torch._dynamo.reset()
-    options = {"policy": {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}}
-    layers = [gpu_graphs.StoredLinear(*weight) for weight in weights]
-    return [torch.compile(layer, backend="mxfp8", dynamic=False, options=options) for layer in layers]
+@dataclass(frozen=True, kw_only=True)
+class ProductProgram(Program):
+    """A weight-only product of x [m, k] and w [n, k]."""
+
+    size: tuple[int, int, int]
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch."""
+        m, n, k = self.size
+        with torch.device("meta"):
+            x, w = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(n, k // 32, dtype=torch.uint8)
+        return gpu_graphs.code(gpu_graphs.weight_only, [x, w, scale], target)
+
+    @torch.no_grad()
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """The product over cuBLAS in BF16."""
+        m, n, k = self.size
+        dense, weights = _weights(n, k)
+        x = torch.randn(m, k, device=gpu_common.DEVICE).bfloat16()
+        torch._dynamo.reset()
+        product = torch.compile(gpu_graphs.weight_only, dynamic=False)
+        check_product(product(x, *weights[0]), x, values(weights[0]), "weight_only_mm")
+        runs: dict[str, Sequence[Call]] = {
+            "baseline": [lambda w=w: x @ w.t() for w in dense],
+            self.kernel: [lambda w=w: product(x, *w) for w in weights],
+        }
+        times = gpu_common.graph_times(runs, repeats)
+        time = times[self.kernel]
+        speed = gpu_common.bandwidth(time, rates.target.peak, n * k * 33 / 32)
+        yield {**row(self.about, times, "torch.mm (bfloat16)"), **speed, **self.expected(time, rates)}
 
 
-@torch.no_grad()
-def decode(target: Target, repeats: int) -> Iterator[dict[str, Any]]:
-    """Weight-only products of few tokens over cuBLAS in BF16."""
-    for n, k in (*LAYERS["llama-8b"], *LAYERS["llama-70b"]):
-        dense, weights = quantized(n, k, copies_for(n * k), ScaleLayout.ROW_MAJOR)
-        for m in DECODE_TOKENS:
-            x = torch.randn(m, k, device=gpu_common.DEVICE).bfloat16()
-            torch._dynamo.reset()
-            product = torch.compile(gpu_graphs.weight_only, dynamic=False)
-            check_product(product(x, *weights[0]), x, values(weights[0]), "weight_only_mm")
-            runs: dict[str, Sequence[Call]] = {
-                "baseline": [lambda w=w, x=x: x @ w.t() for w in dense],
-                "weight_only_mm": [lambda w=w, x=x, run=product: run(x, *w) for w in weights],
-            }
-            if m in COMPILED_TOKENS:
-                layers = compiled_layers(weights)
-                seen = ops.quantize_dequantize(x, -1, weights[0][0].dtype, "rceil", False, x.dtype)
-                check_product(layers[0](x), seen, values(weights[0]), "compiled layer")
-                runs["compiled layer"] = [lambda layer=layer, x=x: layer(x) for layer in layers]
-            times = gpu_common.graph_times(runs, repeats)
-            for kernel in list(runs)[1:]:
-                read = gpu_common.bandwidth(times[kernel], target.peak, n * k * 33 / 32)
-                yield row("decode", kernel, f"{m}x{n}x{k}", times, "torch.mm (bfloat16)") | read
+@functools.lru_cache(maxsize=1)
+def _weights(n: int, k: int) -> Any:
+    return quantized(n, k, copies_for(n * k), ScaleLayout.ROW_MAJOR)
 
 
-PARTS = {"casts": casts, "decode": decode}
+def products(small: bool) -> Iterator[ProductProgram]:
+    """Of few tokens and the layers of Llama; those of one token first."""
+    sizes = ((96, 128),) if small else (*LAYERS["llama-8b"], *LAYERS["llama-70b"])
+    for m in DECODE_TOKENS[:1] if small else DECODE_TOKENS:
+        for n, k in sizes:
+            size = m, n, k
+            yield ProductProgram(part="decode", kernel="weight_only_mm", shape=f"{m}x{n}x{k}", size=size)
+
+
+class Layers(nn.Module):
+    """Decoder layers of Llama 8B, or smaller ones."""
+
+    def __init__(self, number: int, small: bool) -> None:
+        super().__init__()
+        made = [predicted.Layer(small) for _ in range(number)]
+        self.layers, self.width, self.head = nn.ModuleList(made), made[0].width, made[0].head
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [tokens, 1, width], each token a sequence of its own."""
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredProgram(Program):
+    """Layers whose weights are stored as `kind` says."""
+
+    kind: str
+    tokens: int
+    small: bool
+
+    def model(self, device: str) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
+        """The model with its weights stored, and its inputs."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Layers(1 if self.small else STORED_LAYERS, self.small)
+            model.bfloat16().eval()
+            x = torch.randn(self.tokens, 1, model.width, dtype=torch.bfloat16)
+            angles = torch.rand(1, 1, model.head)
+        inputs = x, angles.cos().bfloat16(), angles.sin().bfloat16()
+        if self.kind != "bf16":
+            rules = [{"match": {"name": "*_proj"}, "use": self.kind}]
+            policy = {"version": 1, "preset": "inference", "rules": rules}
+            mxcompile.quantize_weights_(model, policy, args=inputs)
+        return model, inputs
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch."""
+        model, inputs = self.model("cpu")
+        return mxcompile.codegen(model, *inputs, target=target, training=False, policy="bf16")
+
+    @torch.no_grad()
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """A step beside BF16's."""
+        torch._dynamo.reset()
+        runs: dict[str, Sequence[Call]] = {}
+        base = StoredProgram(**{**vars(self), "kind": "bf16"})
+        for name, program in (("baseline", base), (self.kernel, self)):
+            model, inputs = program.model(gpu_common.DEVICE)
+            options = {"policy": "bf16"} if program.kind != "bf16" else None
+            backend = "mxfp8" if program.kind != "bf16" else "inductor"
+            step = torch.compile(model, backend=backend, dynamic=False, options=options)
+            out = step(*inputs)
+            if not torch.isfinite(out).all():
+                raise gpu_common.WrongError(f"{program.kind}: a result is not finite")
+            runs[name] = [functools.partial(step, *inputs)]
+        times = gpu_common.graph_times(runs, repeats)
+        time = times[self.kernel]
+        yield {**row(self.about, times, "BF16 (Inductor)"), **self.expected(time, rates)}
+
+
+def stored(small: bool) -> Iterator[StoredProgram]:
+    """One token, then eight, by what weights are stored in."""
+    for tokens in (1, 8):
+        for kind in STORED_KINDS[1:2] if small else STORED_KINDS:
+            name, shape = f"{STORED_LAYERS} layers, {kind}", f"{tokens} tokens"
+            yield StoredProgram(
+                part="decode", kernel=name, shape=shape, kind=kind, tokens=tokens, small=small
+            )
+
+
+PARTS: dict[str, Callable[[str, bool], Iterator[Any]]] = {
+    "casts": casts,
+    "decode": lambda _, small: (each for made in (stored(small), products(small)) for each in made),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_common.parser(__doc__)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="what to measure")
-    parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print(f"skipped {', '.join(arguments.part)}: no CUDA or ROCm device here; nothing was measured")
-        return
-    gpu_common.register()
-    target = targets.of_device(torch.device("cuda"))
-    rows: list[dict[str, Any]] = []
-    for part in arguments.part:
-        try:
-            rows += tqdm(PARTS[part](target, arguments.repeats), desc=part)
-        except TargetError as error:
-            print(f"{part}: skipped, {error}")
-    if rows:
-        show(rows)
-        found = gpu_common.device()
-        write("gpu_kernels", [row | found for row in rows])
+    options = parser.parse_args()
+
+    def programs(target: str) -> Iterator[Any]:
+        for part in options.part:
+            yield from PARTS[part](target, options.small)
+
+    gpu_common.run("gpu_kernels", options, programs)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,32 @@
 Copies of device memory, products of a library by format, attention by backend, and empty kernels, each over
 several sizes: the least, the median and the most of the data sheet's. What this PyTorch or this chip does not
 run is left out with the reason, and the table's rate stays. So do the rates of instructions, of the latency
-of memory and of products of generated kernels, which no library's kernel shows. Without a GPU it says so and
-measures nothing.
-Usage: python benchmarks/gpu_rates.py [--output rates.json] [--repeats 10]
+of memory and of products of generated kernels, which no library's kernel shows. The file, ``rates_CHIP.json``
+beside the rows, is written anew with each kind. Without a GPU it says so and measures nothing.
+Usage: python benchmarks/gpu_rates.py [--repeats 10]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import common
 import gpu_common
 import torch
-from common import environment
+from gpu_predicted import Program, Row
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout, ScaleType
-from mxcompile.lowering import targets
-from mxcompile.lowering.targets import Peak, Target
-from mxcompile.offline.rates import Rate, as_data
+from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.targets import TARGETS, Target
+from mxcompile.offline.rates import Rate, Rates, as_data
 
 TOKENS, HEADS, HEAD = 8192, 32, 128
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
@@ -176,42 +175,61 @@ def runs_on(kind: str, target: Target) -> bool:
     return True
 
 
-def measured(target: Target, time: Time) -> dict[str, Rate]:
-    """The rates of `target`, the chip of this machine."""
-    assert target.peak is not None, f"{target.name} has no peaks"
-    rates = {}
-    for kind in tqdm([kind for kind in KINDS if runs_on(kind, target)], desc="rates"):
+@dataclass(frozen=True, kw_only=True)
+class RateProgram(Program):
+    """A kind of rate. found: those that were measured before."""
+
+    found: dict[str, Rate]
+
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """The rate beside the table's; the file of rates has it from then on."""
+        target = rates.target
+        assert target.peak is not None, f"{target.name} has no peaks"
+        kind = self.kernel
         try:
-            values = sorted(KINDS[kind](target.peak, time))
+            values = sorted(KINDS[kind](target.peak, timer(repeats)))
         except (RuntimeError, ValueError) as error:
-            print(f"{kind}: left out, {str(error).strip().splitlines()[0]}")
-            continue
+            yield {**self.about, "left_out": str(error).strip().splitlines()[0]}
+            return
         ends = values[::-1] if kind.endswith("_us") else values
-        rates[kind] = Rate(
-            low=ends[0], centre=statistics.median(values), high=ends[-1], source="measured by gpu_rates.py"
-        )
-    return rates
+        centre, source = statistics.median(values), "measured by gpu_rates.py"
+        self.found[kind] = found = Rate(low=ends[0], centre=centre, high=ends[-1], source=source)
+        save(target, self.found)
+        table = rates.table[kind]
+        yield {
+            **self.about,
+            "rate": round(found.centre, 3),
+            "range": [round(found.low, 3), round(found.high, 3)],
+            "predicted": table.centre,
+            "predicted_range": [table.low, table.high],
+        }
+
+
+def timer(repeats: int) -> Time:
+    """Times of calls on the device."""
+    return lambda run: gpu_common.alternate({"run": run}, repeats)["run"]
+
+
+def save(target: Target, found: dict[str, Rate]) -> None:
+    """Keep `found` as a file that ``--rates`` takes."""
+    path = common.folder() / f"rates_{target.name}.json"
+    data = as_data(target.name, found, **gpu_common.device(), **common.environment())
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("-o", "--output", type=Path, help="the file (rates_TARGET.json)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_rates: skipped, no CUDA or ROCm device here; nothing was measured")
+    options = gpu_common.parser(__doc__).parse_args()
+    if options.compile:
+        print("gpu_rates: skipped, nothing of it is compiled")
         return
-    target = targets.of_device(torch.device("cuda"))
-    if target.peak is None:
-        print(f"gpu_rates: skipped, the data sheet of {target.name} is not in lowering/targets.py")
-        return
-    rates = measured(target, lambda run: gpu_common.alternate({"run": run}, options.repeats)["run"])
-    path = options.output or Path(f"rates_{target.name}.json")
-    data = as_data(target.name, rates, **gpu_common.device(), **environment())
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}; mxcompile codegen --rates {path} reads it")
+
+    def programs(name: str) -> Iterator[RateProgram]:
+        found: dict[str, Rate] = {}
+        for kind in KINDS:
+            if runs_on(kind, TARGETS[name]):
+                yield RateProgram(part="rates", kernel=kind, shape="", found=found)
+
+    gpu_common.run("gpu_rates", options, programs)
 
 
 if __name__ == "__main__":

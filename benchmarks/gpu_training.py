@@ -1,113 +1,138 @@
-"""Training step of a Llama of about one billion parameters on the GPU of this machine: BF16, MXFP8, torchao.
+"""Training step of a Llama of about one billion parameters on the GPU of this machine, by preset.
 
-Forward and backward, no optimizer; copies of one model, alternating in one process; peak memory of each.
-torchao takes part where it is installed, emulated where the chip has no MX GEMM.
+Forward, backward and AdamW, each beside BF16 under Inductor in alternating rounds, and the most memory that a
+step takes. torchao takes part where it is installed, emulated where the chip has no MX GEMM.
 Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_training.py [--layers 16]
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
+import functools
 import importlib.util
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import common
+import gpu_common
 import torch
-from gpu_common import device
-from torch import nn
+from gpu_predicted import BF16, Program, Row
+from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.lowering import targets
+from mxcompile.lowering.targets import of_chip
+from mxcompile.offline import Rates, Work
+from mxcompile.offline.training import update_bytes
 
 VOCABULARY = 32768
+TORCHAO = "torchao mxfp8"
+POLICIES = ("nvidia", "fp8_delayed")
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the model, and of a batch of tokens."""
+
+    layers: int
+    width: int
+    batch: int
+    length: int
+
+    def model(self) -> nn.Module:
+        """A Llama on the default device."""
+        heads = max(1, self.width // 128)
+        sizes = {"layers": self.layers, "width": self.width, "feed_forward": 4 * self.width}
+        return common.llama(**sizes, vocabulary=VOCABULARY, heads=heads)
+
+    def tokens(self) -> Tensor:
+        """Random ones, [batch, length]."""
+        return torch.randint(VOCABULARY, (self.batch, self.length))
+
+    def update(self) -> Work:
+        """The work of AdamW."""
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in self.model().parameters())
+        return Work(num_bytes=update_bytes(2 * parameters, clip=False)["optimizer"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgram(Program):
+    """A step by the preset, or the library, that `kernel` names."""
+
+    size: Size
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch, but for the optimizer."""
+        with torch.device("meta"):
+            model, tokens = self.size.model(), self.size.tokens()
+        given = {"input_ids": tokens, "labels": tokens}
+        return mxcompile.codegen(model, target=target, policy=self.kernel, kwargs=given)
+
+    def measure(self, rates: Rates, repeats: int) -> Iterator[Row]:
+        """The step beside BF16's."""
+        base, _ = step(BF16, self.size)
+        run, memory = step(self.kernel, self.size)
+        times = gpu_common.alternate({"baseline": base, self.kernel: run}, repeats)
+        expected = {} if self.kernel == TORCHAO else self.expected(times[self.kernel], rates)
+        yield {
+            **gpu_common.row(self.about, times, "BF16 (Inductor)"),
+            "peak_gib": round(memory, 2),
+            **expected,
+        }
+
+
+@functools.lru_cache(maxsize=2)
+def step(kernel: str, size: Size) -> tuple[Step, float]:
+    """A step, and the GiB that it takes at most, weights, gradients and the optimizer's state included."""
+    held = torch.cuda.memory_allocated()
+    with torch.device(gpu_common.DEVICE):
+        model, tokens = size.model(), size.tokens()
+    if kernel == TORCHAO:
+        native = gpu_common.here().native
+        model = common.torchao_model(model, emulated=not native)
+    backend = "inductor" if kernel in (BF16, TORCHAO) else "mxfp8"
+    options = {"policy": kernel} if backend == "mxfp8" else None
+    compiled: Any = torch.compile(model, backend=backend, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+    for _ in range(2):  # compiles, and makes the optimizer's state
+        torch.cuda.reset_peak_memory_stats()
+        run()
+    return run, (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = gpu_common.parser(__doc__)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_training: skipped, no CUDA or ROCm device")
-        return
-    models = ways(options)
-    peaks = {name: peak_bytes(make) for name, make in models.items()}
-    runs = {name: step(make) for name, make in models.items()}
-    times = common.alternate(runs, repeats=options.repeats)
-    rows = [
-        {
-            "model": f"llama {options.layers}×{options.width}",
-            "batch": f"{options.batch}×{options.length}",
-            "run": name,
-            "median_ms": round(statistics.median(taken), 2),
-            "bf16_over_this": round(1 / common.median_ratio(times, name, "bf16 inductor"), 3),
-            "peak_gib": round(peaks[name] / 2**30, 2),
-        }
-        for name, taken in times.items()
-    ]
-    common.show(rows)
-    print(mxcompile.reports()[-1])
-    common.write("gpu_training", [row | device() for row in rows])
+    size = Size(layers=options.layers, width=options.width, batch=options.batch, length=options.length)
+    if options.small:
+        size = Size(layers=1, width=256, batch=1, length=256)
+    torch._dynamo.config.recompile_limit = 64  # each policy compiles the same code
 
+    def programs(target: str) -> Iterator[TrainingProgram]:
+        names = [BF16, *(name for name in POLICIES if name == "nvidia" or of_chip(target).fp8_tiles)]
+        if importlib.util.find_spec("torchao") is not None and not options.compile:
+            names.append(TORCHAO)
+        for name in names:
+            yield TrainingProgram(
+                part="training",
+                kernel=name,
+                shape=f"llama {size.layers}×{size.width}, {size.batch}×{size.length} tokens",
+                beside=size.update(),
+                size=size,
+            )
 
-def ways(options: argparse.Namespace) -> dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]]:
-    """By name of the run: what makes its compiled model and its tokens [batch, length]."""
-    native = targets.of_device(torch.device("cuda")).native
-
-    def bare() -> nn.Module:
-        torch._dynamo.reset()
-        return common.llama(
-            layers=options.layers,
-            width=options.width,
-            feed_forward=4 * options.width,
-            vocabulary=VOCABULARY,
-            heads=options.width // 128,
-        ).cuda()
-
-    def made(compiled: Any) -> tuple[nn.Module, torch.Tensor]:
-        return compiled, torch.randint(VOCABULARY, (options.batch, options.length), device="cuda")
-
-    found = {
-        "bf16 inductor": lambda: made(torch.compile(bare())),
-        "mxcompile mxfp8": lambda: made(torch.compile(bare(), backend="mxfp8")),
-    }
-    if importlib.util.find_spec("torchao") is None:
-        print("torchao is not installed: left out")
-        return found
-    name = "torchao mxfp8" if native else "torchao mxfp8 (emulated)"
-    found[name] = lambda: made(torch.compile(common.torchao_model(bare(), emulated=not native)))
-    return found
-
-
-def step(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> Callable[[], None]:
-    """Forward and backward of a fresh model, waited for."""
-    model, tokens = make()
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        torch.cuda.synchronize()
-
-    return run
-
-
-def peak_bytes(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> int:
-    """The most memory a step needs, weights and gradients included."""
-    run = step(make)
-    run()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    peak = torch.cuda.max_memory_allocated()
-    del run
-    gc.collect()
-    torch.cuda.empty_cache()
-    return peak
+    gpu_common.run("gpu_training", options, programs)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,7 @@ def main() -> None:
         "--policy", action="append", help="preset or policy file; several are compared (default nvidia)"
     )
     parser.add_argument("--steps", type=int, default=demo.Settings().steps)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("parity: skipped, no CUDA or ROCm device")
-        return
     text = demo.standard_library()
     policies = options.policy or ["nvidia"]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -63,7 +59,7 @@ def losses(
     seed: int, options: argparse.Namespace, policies: list[str], text: demo.Text
 ) -> list[dict[str, Any]]:
     """Final validation losses of one seed, in nats a byte, and how far they lie from each other."""
-    settings = demo.Settings(seed=seed, steps=options.steps, device=options.device)
+    settings = demo.Settings(seed=seed, steps=options.steps)
     plans: dict[str, Callable[[nn.Module], Any]] = {
         "bf16": lambda model: torch.compile(model, backend="inductor"),
         "nudged": lambda model: torch.compile(model, backend="inductor"),

@@ -45,18 +45,20 @@ BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
 
 
 class Layer(nn.Module):
-    """A decoder layer of transformers, its rotary embedding given."""
+    """A decoder layer of Llama 8B by transformers, its rotary embedding given, or an eighth as wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, small: bool = False) -> None:
         super().__init__()
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+        part = 8 if small else 1
+        self.width, self.head = 4096 // part, 128
         config = LlamaConfig(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
+            hidden_size=self.width,
+            intermediate_size=14336 // part,
+            num_attention_heads=32 // part,
+            num_key_value_heads=8 // part,
             attn_implementation="sdpa",
         )
         self.layer = LlamaDecoderLayer(config, 0)
@@ -68,13 +70,17 @@ class Layer(nn.Module):
 
 
 def generated(
-    target: str, policy: str | dict[str, Any], tokens: int, watch: Watch | None = None
+    target: str,
+    policy: str | dict[str, Any],
+    tokens: int,
+    watch: Watch | None = None,
+    small: bool = False,
 ) -> CodegenResult:
     """The layer's code for one target and policy; of the steps that `watch` samples, if it is given."""
     with torch.device("meta"):
-        layer = Layer().bfloat16()
-        x = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
-        cos, sin = (torch.empty(1, tokens, 128, dtype=torch.bfloat16) for _ in range(2))
+        layer = Layer(small).bfloat16()
+        x = torch.empty(1, tokens, layer.width, dtype=torch.bfloat16, requires_grad=True)
+        cos, sin = (torch.empty(1, tokens, layer.head, dtype=torch.bfloat16) for _ in range(2))
     return codegen(layer, x, cos, sin, target=target, policy=policy, watch=watch)
 
 

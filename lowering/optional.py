@@ -51,6 +51,13 @@ def _library(error: ImportError | AttributeError) -> str:
     return module.partition(".")[0]
 
 
+def triton_release() -> tuple[int, ...]:
+    """Major and minor version of the installed Triton."""
+    import triton  # here: not every machine has it
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 def has_mslk() -> bool:
     """Whether the installed PyTorch has the products of MSLK, which its builds may lack.
 

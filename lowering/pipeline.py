@@ -39,6 +39,7 @@ from mxcompile.lowering.graph.vendor_fp8 import JointVendorFP8, VendorFP8
 from mxcompile.lowering.graph.weight_only import WeightOnly
 from mxcompile.lowering.inductor import casts as casts  # those of casts
 from mxcompile.lowering.inductor import dequantized as dequantized  # and the one of weight-only products
+from mxcompile.lowering.inductor import fp_fusion
 from mxcompile.lowering.inductor import general as general  # and those of other formats
 from mxcompile.lowering.inductor import hadamard as hadamard  # and the one of the transform
 from mxcompile.lowering.inductor import statistics as statistics  # and the one of what a watch measures
@@ -97,6 +98,7 @@ def config_patches(
     winners = Winners(uuid, config._post_fusion_custom_pass, tell)
     patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, asked, winners)
     if target.arch is not None:
+        fp_fusion.ask_for_fp8_types()
         patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
     return patches
 

@@ -6,7 +6,7 @@ dequantized, fused into their producers, and the vendor's BF16 GEMM multiplies t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,32 +15,7 @@ from mxcompile.errors import TargetError, not_allowed
 from mxcompile.formats import BLOCK, Format, ScaleLayout, ScaleType
 from mxcompile.formats.types import E2M1
 from mxcompile.lowering.cpu.features import features
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
-    """The vendor's data sheet for dense products of one chip of a target.
-
-    chip: which. bf16_tflops, mxfp8_tflops, fp8_tflops, fp4_tflops: 10¹² operations a second; the latter three
-    only where they are native, of operands with a scale a block of 32, with one a tensor or channel, and of
-    packed FP4. fp32_tflops: of FP32, not TF32.
-    bandwidth_gbs: of device memory, 10⁹ bytes a second. memory_gb: of device memory, 10⁹ bytes. clock_ghz: at
-    which the rates hold, 10⁹ cycles a second.
-    """
-
-    chip: str
-    bf16_tflops: float
-    mxfp8_tflops: float
-    fp8_tflops: float
-    fp4_tflops: float
-    fp32_tflops: float
-    bandwidth_gbs: float
-    memory_gb: float
-    clock_ghz: float
-
-    def time_us(self, *, flops: float, tflops: float, num_bytes: float) -> float:
-        """The least time for so many operations and bytes of memory traffic, overlapped perfectly."""
-        return max(flops / (tflops * 1e6), num_bytes / (self.bandwidth_gbs * 1e3))
+from mxcompile.lowering.peaks import PEAKS, Peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +66,11 @@ class Target:
     def native(self) -> bool:
         """Whether the chip multiplies MX operands itself."""
         return bool(self.mma)
+
+    @property
+    def saturates_fp8(self) -> bool:
+        """Whether the chip's conversion gives the largest element for what is larger, as NVIDIA's do."""
+        return self.encodes_fp8 and isinstance(self.arch, int)
 
     @property
     def emulates(self) -> bool:
@@ -180,47 +160,21 @@ _TCGEN05: dict[str, Any] = {
 }
 
 
-def _peak(
-    chip: str,
-    bf16_tflops: float,
-    fp32_tflops: float,
-    bandwidth_gbs: float,
-    memory_gb: float,
-    clock_ghz: float,
-    mxfp8_tflops: float = 0.0,
-    fp8_tflops: float = 0.0,
-    fp4_tflops: float = 0.0,
-) -> Peak:
-    return Peak(
-        chip=chip,
-        bf16_tflops=bf16_tflops,
-        fp32_tflops=fp32_tflops,
-        mxfp8_tflops=mxfp8_tflops or bf16_tflops,
-        fp8_tflops=fp8_tflops or mxfp8_tflops or bf16_tflops,
-        fp4_tflops=fp4_tflops or mxfp8_tflops or bf16_tflops,
-        bandwidth_gbs=bandwidth_gbs,
-        memory_gb=memory_gb,
-        clock_ghz=clock_ghz,
-    )
-
-
 TARGETS = {
     target.name: target
     for target in (
         _cpu("cpu", "this machine's CPU", features().slow_dtypes),
         _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
         _cpu(CPU_FP32, "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
-        _nvidia(80, "A100", 108, 163, peak=_peak("A100 80GB", 312, 19.5, 2039, 80, 1.41)),
-        _nvidia(
-            89, "L4, L40S, RTX 40", 142, 99, peak=_peak("L40S", 362, 91.6, 864, 48, 2.49, fp8_tflops=733)
-        ),
-        _nvidia(90, "H100, H200", 132, 227, peak=_peak("H200", 989, 67, 4800, 141, 1.83, fp8_tflops=1979)),
+        _nvidia(80, "A100", 108, 163, peak=PEAKS["a100"]),
+        _nvidia(89, "L4, L40S, RTX 40", 142, 99, peak=PEAKS["l40s"]),
+        _nvidia(90, "H100, H200", 132, 227, peak=PEAKS["h200"]),
         _nvidia(
             100,
             "B200, GB200",
             148,
             227,
-            peak=_peak("B200", 2250, 75, 8000, 180, 1.85, 4500, fp4_tflops=9000),
+            peak=PEAKS["b200"],
             **_TCGEN05,
         ),
         _nvidia(
@@ -228,7 +182,7 @@ TARGETS = {
             "B300, GB300",
             160,
             227,
-            peak=_peak("B300", 2250, 75, 8000, 288, 1.72, 4500, fp4_tflops=13500),
+            peak=PEAKS["b300"],
             **_TCGEN05,
         ),
         _nvidia(
@@ -241,7 +195,7 @@ TARGETS = {
             fp4_scales=frozenset({ScaleType.E4M3, ScaleType.E8M0}),
             library_fp4=frozenset({ScaleType.E4M3}),
             fp8_tiles=frozenset({"tensor"}),  # pytorch #192707: cuBLAS refuses scales a row
-            peak=_peak("RTX 5090", 209.5, 104.8, 1792, 32, 2.41, 838, fp8_tflops=419, fp4_tflops=1676),
+            peak=PEAKS["rtx5090"],
         ),
         _amd(
             "gfx942",
@@ -250,7 +204,7 @@ TARGETS = {
             64,
             fp8_tiles=_FP8_TILES,
             fp8_fnuz=True,
-            peak=_peak("MI300X", 1307, 163.4, 5300, 192, 2.1, fp8_tflops=2615),
+            peak=PEAKS["mi300x"],
         ),
         _amd(
             "gfx950",
@@ -262,7 +216,7 @@ TARGETS = {
             fp8_tiles=_FP8_TILES,
             encodes_fp8=True,
             decodes_fp8=True,
-            peak=_peak("MI355X", 2516, 157.3, 8000, 288, 2.4, 5033, fp4_tflops=10066),
+            peak=PEAKS["mi355x"],
         ),
     )
 }
@@ -283,10 +237,23 @@ CHIPS = {
 
 def check(name: str) -> str:
     """The target called `name`, or the target of the chip called so; "auto" stays. Raises `TargetError`."""
-    known = name if name == AUTO or name in TARGETS else CHIPS.get(name.lower().replace(" ", ""))
+    known = name if name == AUTO or name in TARGETS else CHIPS.get(_word(name))
     if known is None:
         raise TargetError(f"{not_allowed('target', name, [AUTO, *TARGETS])}, or a chip: {', '.join(CHIPS)}")
     return known
+
+
+def _word(chip: str) -> str:
+    return chip.lower().replace(" ", "")
+
+
+def of_chip(name: str) -> Target:
+    """The target of the chip called `name`, with the chip's own peaks, or the target of that name.
+
+    Raises `TargetError`.
+    """
+    target = TARGETS[check(name)]
+    return replace(target, peak=PEAKS.get(_word(name), target.peak))
 
 
 def resolve(name: str, device: torch.device) -> Target:
@@ -308,10 +275,17 @@ def resolve(name: str, device: torch.device) -> Target:
 
 
 def of_device(device: torch.device) -> Target:
-    """Returns the target of `device`; a chip without a row is emulated under its own name."""
+    """Returns the target of `device`; a chip without a row is emulated under its own name.
+
+    The memory of a device tells chips of one target apart: 80 GB is an H100's, 141 GB an H200's.
+    """
     if device.type != "cuda":
         return TARGETS.get(device.type, Target(name=device.type, device=device.type))
     properties = torch.cuda.get_device_properties(device)
     architecture = getattr(properties, "gcnArchName", "").partition(":")[0]
     name = architecture or f"sm_{properties.major}{properties.minor}"
-    return TARGETS.get(name, Target(name=name, device="cuda"))
+    target = TARGETS.get(name, Target(name=name, device="cuda"))
+    peaks = [target.peak, *(peak for chip, peak in PEAKS.items() if CHIPS[chip] == name)]
+    memory_gb = properties.total_memory / 1e9
+    nearest = min(filter(None, peaks), key=lambda peak: abs(peak.memory_gb - memory_gb), default=None)
+    return replace(target, peak=nearest)

@@ -3,11 +3,15 @@
 Importing this package imports nothing else and changes nothing: each public name is loaded when it is first
 used. The first use of a name also registers the operators of ``torch.ops.mx`` and tells torch of `MXTensor`.
 A script that only loads a saved graph or an `MXTensor` therefore needs ``from mxcompile import MXTensor``.
+
+Dynamo finds the backend by the entry point of the installed package. A checkout on the path that is not
+installed has none: there the import registers the name.
 """
 
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,3 +101,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+def _register_backend() -> None:
+    """Register the backend's name with Dynamo, as the entry point of an installed package does."""
+    try:
+        from torch._dynamo.backends import registry
+    except ImportError:  # without torch nothing is compiled
+        return
+    group, name = "torch_dynamo_backends", "mxfp8"
+    entry = metadata.EntryPoint(name=name, value="mxcompile.compiler.backend:mxfp8", group=group)
+    registry._BACKENDS.setdefault(name, entry)
+
+
+try:
+    metadata.distribution("mxcompile")
+except metadata.PackageNotFoundError:
+    _register_backend()

@@ -1,6 +1,7 @@
 """Every error a user of mxcompile can meet: one class per kind of mistake.
 
-A message says what was found, what was expected and what to do. Errors that stand for a wrong value
+A message says what was found, what was expected and what to do. It has the arguments of a public function in
+backquotes, for which the command line writes its flags. Errors that stand for a wrong value
 also derive from the builtin that describes it, so that ``except ValueError`` keeps working.
 """
 

@@ -3,9 +3,9 @@
     cond(pred, {y = x·aᵀ}, {y = x·bᵀ}, (x, a, b))   →   the tags of a and b, on the node of cond
 
 Nothing is rewritten inside of a body, and the reason says so. Where a body has products, layers are found and
-classified in the graph with the bodies in it (see `graph.bodies`), so that a layer in a branch has the name and
-the role that it would have without the condition. A product counts as often as its body runs, as far as shapes
-tell: once for each slice of a scan, once in each branch of a condition, once in a loop.
+classified in the graph with the bodies in it (see `graph.bodies`), so that a layer in a branch has the name
+and the role that it would have without the condition. A product counts as often as its body runs, as far as
+shapes tell: once for each slice of a scan, once in each branch of a condition, once in a loop.
 """
 
 from __future__ import annotations

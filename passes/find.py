@@ -31,7 +31,7 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, joined, layer_name, module_of, source_of
+from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
 from mxcompile.passes.flow import DERIVATIVE, Depends, dependencies, graph_input, stored, stored_as
 from mxcompile.passes.gradients import Gradients
 from mxcompile.passes.layers import Weights
@@ -42,12 +42,11 @@ from mxcompile.policy import Gemm, Role
 class Find:
     """Tag the matmuls of a graph.
 
-    inputs: those of the captured graph. prefix: put before module paths. blocks: of the model.
+    inputs: those of the captured graph. blocks: of the model.
     """
 
     name: ClassVar[str] = "find"
     inputs: tuple[GraphInput, ...] = ()
-    prefix: str = ""
     blocks: Blocks = field(default_factory=Blocks)
 
     def apply(self, graph: fx.Graph) -> None:
@@ -122,17 +121,16 @@ class _Finder:
                 sizes = [(batch, n, m, k)]
         else:
             kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
-        name = joined(self._options.prefix, path)
         tag = GemmTag(
             layer=node.name,
-            name=name,
+            name=path,
             module=module,
             source=source_of(node),
             gemm=Gemm.FPROP,
             kind=kind,
             tensors=tensors,
             stored=held_as,
-            block=self._options.blocks.place(name),
+            block=self._options.blocks.place(path),
         )
         set_tag(node, *_per_product(tag, sizes))
 

@@ -2,11 +2,11 @@
 
     y = x·Wᵀ (fprop)    dx = dy·W (dgrad)    dW = dyᵀ·x (wgrad)
 
-AOTAutograd numbers operators: a gradient has the number of its forward product, and shares an operand with it.
-There are no such numbers in derivatives that the compiled code takes itself (``torch.func.grad``), nor in bodies
-of other operators. There, dx is the product that reads W along its other dimension. dW is the product of the
-size of W that reads the dy of a dx, or x. Of several layers that fit, the last one of the forward is the first
-one of the backward.
+AOTAutograd numbers operators: a gradient has the number of its forward product, and shares an operand with
+it. There are no such numbers in derivatives that the compiled code takes itself (``torch.func.grad``), nor in
+bodies of other operators. There, dx is the product that reads W along its other dimension. dW is the product
+of the size of W that reads the dy of a dx, or x. Of several layers that fit, the last one of the forward is
+the first one of the backward.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import STREAM_SOURCES, SUMS, TRANSPARENT, packet
 from mxcompile.graph.tags import GemmTag, Kind, hint, tags_of, tensor
-from mxcompile.models.names import GraphInput, joined, module_of, source_of
+from mxcompile.models.names import GraphInput, module_of, source_of
 from mxcompile.ops.view import Cast, Encode
 from mxcompile.passes.flow import Depends, dependencies
 from mxcompile.policy import Role
@@ -34,9 +34,9 @@ _PRODUCTS = {Role.ATTN_SCORES: "q · kᵀ", Role.ATTN_VALUES: "softmax · v"}
 _Edges = set[tuple[int, int]]
 
 
-def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = (), prefix: str = "") -> Outline:
-    """The picture of `graph`. inputs: of the captured graph. prefix: put before module paths."""
-    drawing = _Drawing(graph, inputs, prefix)
+def outline(graph: fx.Graph, inputs: Sequence[GraphInput] = ()) -> Outline:
+    """The picture of `graph`. inputs: of the captured graph."""
+    drawing = _Drawing(graph, inputs)
     for node in graph.nodes:
         drawing.see(node)
     return folded(_sorted(drawing.drafts(), drawing.edges))
@@ -63,9 +63,8 @@ class _Draft:
 class _Drawing:
     """State of the sweep: the drafts, and which of them every value comes from."""
 
-    def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput], prefix: str) -> None:
+    def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput]) -> None:
         self._depends = dependencies(graph, inputs)
-        self._prefix = prefix
         self._drafts: list[_Draft] = []
         self._made_by: dict[fx.Node, int] = {}
         self._path: dict[fx.Node, tuple[str, str]] = {}
@@ -137,7 +136,7 @@ class _Drawing:
             known = (self._path.get(n) or module_of(n) for n in reversed(node.all_input_nodes))
             path, owner = next((entry for entry in known if entry[0]), ("", ""))
         self._path[node] = path, owner
-        return joined(self._prefix, path), owner
+        return path, owner
 
     def _see_input(self, node: fx.Node) -> None:
         value = tensor(node)

@@ -50,15 +50,14 @@ class Pass(Protocol):
 class Context:
     """The facts that the passes use about a joint or inference graph beside its nodes.
 
-    inputs: of the captured graph. prefix: path of its module. blocks: the repeated ones of the model. cut:
-    why the graph is only a part of a model, "" if it is all of one. known: the GEMMs of the whole model by
-    name, for a part. tapped: whether weights come with the state of scales that follow from calls before.
+    inputs: of the captured graph. blocks: the repeated ones of the model. cut: why the graph is only a part
+    of a model, "" if it is all of one. known: the GEMMs of the whole model by name, for a part. tapped:
+    whether weights come with the state of scales that follow from calls before.
     """
 
     policy: Policy
     strict: bool = False
     inputs: tuple[GraphInput, ...] = ()
-    prefix: str = ""
     blocks: Blocks = field(default_factory=Blocks)
     cut: str = ""
     known: Mapping[str, tuple[GemmTag, ...]] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Context:
 def joint_passes(context: Context) -> tuple[Pass, ...]:
     """The passes over a joint or inference graph, in order."""
     inputs, cut = context.inputs, context.cut
-    find = Find(inputs=inputs, prefix=context.prefix, blocks=context.blocks)
+    find = Find(inputs=inputs, blocks=context.blocks)
     classify = Classify(inputs=inputs, cut_inputs=bool(cut), cut_outputs=bool(cut))
     return (
         Untap(),

@@ -3,24 +3,28 @@
 Gradients that `split` has taken apart become one node again. Degenerate matmuls are decomposed again:
 
 Inductor turns products with a contraction of length one into a multiplication, and matrix-vector products
-into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided.
-Those that stay as they are get Inductor's form back, and its exactness: a rotary embedding's positions ×
-frequencies must not meet a GEMM that rounds its inputs.
+into a sum, before any pass runs; `decompositions` keeps them whole so that they are found and decided. The
+products that stay as they are get Inductor's own decomposition back, traced for their operands, so that they
+have every bit of what they are without this project.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import argument, aten, gradient_index, packet
-from mxcompile.graph.shapes import matmul_sizes, operands
-from mxcompile.graph.tags import set_tag, tag_of, tags_of, tensor, value_of
+from mxcompile.graph.opsets import MATMULS, argument, aten, gradient_index, packet
+from mxcompile.graph.tags import set_tag, tag_of, tags_of
 from mxcompile.passes.split import HALF, masked
+
+_Rules = Mapping[Any, Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +35,16 @@ class Restore:
 
     def apply(self, graph: fx.Graph) -> None:
         """Decompose the degenerate matmuls of `graph`; their tags stay on the result."""
-        build = Builder(graph, self.name)
+        build, rules = Builder(graph, self.name), select_decomp_table()
         _join(graph, build)
         for node in list(graph.nodes):
             tag = tag_of(node)
-            if tag is None or tag.formats is not None:
+            if tag is None or tag.formats is not None or packet(node) not in MATMULS:
                 continue
-            with graph.inserting_before(node):
-                result = _decomposed(node, build)
-            if result is not None:
-                set_tag(result, replace(tag, kernel=str(packet(result))))
+            traced = _traced(node, rules)
+            if traced is not None:
+                result, kernel = _inlined(traced, node, build)
+                set_tag(result, replace(tag, kernel=kernel))
                 build.replace(node, result)
 
 
@@ -74,21 +78,35 @@ def _sum_bias(node: fx.Node, build: Builder) -> None:
     build.graph.erase_node(node)
 
 
-def _decomposed(node: fx.Node, build: Builder) -> fx.Node | None:
-    what = packet(node)
-    if what in (aten.mm, aten.bmm):
-        k = matmul_sizes(node)[3]
-        if isinstance(k, int) and k == 1 and _same_dtype(node):
-            return build.call(aten.mul.Tensor, *operands(node), like=node)
-    if what is aten.mv and _same_dtype(node):
-        value = value_of(node)
-        matrix, vector = (build.converted(operand, torch.float32, operand) for operand in operands(node))
-        product = build.call(aten.mul.Tensor, matrix, vector, like=node)
-        total = build.call(aten.sum.dim_IntList, product, [1], like=node)
-        return build.converted(total, value.dtype, total)
-    return None
+def _traced(node: fx.Node, rules: _Rules) -> fx.Graph | None:
+    """Returns the graph that Inductor makes of the operator of `node`, None for the operator itself."""
+    rule = rules.get(node.target)
+    if rule is None:
+        return None
+
+    def called(function: Callable[..., Any], *values: Tensor) -> Any:
+        given = dict(zip(node.all_input_nodes, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        return function(*args, **kwargs)
+
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
+    with torch.no_grad(), torch._C._DisableAutocast():
+        if called(rule, *values) is NotImplemented:
+            return None
+        target: Any = node.target
+        graph = make_fx(lambda *given: called(target, *given), decomposition_table=dict(rules))(*values).graph
+    calls = graph.find_nodes(op="call_function", target=node.target)
+    return None if calls else graph
 
 
-def _same_dtype(node: fx.Node) -> bool:
-    dtypes = {value.dtype for n in (node, *operands(node)) if (value := tensor(n)) is not None}
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+def _inlined(traced: fx.Graph, node: fx.Node, build: Builder) -> tuple[fx.Node, str]:
+    """Put the nodes of `traced` in front of `node`. Returns the result, and the operator that multiplies."""
+    new = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    with build.graph.inserting_before(node):
+        for inner in [each for each in traced.nodes if each.op == "call_function"]:
+            args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), new.__getitem__)
+            new[inner] = build.call(inner.target, *args, like=node, **kwargs)
+    (result,) = traced.output_node().args
+    packets = {packet(inner) for inner in new.values()}
+    kernel = next((what for what in (aten.sum, aten.mul) if what in packets), packet(new[result]))
+    return new[result], str(kernel)

@@ -61,11 +61,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Every test starts without compiled code or reports of another."""
-    import torch
+    from helpers.fresh import fresh_state
 
-    import mxcompile
-
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-    mxcompile.clear_reports()
+    yield from fresh_state()

@@ -3,7 +3,11 @@
 The products that stay are lowered by a Triton template whose dot is the chip's block-scaled MMA, or by the
 vendor's product, as `templates.defaults` says: matrices, batches of them and groups. The record names the
 template, until Inductor has chosen (`inductor.winners`). The others are left to `expand`, with the reason:
-empty ones, those with a single result, and groups whose number is not known.
+empty ones, those with a single result, and groups whose number is not known. If the user has named another
+chip as the target, Triton may have to emulate the MMA on the GPU that is here; all are left then, if it loses
+scales.
+
+Source: of lost scales triton issue 11735.
 """
 
 from __future__ import annotations
@@ -18,11 +22,16 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
+from mxcompile.lowering import optional
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.graph.lowering_pass import EMPTY, NativePass, Reasons
 from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
+from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
+
+_EMULATES_RIGHT = (3, 9)
+"""The first Triton whose emulation of the MMA reads a scale byte of 0 as 2^−127; older ones read 0."""
 
 _OUTPUTS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
@@ -121,6 +130,8 @@ class Native(NativePass):
             return "a tensor of the product is unknown"
         if a.device.type != self.device:
             return f"its operands are on {a.device.type}"
+        if lost := _loses_scales(a.device):
+            return lost
         if out.dtype not in _OUTPUTS:
             return f"its result is {str(out.dtype).removeprefix('torch.')}"
         if a.ndim not in (2, 3):
@@ -130,6 +141,17 @@ class Native(NativePass):
         if configs.single(out.shape):
             return "its result is one element"
         return EMPTY if is_empty((*out.shape, a.shape[-1])) else ""
+
+
+def _loses_scales(device: torch.device) -> str:
+    """Why the MMA, emulated on the GPU `device`, multiplies other values; "" if it does not."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    here, release = of_device(device), optional.triton_release()
+    if here.native or release >= _EMULATES_RIGHT:
+        return ""
+    version = ".".join(map(str, release))
+    return f"Triton {version} would read scale bytes of 0 as 0 on {here.name}, which has no MX instruction"
 
 
 def _shape(tile: MatmulConfig | TiledConfig, node: fx.Node) -> str:

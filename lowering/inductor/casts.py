@@ -25,7 +25,7 @@ from mxcompile.formats.numerics import added_to_amax
 from mxcompile.lowering.cpu import casts as cpp
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, Load, ScaleBlocks, as_float
-from mxcompile.lowering.inductor.elements import f32, i32
+from mxcompile.lowering.inductor.elements import i32
 from mxcompile.lowering.inductor.tiling import place_of, tiled
 from mxcompile.lowering.targets import of_device
 
@@ -55,7 +55,7 @@ class _TensorCast:
         value = self.blocks.guarded(index, lambda: self._load(index))
         y = inductor.mul(value, inverse)
         if self.mode in (Rounding.FLOOR, Rounding.EVEN):  # the others keep |y| ≤ max by themselves
-            y = inductor.minimum(inductor.maximum(y, f32(-self.elem.max)), f32(self.elem.max))
+            y = elements.clamped(y, self.elem.max)
         return elements.rounded(y, self.elem, self.target)
 
     def scales(self, body: Callable[[Any], Any]) -> Load:

@@ -51,6 +51,12 @@ def quotient(a: Any, b: Any) -> Any:
     return inductor.to_dtype(inductor.truediv(*wide), torch.float32, src_dtype=torch.float64)
 
 
+def clamped(y: Any, largest: float) -> Any:
+    """`y`, FP32, within ±`largest`; NaN stays. By comparisons (see `lowering.kernels.tiles`)."""
+    y = inductor.where(inductor.gt(y, f32(largest)), f32(largest), y)
+    return inductor.where(inductor.lt(y, f32(-largest)), f32(-largest), y)
+
+
 def rounded(y: Any, elem: ElemType, target: Target) -> Any:
     """`y`, FP32, |y| ≤ max or NaN, to nearest even in `elem`, as FP32; keeps the sign of 0."""
     if target.encodes_fp8 and not elem.is_coded:

@@ -128,8 +128,7 @@ class _Scaled:
         value = self.blocks.guarded(index, lambda: self._load(index))
         divides = self.form.scale is ScaleType.FP32
         y = elements.quotient(value, factor) if divides else inductor.mul(value, factor)
-        largest = self.form.elem.max
-        y = inductor.minimum(inductor.maximum(y, f32(-largest)), f32(largest))
+        y = elements.clamped(y, self.form.elem.max)
         if self.form.amax.stateful:  # its scale does not know of what is not finite here
             finite = inductor.lt(inductor.abs(value), f32(float("inf")))
             y = inductor.where(finite, y, f32(float("nan")))

@@ -45,7 +45,7 @@ def scales(blocks: ScaleBlocks, tile_amax: Load, amax: ir.TensorBox | None, form
 
     def scale(block: Index) -> Any:
         over = inductor.mul(tile_amax(block), inductor.mul(gain(), f32(1 / form.elem.max)))
-        over = elements.rounded(inductor.minimum(over, f32(E4M3.max)), E4M3, target)
+        over = elements.rounded(elements.clamped(over, E4M3.max), E4M3, target)
         return elements.store(over, E4M3, target)
 
     result = blocks.per_block(elements.stored_dtype(E4M3, target), scale)

@@ -38,6 +38,11 @@ _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
 _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """By the same, the words of a template for its configuration, where it has its own."""
 
+BENCHMARKED = "benchmark_template_fusion"
+"""The setting that times choices with what is fused into them; torch before 2.15 has another name for it."""
+if not hasattr(config, BENCHMARKED):
+    BENCHMARKED = "benchmark_epilogue_fusion"
+
 _CALLS = {
     "mx_vendor_scaled_mm": "torch._scaled_mm",
     "mx_vendor_scaled_grouped_mm": "torch._scaled_grouped_mm",
@@ -69,7 +74,7 @@ def choose(
             _CALLERS[choice.make_kernel_render] = choice
     for choice, words in zip(choices, configs, strict=False):
         _CONFIGS[choice.make_kernel_render] = words
-    given = examples if at_once or not config.benchmark_epilogue_fusion else None
+    given = examples if at_once or not getattr(config, BENCHMARKED) else None
     chosen: Any = autotune_select_algorithm(
         name, choices, list(operands), layout, input_gen_fns=given, **keywords
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mxcompile.errors import TargetError
+from mxcompile.lowering import optional
 from mxcompile.lowering.targets import Target
 
 
@@ -246,9 +247,7 @@ SCALED_MM_TILED: dict[str, tuple[TiledConfig, ...] | Absent] = {
 
 def tiled_configs(target: Target) -> tuple[TiledConfig, ...]:
     """The rows of `SCALED_MM_TILED` for `target` that the installed Triton compiles."""
-    import triton  # here, so that the tables can be read where it is not installed
-
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    release = optional.triton_release()
     rows = chosen(SCALED_MM_TILED, "scaled_mm_tiled", target)
     return tuple(config for config in rows if release >= config.since)
 

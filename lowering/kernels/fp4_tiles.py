@@ -38,7 +38,6 @@ from mxcompile.lowering.kernels import fp4_ptx, packed, tiles
 
 _ELEM = tl.constexpr(E2M1.name)
 _LARGEST = tl.constexpr(E2M1.max)
-_LARGEST_SCALE = tl.constexpr(E4M3.max)
 _LARGEST_VALUE = tl.constexpr(E2M1.max * E4M3.max)
 _FP32_MAX = tl.constexpr(FP32_MAX)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -117,8 +116,7 @@ def _scale(amax_bits, tensor_gain, TWO_LEVEL: tl.constexpr, ROUNDING: tl.constex
     """Scale bytes uint8 of blocks, by the FP32 bits of their amax, and factors of their elements, FP32."""
     if TWO_LEVEL:
         over = amax_bits.to(tl.float32, bitcast=True) * (tensor_gain * (1 / _LARGEST))
-        over = tl.minimum(over, _LARGEST_SCALE, propagate_nan=tl.PropagateNan.ALL)
-        byte = tiles.encode(over, "e4m3", "rceil", True)
+        byte = tiles.encode(over, "e4m3", "floor", True, SATURATES=True)  # chips with E4M3 scales do
         back = tl.div_rn(tl.full(tensor_gain.shape, 1.0, tl.float32), tensor_gain)
         factor = _reciprocal(tiles.decode(byte, "e4m3", True) * back, PTX, back < _TINY)
         factor = tl.minimum(factor, _FP32_MAX)  # NaN too: the scale is 0, or NaN itself

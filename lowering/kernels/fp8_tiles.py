@@ -78,7 +78,7 @@ def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, 
     a = x * power
     if STATEFUL:
         LIMIT: tl.constexpr = 4.0 * _largest(ELEM)
-        a = tl.clamp(a, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        a = tl.clamp(a, -LIMIT, LIMIT)  # may lose NaN, which `inverse` or the last line puts back
     scaled = tl.broadcast_to(scaled, x.shape)
     inverse = tl.broadcast_to(inverse, x.shape)
     y = a * inverse
@@ -92,9 +92,8 @@ def quotient(x, power, scaled, inverse, ELEM: tl.constexpr, WIDE: tl.constexpr, 
 
 @triton.jit
 def encode(y, ELEM: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr, FNUZ: tl.constexpr):
-    """uint8 codes of quotients. SATURATES: whether the chip's own conversion does."""
-    ROUNDING: tl.constexpr = "rceil" if SATURATES else "floor"  # under which it is not saturated, or is
-    codes = tiles.encode(y, ELEM, ROUNDING, NATIVE)
+    """uint8 codes of quotients, of any size."""
+    codes = tiles.encode(y, ELEM, "floor", NATIVE, SATURATES)
     if FNUZ:
         NAN: tl.constexpr = tiles._largest_code(ELEM)
         codes = tl.where(codes == 0x80, 0, codes)

@@ -15,6 +15,11 @@ Compile-time arguments, the same everywhere:
     ROUNDING  "rceil" | "floor" | "ceil" | "even"
     NATIVE    whether the chip's own conversions are used, else integers give the same bits. Encoding: sm_90
               and up, gfx950; not sm_89, where Triton goes through FP16 and rounds twice. Decoding: sm_89 too
+    SATURATES whether the chip's conversion saturates, so that nothing is clamped before it
+
+What is stored as FP8 must not come through PTX's ``max.NaN`` or ``min.NaN``, which Triton writes for its
+operators that propagate NaN: if such a value is stored in rows and transposed, an H100 stores other bytes
+(triton issue 11111). `larger` and `smaller` compare instead.
 """
 
 from __future__ import annotations
@@ -83,6 +88,18 @@ def _half(bits):
 def magnitude_bits(x):
     """|x| as its FP32 bits, int32: ordered as the values are, NaN above Inf. x: FP32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of both; NaN if one is NaN."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def smaller(a, b):
+    """The smaller of both; NaN if one is NaN."""
+    return tl.where((a < b) | (a != a), a, b)
 
 
 @triton.jit
@@ -178,14 +195,16 @@ def rounded(y, ELEM: tl.constexpr):
 
 
 @triton.jit
-def encode(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+def encode(
+    x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
+):
     """uint8 codes of scaled elements `x`, FP32: nearest even, saturated, NaN stays NaN.
 
-    Under rceil and ceil |x| ≤ max by the choice of the scale; under floor and even it is clamped here, since
-    not every chip's conversion saturates.
+    Under rceil and ceil |x| ≤ max by the choice of the scale.
     """
     if NATIVE:
-        x = saturated(x, ELEM, ROUNDING)
+        if not SATURATES:
+            x = saturated(x, ELEM, ROUNDING)
         if ELEM == "e4m3":
             codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
@@ -213,7 +232,9 @@ def decode(codes, ELEM: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+def quantize_rowwise(
+    x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
+):
     """Quantize a tile [R, C] of any float type in blocks of 32 along C.
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R, C / 32]. C: a multiple of 32.
@@ -223,11 +244,13 @@ def quantize_rowwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.c
     blocks = tl.reshape(x.to(tl.float32), (R, C // BLOCK, BLOCK))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=2), ELEM, ROUNDING)
     scaled = tl.reshape(blocks * inverse_scale(byte)[:, :, None], (R, C))
-    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+    return encode(scaled, ELEM, ROUNDING, NATIVE, SATURATES), byte.to(tl.uint8)
 
 
 @triton.jit
-def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr):
+def quantize_columnwise(
+    x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: tl.constexpr, SATURATES: tl.constexpr = False
+):
     """Quantize a tile [R, C] of any float type in blocks of 32 along R.
 
     Returns codes uint8 [R, C] and scale bytes uint8 [R / 32, C]. R: a multiple of 32.
@@ -237,7 +260,7 @@ def quantize_columnwise(x, ELEM: tl.constexpr, ROUNDING: tl.constexpr, NATIVE: t
     blocks = tl.reshape(x.to(tl.float32), (R // BLOCK, BLOCK, C))
     byte = scale_byte(tl.max(magnitude_bits(blocks), axis=1), ELEM, ROUNDING)
     scaled = tl.reshape(blocks * inverse_scale(byte)[:, None, :], (R, C))
-    return encode(scaled, ELEM, ROUNDING, NATIVE), byte.to(tl.uint8)
+    return encode(scaled, ELEM, ROUNDING, NATIVE, SATURATES), byte.to(tl.uint8)
 
 
 @triton.jit

@@ -29,4 +29,4 @@ def zero_rows(out: Tensor, offs: Tensor) -> None:
     """In place. out: contiguous [M, N]. offs: int32 [G], ends of the groups."""
     m, n = out.shape
     grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
-    zero_rows_kernel[grid](out, offs[-1:], m, n, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    zero_rows_kernel[grid](out, offs[-1:], m, n, ROWS=_ROWS, COLUMNS=_COLUMNS, enable_fp_fusion=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import autotune_select_algorithm
+from torch._inductor.select_algorithm import TritonTemplate, autotune_select_algorithm
 from torch._inductor.virtualized import V
 
 from mxcompile.lowering.graph.epilogue import is_heavy
-from mxcompile.lowering.inductor import winners
+from mxcompile.lowering.inductor import fp_fusion, winners
 from mxcompile.lowering.templates.examples import Make
 
 Tried = Iterable[tuple[Any, Mapping[str, Any]]]
@@ -21,7 +21,9 @@ def choices_of(operands: Sequence[Any], layout: ir.Layout, tried: Tried) -> list
     """The choices for Inductor. Raises what it says against one."""
     choices: list[Any] = []
     for template, arguments in tried:
-        error = template.maybe_append_choice(choices, input_nodes=tuple(operands), layout=layout, **arguments)
+        options = {"triton_meta": fp_fusion.stated()} if isinstance(template, TritonTemplate) else {}
+        nodes = {"input_nodes": tuple(operands), "layout": layout}
+        error = template.maybe_append_choice(choices, **nodes, **options, **arguments)
         if error is not None:
             raise error
     return choices

@@ -21,11 +21,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering
-from torch._inductor.select_algorithm import (
-    SymbolicGridFn,
-    TritonTemplate,
-    realize_inputs,
-)
+from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
@@ -38,12 +34,12 @@ from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
-from mxcompile.lowering.templates.producers import Producing, leaves_room
+from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _IMPORTS = r"""
 from mxcompile.lowering.kernels import packed, scale_bytes, tiles
 {% set cast = "packed" if PACKED else "tiles" %}
-{% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE" %}
+{% set how = "ELEM, ROUNDING" if PACKED else "ELEM, ROUNDING, NATIVE, SATURATES" %}
 """
 
 _PLACE = r"""
@@ -143,12 +139,8 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(cdiv(m, padding) * padding, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-class _CastTemplate(TritonTemplate):
-    kernel_type = Producing
-
-
-TEMPLATE = _CastTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
-TEMPLATE_OF_TWO = _CastTemplate(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
+TEMPLATE = ProducingTemplate(name="mx_cast", grid=_grid, source=_SOURCE)
+TEMPLATE_OF_TWO = ProducingTemplate(name="mx_cast_two", grid=_grid, source=_SOURCE_OF_TWO)
 
 Results = tuple[ir.TensorBox, ...]
 
@@ -286,6 +278,7 @@ def _cast(
         ELEM=repr(elem_type(elem_dtype).name),
         ROUNDING=repr(rounding),
         NATIVE=target.encodes_fp8,
+        SATURATES=target.saturates_fp8,
         PACKED=fast,
         INDEX="tl.int64",
     )

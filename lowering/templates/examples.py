@@ -32,10 +32,10 @@ _LOWEST, _HIGHEST = 115, 126
 class ProductKernel(TritonTemplateKernel):
     """A kernel of a product, which is timed on scales that are not 0."""
 
-    def codegen_kernel_benchmark(self, num_gb: float | None) -> Any:
+    def codegen_kernel_benchmark(self, *args: Any, **kwargs: Any) -> Any:
         """The functions that time it, as Inductor writes them; arrays of bytes are scales or packed codes."""
         call, end = "dtype=torch.uint8)", f".random_({_LOWEST}, {_HIGHEST + 1})"
-        written = super().codegen_kernel_benchmark(num_gb)
+        written = super().codegen_kernel_benchmark(*args, **kwargs)
         return written.map(lambda line: line + end if str(line).endswith(call) else line)
 
 

@@ -34,6 +34,7 @@ from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import FP4_CAST, Absent, chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.producers import ComparingTemplate
 
 _TILE = r"""
 {% if BATCHED %}
@@ -63,7 +64,7 @@ _TILE = r"""
 
 _CAST = (
     r"""
-from mxcompile.lowering.kernels import fp4_tiles, scale_bytes
+from mxcompile.lowering.kernels import fp4_tiles, scale_bytes, tiles
 
 {% set written = (["ROW_SCALE"] if ROWS else []) + (["COLUMN"] if ROWS and COLUMNS else [])
                  + (["COLUMN_SCALE"] if COLUMNS else []) %}
@@ -165,7 +166,7 @@ def _grid(*sizes: Any, cdiv: Any) -> tuple[Any, Any, int]:
     return matrices * cdiv(padded[0], meta["INNER"] * meta["OUTER"]), cdiv(padded[1], meta["WIDTH"]), 1
 
 
-TEMPLATE = TritonTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
+TEMPLATE = ComparingTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
 AMAX = TritonTemplate(name="mx_fp4_amax", grid=_grid, source=_AMAX)
 
 _AMAX_OF = lowerings[torch.ops.aten.amax.default]

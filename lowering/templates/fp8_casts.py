@@ -33,6 +33,7 @@ from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.kernels.configs import FP8_CAST, TileConfig, chosen
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
+from mxcompile.lowering.templates.producers import ComparingTemplate
 
 _F32 = torch.float32
 _VIEW = lowerings[torch.ops.aten.view.default]
@@ -178,7 +179,7 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
 
 
 AMAX = TritonTemplate(name="mx_fp8_amax", grid=_grid, source=_AMAX_SOURCE)
-CAST = TritonTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
+CAST = ComparingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
 
 
 @register_lowering(ops.scales, type_promotion_kind=None)
@@ -303,7 +304,7 @@ def _cast(
         STATEFUL=form.amax.stateful,
         POW2=form.pow2,
         NATIVE=target.encodes_fp8,
-        SATURATES=target.encodes_fp8 and isinstance(target.arch, int),
+        SATURATES=target.saturates_fp8,
         FNUZ=fnuz,
         INDEX="tl.int64",
     )

@@ -22,11 +22,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import empty_strided, lowerings, register_lowering
-from torch._inductor.select_algorithm import (
-    SymbolicGridFn,
-    TritonTemplate,
-    realize_inputs,
-)
+from torch._inductor.select_algorithm import SymbolicGridFn, realize_inputs
 from torch._inductor.utils import sympy_product, triton_type
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
@@ -36,7 +32,7 @@ from mxcompile.formats import BLOCK, elem_type
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
-from mxcompile.lowering.templates.producers import Producing, leaves_room
+from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
 
 _SIDES = ("ROWS", "COLUMNS")
 _SOURCES = ("X", "Y")
@@ -66,7 +62,7 @@ _LOAD = r"""
 
 _SIDE = r"""
 {% if <SIDE> == "'codes'" %}
-    codes, byte = {{"packed" if PACKED else "tiles"}}.quantize_<side>(<x>, ELEM, ROUNDING, NATIVE)
+    codes, byte = {{"packed" if PACKED else "tiles"}}.quantize_<side>(<x>, ELEM, ROUNDING, {{how}})
     scale_bytes.store_<side>(<X>_<SIDE>_SCALE, byte, <where>, M, N, False)
     result = tiles.as_elem(codes, ELEM) if STORES_FP8 else codes
 {% elif <SIDE> == "'values'" %}
@@ -98,6 +94,7 @@ def _load(source: str) -> str:
 _SOURCE = "".join(
     (
         "from mxcompile.lowering.kernels import packed, scale_bytes, tiles\n\n",
+        '{% set how = "NATIVE" if PACKED else "NATIVE, SATURATES" %}',
         "{{def_kernel(*NAMES)}}",
         _PLACE,
         _load("X"),
@@ -117,11 +114,7 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-class _OperandTemplate(TritonTemplate):
-    kernel_type = Producing
-
-
-TEMPLATE = _OperandTemplate(name="mx_cast_operands", grid=_grid, source=_SOURCE)
+TEMPLATE = ProducingTemplate(name="mx_cast_operands", grid=_grid, source=_SOURCE)
 
 _VIEW = lowerings[torch.ops.aten.view.default]
 
@@ -162,6 +155,7 @@ def lower_quantize_operands(
         "ROUNDING": repr(rounding),
         "VALUE": triton_type(dtype),
         "NATIVE": packing.converts(target) if is_packed else target.encodes_fp8,
+        "SATURATES": target.saturates_fp8,
         "STORES_FP8": target.stores_fp8,
     }
     tensors = _call(sources, wanted, target, settings)

@@ -2,10 +2,11 @@
 
     a row's statistic, a column's weight      loaded once a row or column, and broadcast
     1 / (1 + exp(−x)) before BF16             the chip's approximations (`lowering.kernels.packed.sigmoid`)
+    the larger or smaller of two values       a comparison, on NVIDIA's chips (see `lowering.kernels.tiles`)
 
 Inductor indexes all that a prologue reads with the whole tile. Triton then loads a row's statistic along
 the rows, in a layout of its own, and moves it to that of the tile through shared memory. These are rewrites
-of the generated text: one that finds nothing to rewrite leaves the code as right as it was, and slower.
+of the generated text. If one of the first two finds nothing to rewrite, the code is right, and slower.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import re
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import TritonTemplateKernel
+from torch._inductor.select_algorithm import TritonTemplate, TritonTemplateKernel
 
+from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ \(tl\.broadcast_to\(([^\[\]]*), \[BLOCK_M, BLOCK_N\]\)\), mask\b")
@@ -31,15 +33,50 @@ _ROUNDED = re.compile(r"\b([xy]) = (.+)\.to\(tl\.bfloat16\)\.broadcast_to\(xinde
 _ROUNDED_BEFORE = re.compile(
     r"(\w+) = (\w+)\.to\(tl\.bfloat16\)\n(\s*)([xy]) = \1\.broadcast_to\(xindex\.shape\)\n"
 )
+_EXTREME = re.compile(
+    r"\btl\.(max|min)imum\(([^()]*), tl\.PropagateNan\.ALL\)|\btriton_helpers\.(max|min)imum\(([^()]*)\)"
+)
 
 
-class Producing(TritonTemplateKernel):
-    """A kernel whose text is rewritten when it is whole."""
+class Comparing(TritonTemplateKernel):
+    """A kernel of a cast. On NVIDIA's chips it compares where Inductor takes the larger or smaller value."""
 
-    def codegen_template_body(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def codegen_template_body(self, *args: Any, **kwargs: Any) -> str:
+        """As Inductor has it, rewritten."""
+        source: str = super().codegen_template_body(*args, **kwargs)
+        on_nvidia = isinstance(of_device(self.output_node.get_device_or_error()).arch, int)
+        return compared(source) if on_nvidia else source
+
+
+class Producing(Comparing):
+    """A kernel of a cast with cheaper operators before it."""
+
+    def codegen_template_body(self, *args: Any, **kwargs: Any) -> str:
         """As Inductor has it, rewritten."""
         source = narrowed(super().codegen_template_body(*args, **kwargs))
         return approximated(source) if "    PACKED : tl.constexpr = True" in source else source
+
+
+class ComparingTemplate(TritonTemplate):
+    """A template of casts."""
+
+    kernel_type = Comparing
+
+
+class ProducingTemplate(TritonTemplate):
+    """A template of casts with cheaper operators before them."""
+
+    kernel_type = Producing
+
+
+def compared(source: str) -> str:
+    """`source` with `tiles.larger` and `tiles.smaller` for the operators of Triton and Inductor."""
+
+    def one(extreme: re.Match[str]) -> str:
+        word, operands = extreme[1] or extreme[3], extreme[2] or extreme[4]
+        return f"tiles.{'larger' if word == 'max' else 'smaller'}({operands})"
+
+    return _EXTREME.sub(one, source)
 
 
 def narrowed(source: str) -> str:

@@ -26,7 +26,6 @@ from mxcompile.formats import BLOCK, Format, Rounding, Tile
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
-from mxcompile.lowering.inductor.elements import f32
 from mxcompile.lowering.kernels.configs import TileConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
@@ -153,7 +152,7 @@ class _Cast:
             )
             scaled = inductor.mul(x([entry, row, column]), inverse_scale_value(scale))
             if self.rounding in (Rounding.FLOOR, Rounding.EVEN):
-                scaled = inductor.minimum(inductor.maximum(scaled, f32(-self.elem.max)), f32(self.elem.max))
+                scaled = elements.clamped(scaled, self.elem.max)
             return inductor.mul(elements.rounded(scaled, self.elem, target), scale_value(scale))
 
         values: ir.TensorBox = ir.Pointwise.create(

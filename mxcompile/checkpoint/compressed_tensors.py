@@ -4,9 +4,10 @@
     mxfp4-pack-quantized   x_packed (bytes of two E2M1), x_scale as above
     nvfp4-pack-quantized   x_packed, x_scale (E4M3, [N, K/16]), x_global_scale (FP32 [1], a divisor)
 
-The config.json has a quantization_config that says which modules are in which format. It says nothing of
-activations, and what others say of them is not read: a policy says how they are cast. Source:
-compressed_tensors.compressors.mxfp8, .mxfp4 and .nvfp4 (0.20).
+The config.json has a quantization_config with the format of each module. Formats of activations are neither
+written nor read, because a policy says how activations are cast.
+
+Source: compressed_tensors.compressors.mxfp8, .mxfp4 and .nvfp4 (0.20).
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ from mxcompile.checkpoint.weight_entries import (
     MXFP8,
     NVFP4,
     SUFFIX,
-    Named,
-    as_it_is,
-    ignored,
+    plain_weight,
     stored_weight,
 )
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_form
+from mxcompile.storage.weights import StoredWeight
 
 _PACKED, _GLOBAL, _ZERO_POINT = "_packed", "_global_scale", "_zero_point"
 
 _FORMATS = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
-"""What compressed-tensors calls a format."""
+"""Names of formats in compressed-tensors."""
 
 _MIXED, _DENSE = "mixed-precision", "dense"
 _METHOD = "compressed-tensors"
 
 
 def config_entry(ignored: Iterable[str], stored_modules: Mapping[str, Format]) -> dict[str, Any]:
-    """The quantization_config of a compressed-tensors checkpoint.
+    """Returns the quantization_config of a compressed-tensors checkpoint.
 
-    ignored: modules left as they are. stored_modules: formats of the others, by module.
+    Args:
+        ignored: Modules whose weights are not stored quantized.
+        stored_modules: Formats of the other modules' weights, by module.
     """
     forms = [form for form in _FORMATS if form in stored_modules.values()] or [MXFP8]
     groups: dict[str, Any] = {}
@@ -74,7 +76,7 @@ def parts(name: str, form: Format) -> tuple[str, ...]:
     return (name + (_PACKED if form.elem.packed else ""), name + SUFFIX, *whole)
 
 
-def read(checkpoint: Checkpoint) -> Iterator[Named]:
+def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """The weights of `checkpoint`. Raises `CheckpointError`."""
     _check_config(checkpoint)
     entries = checkpoint.entries
@@ -85,14 +87,14 @@ def read(checkpoint: Checkpoint) -> Iterator[Named]:
             yield stored_weight(name, entry, entries.get(name + SUFFIX), stored_form(entry.dtype))
         elif name.endswith(_PACKED) and entry.dtype is torch.uint8:
             yield _packed(entries, name.removesuffix(_PACKED), entry)
-        elif _is_of_activations(entries, name):
-            yield ignored(entry)
         else:
-            yield as_it_is(entry)
+            module, _, attribute = name.rpartition(".")
+            of_inputs = attribute == f"input{_GLOBAL}" and f"{module}.weight{_PACKED}" in entries
+            yield plain_weight(entry, is_read=not of_inputs)
 
 
-def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> Named:
-    """The weight `name` whose packed elements are `entry`."""
+def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> StoredWeight:
+    """Returns the weight `name` whose packed elements are `entry`."""
     if name + _ZERO_POINT in entries:
         raise CheckpointError(f"{entry.file}: {entry.name!r} has zero points, which are not read")
     scale, whole = entries.get(name + SUFFIX), entries.get(name + _GLOBAL)
@@ -101,7 +103,7 @@ def _packed(entries: Mapping[str, Entry], name: str, entry: Entry) -> Named:
 
 
 def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
-    """Whether `name` is what belongs to the elements of another tensor."""
+    """Whether `name` is a scale of the elements of another tensor."""
     for suffix in (_GLOBAL, SUFFIX):
         base = name.removesuffix(suffix)
         if base != name and _dtype_of(entries, base + _PACKED) is torch.uint8:
@@ -112,12 +114,6 @@ def _belongs_to(entries: Mapping[str, Entry], name: str) -> bool:
 
 def _dtype_of(entries: Mapping[str, Entry], name: str) -> torch.dtype | None:
     return entries[name].dtype if name in entries else None
-
-
-def _is_of_activations(entries: Mapping[str, Entry], name: str) -> bool:
-    """Whether `name` is the scale of the inputs of a module whose weight is packed."""
-    module, _, attribute = name.rpartition(".")
-    return attribute == f"input{_GLOBAL}" and f"{module}.weight{_PACKED}" in entries
 
 
 def _check_config(checkpoint: Checkpoint) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.layouts import named
-from mxcompile.formats import stored_precision
+from mxcompile.checkpoint.layouts import weights_in
 from mxcompile.report.fold import spelled
 
 
@@ -15,8 +14,13 @@ from mxcompile.report.fold import spelled
 class TensorGroup:
     """Tensors of one kind and shape.
 
-    name: of all, folded. kind: dtype, or precision and elements of stored weights. count, num_bytes: of all
-    together. precision: "" where they are not stored quantized.
+    Attributes:
+        name: Names of all tensors, folded.
+        kind: Their dtype, or precision and elements of stored weights.
+        shape: Shape of the values of each.
+        count: Number of tensors.
+        num_bytes: Bytes of all together.
+        precision: Precision of stored weights, "" for other tensors.
     """
 
     name: str
@@ -29,7 +33,16 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """A checkpoint. layout: of its stored weights, "none" if it has none. stored_bytes: of those."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        path: Its path.
+        layout: Layout of its stored weights, "none" if it has none.
+        num_files: Number of files.
+        num_bytes: Bytes of all tensors.
+        stored_bytes: Bytes of stored weights.
+        groups: Its tensors.
+    """
 
     path: Path
     layout: str
@@ -43,18 +56,16 @@ def contents(path: str | Path) -> Contents:
     """Returns the contents of the checkpoint at `path`, from its headers. Raises `CheckpointError`."""
     checkpoint = Checkpoint.open(path)
     alike: dict[tuple[str, str, tuple[int, ...]], list[tuple[str, int]]] = {}
-    layout, weights = named(checkpoint)
+    layout, weights = weights_in(checkpoint)
     for weight in weights:
-        elements = checkpoint.entries[weight.elements]
+        elements = checkpoint.entries[weight.tensors[0]]
         kind = str(elements.dtype).removeprefix("torch.")
-        size, precision = elements.num_bytes, ""
-        if weight.ignored:
+        if not weight.is_read:
             kind += ", not read"
-        if weight.scales:
-            precision = str(stored_precision(weight.form))
-            kind = f"{precision} {weight.form.elem}"
-            size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
-        alike.setdefault((precision, kind, weight.shape), []).append((weight.name, size))
+        if weight.form is not None:
+            kind = f"{weight.precision} {weight.form.elem}"
+        size = sum(checkpoint.entries[name].num_bytes for name in weight.tensors)
+        alike.setdefault((weight.precision, kind, weight.shape), []).append((weight.name, size))
     groups = tuple(
         TensorGroup(
             name=spelled(name for name, _ in members),

@@ -11,44 +11,47 @@ shard, and codes are gathered: of whole tiles that is the cast of the gathered w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
+from mxcompile.checkpoint.save import published, state_of
 from mxcompile.compiler.gathers import forward_dtypes
 from mxcompile.compiler.plans import known_plan
 from mxcompile.compiler.policies import compiled_policy
 from mxcompile.compiler.uses import uses
 from mxcompile.distributed.tensors import MasterWeight, TileCast, local
 from mxcompile.errors import ModelError
-from mxcompile.formats import BLOCK, Format, Tile, is_quantized, stored_precision
+from mxcompile.formats import BLOCK, Format, Tile, is_quantized
 from mxcompile.formats.encoding import encode_tensors, gain, pack, tensor_amax
 from mxcompile.models.arguments import check_module
 from mxcompile.models.example_inputs import example_inputs
-from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import FSDP1, users_own
 from mxcompile.passes.weights import WeightUse, weight_uses
 from mxcompile.policy import Policy
-from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import cast, empty
+from mxcompile.serving.plan import UNSEEN, common_cast, weight_of
 from mxcompile.storage import MXTensor
+from mxcompile.storage.cast import cast
+from mxcompile.storage.weights import StoredWeights
 
 
 class ExportedTensor(NamedTuple):
     """One tensor of a state.
 
-    name: of a tensor in the published checkpoint of the model. codes: FP8 elements, bytes of two FP4 elements
-    each, or the values of a tensor that is not quantized. scales: of blocks of 32 along the last dimension,
-    k/32 for each row; of NVFP4 E4M3 scales of 16; None for such a tensor. global_scale: FP32 [1], divides the
-    scales of NVFP4.
+    Attributes:
+        name: Name of a tensor in the published checkpoint of the model.
+        codes: FP8 elements, bytes of two FP4 elements each, or the values of a tensor that is not quantized.
+        scales: Scales of blocks of 32 along the last dimension, k/32 for each row; of NVFP4, E4M3 scales of
+            blocks of 16. None for a tensor that is not quantized.
+        global_scale: FP32 [1], divides the scales of NVFP4.
     """
 
     name: str
     codes: Tensor
-    scales: Tensor | None
+    scales: Tensor | None = None
     global_scale: Tensor | None = None
 
 
@@ -62,18 +65,23 @@ def export_weights(
 ) -> ExportedWeights:
     """Returns an iterable of the current weights of `model`: each pass over it reads them anew.
 
-    model: compiled; bare, or in ``DistributedDataParallel``, ``fully_shard`` or ``parallelize_module``.
-    layout: ``compressed-tensors`` (scales are uint8) or ``torchao`` (scales are E8M0). policy: the one that
-    the model is compiled with; None finds it out. args, kwargs: what the model is called with, on any device:
-    the casts follow from a trace on fake tensors. A Hugging Face or timm model needs none.
-
     On several ranks, every rank must make every pass, because sharded weights are gathered; each gets them
     whole. A weight that the layout cannot hold, or whose shards cut blocks, comes without scales in its own
     dtype; `ExportedWeights.weights` gives the reason.
 
-    Raises `ModelError` for a model that was not compiled here or with several policies (pass `policy`), that
-    cannot be traced, or of which nothing runs in what weights are stored in, and `CheckpointError` for an
-    unknown layout.
+    Args:
+        model: The compiled model: bare, or in ``DistributedDataParallel``, ``fully_shard`` or
+            ``parallelize_module``.
+        layout: ``compressed-tensors`` (scales are uint8) or ``torchao`` (scales are E8M0).
+        policy: The policy with which the model is compiled; by default it is looked up.
+        args: Positional arguments of a call of the model, on any device: the casts follow from a trace on
+            fake tensors. A Hugging Face or timm model needs none.
+        kwargs: Keyword arguments of the call.
+
+    Raises:
+        ModelError: The model was not compiled here or with several policies (pass `policy`), cannot be
+            traced, or runs nothing in a format of stored weights.
+        CheckpointError: The layout is unknown.
     """
     check_module("export_weights", model)
     form, model = layout_of(layout), users_own(model)
@@ -83,7 +91,7 @@ def export_weights(
     if not args and not kwargs:
         kwargs = example_inputs(model)
     uses_by_path = uses(model, resolved, args, kwargs or {}, weight_uses, training=False).by_path
-    exported = ExportedWeights(model, form, {path: _decided(each) for path, each in uses_by_path.items()})
+    exported = ExportedWeights(model, form, {path: common_cast(each) for path, each in uses_by_path.items()})
     _check_complete(model, resolved, exported.weights)
     if not any(weight.stored for weight in exported.weights.weights):
         raise ModelError(f"no weight would be exported in MXFP8, MXFP4 or NVFP4\n{exported.weights}")
@@ -93,7 +101,7 @@ def export_weights(
 def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) -> None:
     """Raises `ModelError` if a layer that is quantized by the plan of `model` was not met in the trace."""
     plan = known_plan(model)
-    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == _UNSEEN}
+    unseen = {row.name.removesuffix(".weight") for row in weights.weights if row.reason == UNSEEN.reason}
     quantized = (
         {record.name for record in plan.records(policy) if is_quantized(record.precision)} if plan else set()
     )
@@ -104,70 +112,53 @@ def _check_complete(model: nn.Module, policy: Policy, weights: StoredWeights) ->
         )
 
 
-_UNSEEN = "no product of the traced call reads it as a matrix"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Use:
-    """The use of a weight in forward. how: the one cast that all its layers make of it, None without.
-
-    reason: for that.
-    """
-
-    role: str
-    reason: str
-    how: WeightUse | None = None
-
-
-def _decided(own_uses: Sequence[WeightUse]) -> _Use:
-    first = own_uses[0]
-    keeping = next((use for use in own_uses if use.form is None), None)
-    if keeping is not None:
-        return _Use(role=keeping.role, reason=keeping.reason)
-    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
-        return _Use(role=first.role, reason="its layers cast it in different ways")
-    return _Use(role=first.role, reason=first.reason, how=first)
-
-
 class ExportedWeights:
     """The weights of a model; iterated, an `ExportedTensor` each, as they are at that moment.
 
-    weights: what becomes of each weight of a linear layer or an embedding, and why; print it.
+    Attributes:
+        weights: The outcome for each weight of a linear layer or an embedding, with the reason; print it.
     """
 
-    def __init__(self, model: nn.Module, layout: FileLayout, decided: Mapping[str, _Use]) -> None:
+    def __init__(self, model: nn.Module, layout: FileLayout, own_uses: Mapping[str, WeightUse]) -> None:
         self._model, self._layout = model, layout
         self._dtypes = forward_dtypes(model)
         self._casts: dict[str, WeightUse] = {}
         rows = []
-        for name, value in _state(model).items():
-            use = decided.get(name) or _Use(role="other", reason=_UNSEEN)
-            if name in decided or value.ndim > 1:
-                reason = "" if use.how is None else self._obstacle(name, value, use.how)
-                if use.how is not None and not reason:
-                    self._casts[name] = use.how
-                rows.append(_row(name, value, use, reason))
+        for name, value in state_of(model).items():
+            if not isinstance(value, Tensor) or (name not in own_uses and value.ndim < 2):
+                continue
+            use = own_uses.get(name, UNSEEN)
+            weight = weight_of(name, value, use)
+            if weight.form is None:
+                rows.append(weight)
+            elif reason := layout.obstacle(weight) or _cut(value, use):
+                rows.append(replace(weight, form=None, reason=reason))
+            else:
+                rows.append(weight)
+                self._casts[name] = use
         self.weights = StoredWeights(weights=tuple(rows))
 
     def __iter__(self) -> Iterator[ExportedTensor]:
         """Yields every tensor of the state once, in the order of ``state_dict``."""
-        for name, value in _state(self._model).items():
-            how = self._casts.get(name)
-            value = self._forward_value(name, value)
+        for name, value in state_of(self._model).items():
+            if not isinstance(value, Tensor):
+                continue
+            how, dtype = self._casts.get(name), self._dtypes.get(name)
+            value = value.detach()
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)  # as FSDP2 gathers it
             exported = _whole(value) if how is None else _cast(name, value, how)
-            for published, tensor in _published(self._model, name, exported).items():
-                if isinstance(tensor, MXTensor):
-                    yield ExportedTensor(published, *self._layout.pack(published, tensor).values())
-                else:
-                    yield ExportedTensor(published, tensor, None)
+            for key, tensor in published(self._model, {name: exported}).items():
+                yield ExportedTensor(key, *self._layout.pack(key, tensor).values())
 
     def quantization_config(self) -> dict[str, Any]:
-        """Returns the entry ``quantization_config`` of a config.json for what is exported.
+        """Returns the entry ``quantization_config`` of a config.json for the exported weights.
 
-        Raises `ModelError` for a layout that has no such entry, as torchao's.
+        Raises:
+            ModelError: The layout has no such entry, as torchao's.
         """
         if self._layout.config is None:
-            raise ModelError(f"{self._layout.name} says what weights are in its files, not in a config.json")
+            raise ModelError(f"{self._layout.name} has the formats in its files, not in a config.json")
         whole = (row.name for row in self.weights.weights if not row.stored)
         forms = {name: how.form.stored for name, how in self._casts.items() if how.form is not None}
         return self._layout.config(
@@ -175,55 +166,14 @@ class ExportedWeights:
             {name.removesuffix(".weight"): form for name, form in forms.items()},
         )
 
-    def _forward_value(self, name: str, value: Tensor) -> Tensor:
-        """`value` in the dtype in which FSDP2 gathers it."""
-        dtype = self._dtypes.get(name)
-        kept = dtype is None or not value.is_floating_point()
-        return value.detach() if kept else value.detach().to(dtype)
-
-    def _obstacle(self, name: str, value: Tensor, how: WeightUse) -> str:
-        """Why the forward's cast of a weight cannot be exported, "" if it can."""
-        assert how.form is not None
-        dim = how.block_dim - how.rank
-        reason = self._layout.obstacle(name, tuple(value.shape), dim, how.form)
-        return reason or _cut(value, how)
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` by the user's names, every one once."""
-    seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for raw, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:
-            seen.add(id(value))
-            state[user_path(raw)] = value
-    return state
-
-
-def _row(name: str, value: Tensor, use: _Use, reason: str) -> StoredWeight:
-    num_bytes, precision = value.numel() * value.element_size(), ""
-    if use.how is not None and use.how.form is not None and not reason:
-        form = use.how.form
-        num_bytes = empty(value.shape, -1, form, torch.bfloat16, "meta").stored_bytes
-        precision = str(stored_precision(form))
-    return StoredWeight(
-        name=name,
-        role=use.role,
-        shape=tuple(value.shape),
-        stored=bool(precision),
-        reason=reason or use.reason,
-        num_bytes=num_bytes,
-        bytes_bf16=2 * value.numel(),
-        precision=precision,
-    )
-
 
 def _cut(value: Any, how: WeightUse) -> str:
-    """Why shards of `value` cannot be cast each by itself, "" if they can or are not to be."""
+    """Returns why shards of `value` cannot be cast each by itself, "" if they can or need not."""
     if how.form is not None and how.form.two_level:
         return ""
     parts = [1] * value.ndim
-    for placement, ranks in zip(getattr(value, "placements", ()), _mesh_shape(value), strict=True):
+    mesh = () if local(value) is value else value.device_mesh.shape
+    for placement, ranks in zip(getattr(value, "placements", ()), mesh, strict=True):
         if hasattr(placement, "dim"):  # a shard, strided or not
             parts[placement.dim % value.ndim] *= ranks
     extents = dict.fromkeys(range(value.ndim), 1)
@@ -236,13 +186,8 @@ def _cut(value: Any, how: WeightUse) -> str:
     return ""
 
 
-def _mesh_shape(value: Any) -> tuple[int, ...]:
-    mesh = getattr(value, "device_mesh", None)
-    return () if mesh is None else tuple(mesh.shape)
-
-
 def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
-    """The whole of `value`, stored; of a DTensor every rank casts its shard, of two levels the whole."""
+    """Returns the whole of `value`, stored; each rank casts its shard, except for two levels of scales."""
     form = how.form
     assert form is not None
     if form.two_level:
@@ -267,7 +212,7 @@ def _cast(name: str, value: Tensor, how: WeightUse) -> MXTensor:
 
 
 def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
-    """`value`, stored in `form`; of tiles that are square each row of one has its scale."""
+    """Returns `value`, stored in `form`. Of a square tile, each row has the scale."""
     if not how.square:
         return cast(value, -1, form)
     tiles = replace(form, tile=Tile(form.tile.along, form.tile.along))
@@ -279,7 +224,7 @@ def _two_level(value: Tensor, how: WeightUse, form: Format) -> MXTensor:
 
 
 def _gathered(like: Any, part: Tensor, shape: torch.Size) -> Tensor:
-    """The whole tensor of `shape` of which each rank holds `part`, sharded as `like`."""
+    """Returns the whole tensor of `shape`, of which each rank has `part`, sharded as `like`."""
     if local(like) is like:
         return part
     from torch.distributed.tensor import DTensor
@@ -293,18 +238,8 @@ def _gathered(like: Any, part: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _whole(value: Any) -> Tensor:
-    """`value` itself, or what a DTensor is of."""
+    """Returns the whole tensor of a DTensor, or `value` itself."""
     if local(value) is value:
         return value
     whole: Tensor = value.full_tensor()
     return whole.master if isinstance(whole, MasterWeight) else whole
-
-
-def _published(model: Any, name: str, value: Tensor) -> dict[str, Tensor]:
-    """`value` under its names in the published checkpoint of a Hugging Face model; of others as it is."""
-    if not hasattr(getattr(model, "config", None), "model_type"):
-        return {name: value}
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
-    return reverted

@@ -28,7 +28,7 @@ _DTYPES = {
 }  # fmt: skip
 
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-"""What safetensors calls dtypes."""
+"""Names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was opened.
+    """A checkpoint whose headers were read.
 
-    path: as given. entries: of all files, by name. files: in order; metadata: of each.
+    Attributes:
+        path: Its path, as given.
+        entries: Tensors of all files, by name.
+        metadata: Metadata of each file.
+        files: Its files, in order.
     """
 
     path: Path
@@ -60,7 +64,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """The checkpoint at `path`, a ``.safetensors`` file or a directory. Raises `CheckpointError`."""
+        """Returns the checkpoint at `path`, a safetensors file or a directory. Raises `CheckpointError`."""
         path = Path(path)
         files = _shards(path)
         entries: dict[str, Entry] = {}
@@ -81,13 +85,13 @@ class Checkpoint:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def read(self, name: str) -> Tensor:
-        """The tensor called `name`."""
+        """Returns the tensor called `name`."""
         with opened(self.entries[name].file) as handle:
             return handle.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def opened(file: Path) -> Any:
-    """`file`, open for reading, as a context. Raises `CheckpointError`."""
+    """Returns `file`, open for reading, as a context. Raises `CheckpointError`."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -112,7 +116,7 @@ def _entry(handle: Any, name: str, file: Path) -> Entry:
 
 
 def _shards(path: Path) -> tuple[Path, ...]:
-    """The files of the checkpoint at `path`."""
+    """Returns the files of the checkpoint at `path`."""
     if path.is_file():
         if path.suffix != ".safetensors":
             kind = "a pickle, which is never loaded" if path.suffix in PICKLES else "not a safetensors file"
@@ -156,7 +160,7 @@ def _of_index(path: Path) -> tuple[Path, ...]:
 
 
 def _check_index(path: Path, entries: dict[str, Entry]) -> None:
-    """Raise an error if there is an index that does not name the file of every tensor."""
+    """Raises `CheckpointError` if there is an index that does not name the file of every tensor."""
     if not (path / INDEX).is_file():
         return
     weights = _weight_map(path)
@@ -166,7 +170,7 @@ def _check_index(path: Path, entries: dict[str, Entry]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises `CheckpointError`."""
+    """Returns the JSON object in `file`. Raises `CheckpointError`."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from mxcompile.checkpoint.files import Checkpoint, Entry
-from mxcompile.checkpoint.weight_entries import MXFP4, Named, as_it_is
+from mxcompile.checkpoint.weight_entries import MXFP4, plain_weight
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import BLOCK
+from mxcompile.storage.weights import StoredWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -25,8 +26,8 @@ def is_blocks(entry: Entry) -> bool:
     return entry.name.endswith(_BLOCKS) and entry.dtype is torch.uint8 and entry.shape[3:] == (bytes_,)
 
 
-def read(checkpoint: Checkpoint) -> Iterator[Named]:
-    """The weights of `checkpoint`. Raises `CheckpointError`."""
+def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
+    """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
     entries = checkpoint.entries
     for name, entry in entries.items():
         base = name.removesuffix(_BLOCKS)
@@ -37,13 +38,12 @@ def read(checkpoint: Checkpoint) -> Iterator[Named]:
                     f"{entry.file}: {name!r} has no scales of its blocks: {base + _SCALES!r}"
                 )
             experts, n, blocks, _ = entry.shape
-            yield Named(
+            yield StoredWeight(
                 name=base,
                 shape=(experts, blocks * BLOCK, n),
-                elements=name,
-                scales=scale.name,
                 form=MXFP4,
-                turned=True,
+                block_dim=-2,
+                tensors=(name, scale.name),
             )
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in entries):
-            yield as_it_is(entry)
+            yield plain_weight(entry)

@@ -5,6 +5,7 @@ All hold whole blocks along their last dimension alone.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from mxcompile.checkpoint import compressed_tensors, gpt_oss, torchao
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, Kind, Named
+from mxcompile.checkpoint.weight_entries import MXFP4, MXFP8, MXFP8_E5M2, NVFP4
 from mxcompile.errors import CheckpointError, not_allowed
 from mxcompile.formats import Format, stored_precision
 from mxcompile.storage import MXTensor
+from mxcompile.storage.weights import StoredWeight
 
 log = logging.getLogger(__name__)
 
@@ -26,19 +28,26 @@ COMPRESSED_TENSORS, TORCHAO, GPT_OSS = "compressed-tensors", "torchao", "gpt-oss
 NO_LAYOUT = "none"
 """The layout of a checkpoint without a stored weight."""
 
-Parts = dict[str, Tensor]
+
+Config = Callable[[Iterable[str], Mapping[str, Format]], dict[str, Any]]
+"""Makes a quantization_config of the modules whose weights are not stored and the formats of the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
     """How files hold stored weights.
 
-    forms: formats that they can have. of_modules: whether a weight has to belong to a module. parts: from the
-    name of a weight and its format to the names of its elements and scales, and of its global scale if it has
-    one. scale_dtype: of E8M0 scales, of one byte. metadata: of a file, from the kinds of its tensors. config:
-    the quantization_config of a config.json, from the modules that are left as they are and the formats of
-    the others; None without one. mark: the key of a file's metadata that tells the layout; "" for that of
-    files without a mark. read: the weights of such a checkpoint, checked.
+    Attributes:
+        name: Name of the layout.
+        forms: Formats that weights can have.
+        of_modules: Whether a weight has to belong to a module.
+        parts: Takes a weight's name and format. Returns the names of its elements and scales, and of its
+            global scale if it has one.
+        scale_dtype: Dtype of E8M0 scales in files.
+        metadata: Takes the weights of a file. Returns its metadata.
+        config: Makes the quantization_config of a config.json; None if the layout has none.
+        mark: Key in the metadata of the layout's files, "" for the layout of files without such a key.
+        read: Takes a checkpoint. Yields its weights, checked.
     """
 
     name: str
@@ -46,40 +55,43 @@ class FileLayout:
     of_modules: bool = False
     parts: Callable[[str, Format], tuple[str, ...]]
     scale_dtype: torch.dtype
-    metadata: Callable[[Mapping[str, Kind]], dict[str, str]]
-    config: Callable[[Iterable[str], Mapping[str, Format]], dict[str, Any]] | None = None
+    metadata: Callable[[Mapping[str, Tensor]], dict[str, str]]
+    config: Config | None = None
     mark: str = ""
-    read: Callable[[Checkpoint], Iterator[Named]]
+    read: Callable[[Checkpoint], Iterator[StoredWeight]]
 
-    def obstacle(self, name: str, shape: tuple[int, ...], block_dim: int, form: Format) -> str:
-        """Why the layout cannot hold a weight stored so, "" if it can."""
-        if block_dim not in (-1, len(shape) - 1):
+    def obstacle(self, weight: StoredWeight) -> str:
+        """Returns why the layout cannot hold a weight that is stored quantized, "" if it can."""
+        assert weight.form is not None
+        if weight.block_dim not in (-1, len(weight.shape) - 1):
             return f"{self.name} has blocks along the last dimension only"
-        if form.stored not in self.forms:
-            return f"{self.name} has {_listed(self.forms)} only"
-        if shape[-1] % form.tile.along:
-            return f"{self.name} has whole blocks of {form.tile.along} only (k={shape[-1]})"
-        if self.of_modules and "." not in name:
+        if weight.form.stored not in self.forms:
+            *names, last = (f"{stored_precision(form).label} {form.elem}" for form in self.forms)
+            return f"{self.name} has {', '.join(names)} and {last} only"
+        if weight.shape[-1] % weight.form.tile.along:
+            return f"{self.name} has whole blocks of {weight.form.tile.along} only (k={weight.shape[-1]})"
+        if self.of_modules and "." not in weight.name:
             return f"{self.name} names weights of modules only"
         return ""
 
-    def pack(self, name: str, x: MXTensor) -> Parts:
-        """The tensors of a file for the weight `x`. Raises `CheckpointError` if the layout cannot hold it."""
-        reason = self.obstacle(name, tuple(x.shape), x.block_dim, x.form)
-        if reason:
+    def pack(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors of a file for one tensor of a model.
+
+        Raises:
+            CheckpointError: The tensor is stored quantized, in a way that the layout cannot hold.
+        """
+        if not isinstance(value, MXTensor):
+            return {name: value.contiguous()}
+        weight = StoredWeight(name=name, shape=tuple(value.shape), form=value.form, block_dim=value.block_dim)
+        if reason := self.obstacle(weight):
             raise CheckpointError(
                 f"{name}: {reason}; quantize_weights_ can leave it as it is by a policy rule"
             )
-        scale = x.scale if x.form.two_level else x.scale.view(self.scale_dtype)
-        tensors = [x.qdata.contiguous(), scale.contiguous()]
-        if x.global_scale is not None:
-            tensors.append(_one_number(name, x.global_scale))
-        return dict(zip(self.parts(name, x.form), tensors, strict=True))
-
-
-def _listed(forms: Iterable[Format]) -> str:
-    *names, last = (f"{stored_precision(form).label} {form.elem}" for form in forms)
-    return f"{', '.join(names)} and {last}"
+        scale = value.scale if value.form.two_level else value.scale.view(self.scale_dtype)
+        tensors = [value.qdata.contiguous(), scale.contiguous()]
+        if value.global_scale is not None:
+            tensors.append(_one_number(name, value.global_scale))
+        return dict(zip(self.parts(name, value.form), tensors, strict=True))
 
 
 def _one_number(name: str, global_scale: Tensor) -> Tensor:
@@ -99,55 +111,67 @@ def layout_of(name: str) -> FileLayout:
     return LAYOUTS[name]
 
 
-def stored(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """The weights of `checkpoint` by name, each as a function that reads it: an `MXTensor` or as it is.
+def readers(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Returns a function that reads it for each weight of `checkpoint`: an `MXTensor` or a plain tensor.
 
-    dtype: of the values, where the checkpoint does not say. Every pair of elements and scales is checked
-    before anything is read. Raises `CheckpointError`.
+    Every pair of elements and scales is checked before anything is read.
+
+    Args:
+        checkpoint: The checkpoint.
+        dtype: Dtype of the values of stored weights, where the checkpoint does not give it.
+
+    Raises:
+        CheckpointError: Tensors do not belong together.
     """
-    weights = named(checkpoint)[1]
-    if unread := sum(weight.ignored for weight in weights):
+    weights = weights_in(checkpoint)[1]
+    if unread := sum(not weight.is_read for weight in weights):
         log.warning(
             "%s: %d scales of activations are not read: a policy says how activations are cast, by their own"
             " largest magnitude",
             checkpoint.path,
             unread,
         )
-    return {weight.name: _reader(checkpoint, weight, dtype) for weight in weights if not weight.ignored}
+    return {
+        weight.name: functools.partial(_read, checkpoint, weight, dtype)
+        for weight in weights
+        if weight.is_read
+    }
 
 
-def named(checkpoint: Checkpoint) -> tuple[str, list[Named]]:
-    """The layout of the stored weights of `checkpoint`, "none" if it has none; all its weights, checked."""
+def weights_in(checkpoint: Checkpoint) -> tuple[str, list[StoredWeight]]:
+    """Returns the layout of the stored weights of `checkpoint`, "none" if it has none, and all its weights.
+
+    Raises:
+        CheckpointError: Tensors do not belong together.
+    """
     if any(gpt_oss.is_blocks(entry) for entry in checkpoint.entries.values()):
         return GPT_OSS, [*gpt_oss.read(checkpoint)]
     marks = {key for metadata in checkpoint.metadata for key in metadata} | {""}
     layout = next(layout for layout in reversed(LAYOUTS.values()) if layout.mark in marks)
     weights = [*layout.read(checkpoint)]
-    return layout.name if any(weight.scales for weight in weights) else NO_LAYOUT, weights
+    return layout.name if any(weight.stored for weight in weights) else NO_LAYOUT, weights
 
 
-def _reader(checkpoint: Checkpoint, weight: Named, dtype: torch.dtype) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        elements = checkpoint.read(weight.elements)
-        if not weight.scales:
-            return elements
-        elements = elements.flatten(-2) if weight.turned else elements
-        scales = checkpoint.read(weight.scales).view(weight.form.scale.stored_dtype)
-        whole = _global_scale(checkpoint, weight.global_scale) if weight.global_scale else None
-        elem, dim = weight.form.stored_dtype, weight.block_dim
-        value = MXTensor(elements.view(elem), scales, dim, weight.dtype or dtype, whole)
-        return value.transpose(-1, -2) if weight.turned else value
-
-    return read
+def _read(checkpoint: Checkpoint, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    elements, *parts = (checkpoint.read(name) for name in weight.tensors)
+    if weight.form is None:
+        return elements
+    scales = parts[0].view(weight.form.scale.stored_dtype)
+    is_swapped = elements.ndim > len(weight.shape)  # GPT-OSS: a dimension of blocks, of transposed experts
+    elements = (elements.flatten(-2) if is_swapped else elements).view(weight.form.stored_dtype)
+    whole = _checked_scale(checkpoint, weight, parts[1]) if weight.form.two_level else None
+    dim = -1 if is_swapped else weight.block_dim
+    value = MXTensor(elements, scales, dim, weight.dtype or dtype, whole)
+    return value.transpose(-1, -2) if is_swapped else value
 
 
-def _global_scale(checkpoint: Checkpoint, name: str) -> Tensor:
-    """The global scale called `name`. Raises `CheckpointError` for one that no value can be divided by."""
-    whole = checkpoint.read(name)
+def _checked_scale(checkpoint: Checkpoint, weight: StoredWeight, whole: Tensor) -> Tensor:
+    """Returns a global scale. Raises `CheckpointError` for one that no value can be divided by."""
     if not (whole.isfinite() & (whole > 0)).all():
-        file = checkpoint.entries[name].file
+        name = weight.tensors[-1]
         raise CheckpointError(
-            f"{file}: {name!r} is {whole.item()}, not a positive number: not an NVFP4 weight"
+            f"{checkpoint.entries[name].file}: {name!r} is {whole.item()}, not a positive number:"
+            " not an NVFP4 weight"
         )
     return whole
 

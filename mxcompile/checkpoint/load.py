@@ -9,7 +9,7 @@ which stack the codes of experts as they stack any tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import Checkpoint, line_of, read_json
-from mxcompile.checkpoint.layouts import NO_LAYOUT, named, stored
+from mxcompile.checkpoint.layouts import NO_LAYOUT, readers, weights_in
 from mxcompile.errors import CheckpointError
 from mxcompile.lowering.inductor import (
     casts as casts,  # Inductor, and what it packages, has its own dequantize
@@ -28,39 +28,44 @@ from mxcompile.storage import MXTensor
 
 _VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-Readers = dict[str, Callable[[], Tensor]]
-
 
 def load_quantized(
     path: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A model with the weights of the checkpoint at `path`, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
+    """Returns a model with the weights of a checkpoint, those in MXFP8, MXFP4 or NVFP4 as `MXTensor`s.
 
-    path: a safetensors file or a directory of them, in the layout of compressed-tensors
-    (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of GPT-OSS,
-    whose experts stay in MXFP4.
-    model: what to load into, on the meta device or any other; its parameters are replaced. Without it, the
-    Hugging Face model of the directory's config.json, in evaluation mode. dtype: of the values that stored
-    weights stand for, where neither config.json nor the checkpoint says; default what all its other weights
-    are in, else BF16.
+    Nothing is downloaded, unpickled or run from the directory.
 
-    Nothing is downloaded, unpickled or run from the directory. Raises `CheckpointError` for a checkpoint that
-    is damaged, holds no stored weight, or does not fit the model.
+    Args:
+        path: A safetensors file or a directory of them, in the layout of compressed-tensors
+            (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``), of torchao, or of
+            GPT-OSS, whose experts stay in MXFP4.
+        model: The model to load into, on the meta device or any other; its parameters are replaced. Without
+            it, the result is the Hugging Face model of the directory's config.json, in evaluation mode.
+        dtype: Dtype of the values of stored weights, where neither config.json nor the checkpoint gives it;
+            by default the dtype of all other weights of the checkpoint, else BF16.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, holds no stored weight, or does not fit the model.
     """
     checkpoint = Checkpoint.open(path)
-    if named(checkpoint)[0] == NO_LAYOUT:
+    if weights_in(checkpoint)[0] == NO_LAYOUT:
         raise CheckpointError(
             f"{path}: no weight is stored in MXFP8, MXFP4 or NVFP4: `mxcompile convert` stores them, and an"
             " ordinary checkpoint is read by from_pretrained or load_state_dict"
         )
     if model is not None:
-        _assign(users_own(model), stored(checkpoint, dtype or _common_dtype(checkpoint)))
+        reading = readers(checkpoint, dtype or _common_dtype(checkpoint))
+        _assign(checkpoint.path, users_own(model), reading)
         return model
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{path}: a file alone does not say what model it is of: pass model=")
     raw = read_json(directory / "config.json")
-    return _huggingface(checkpoint, directory, raw, dtype or _dtype(raw, _common_dtype(checkpoint)))
+    of_config = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
+    if dtype is None and isinstance(of_config, torch.dtype) and of_config.is_floating_point:
+        dtype = of_config
+    return _huggingface(checkpoint, directory, raw, dtype or _common_dtype(checkpoint))
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -69,24 +74,24 @@ def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.bfloat16
 
 
-def _dtype(raw: dict[str, Any], default: torch.dtype) -> torch.dtype:
-    dtype = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), default)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else default
-
-
 def from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    """The Hugging Face model of `directory`, with the weights that lie there, in MXFP8 or not.
+    """Returns the Hugging Face model of a directory with its weights, in MXFP8 or not.
 
-    dtype: of values, where the checkpoint does not say. Raises `CheckpointError`.
+    Args:
+        directory: The directory, with a config.json.
+        dtype: Dtype of values, where the checkpoint does not give it.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or does not fit the config.json.
     """
     raw = read_json(directory / "config.json")
     return _huggingface(Checkpoint.open(directory), directory, raw, dtype)
 
 
 def _huggingface(checkpoint: Checkpoint, path: Path, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    """The model that `raw`, the config.json in `path`, is of, with the weights of `checkpoint`."""
+    """Returns the model of `raw`, the config.json in `path`, with the weights of `checkpoint`."""
     owner, config = architecture(path, raw)
-    state = {name: read() for name, read in stored(checkpoint, dtype).items()}
+    state = {name: read() for name, read in readers(checkpoint, dtype).items()}
     try:
         model, info = owner.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
@@ -110,11 +115,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """
     places = {user_path(name): value for name, value in model.state_dict(keep_vars=True).items()}
     by_name = {user_path(name): name for name in checkpoint.entries}
-    shared = {id(places[name]) for name in by_name if name in places}
-    unexpected = next((name for name in by_name if name not in places), None)
-    missing = next((name for name, value in places.items() if id(value) not in shared), None)
-    if unexpected or missing:
-        raise CheckpointError(f"{checkpoint.path}: {_misfit(unexpected, missing)}")
+    _check_names(checkpoint.path, by_name, places)
     for name, stored_name in by_name.items():
         shape, expected = checkpoint.entries[stored_name].shape, tuple(places[name].shape)
         if shape != expected:
@@ -124,14 +125,20 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             places[name].copy_(checkpoint.read(stored_name))
 
 
-def _misfit(unexpected: str | None, missing: str | None) -> str:
-    if unexpected:
-        return f"the checkpoint has {unexpected!r}, which the model lacks"
-    return f"the checkpoint lacks {missing!r}, which the model has"
+def _check_names(path: Path, names: Iterable[str], places: Mapping[str, Tensor]) -> None:
+    """Raises `CheckpointError` unless `names`, of a checkpoint, are all the tensors of the model."""
+    loaded: set[int] = set()
+    for name in names:
+        if name not in places:
+            raise CheckpointError(f"{path}: the checkpoint has {name!r}, which the model lacks")
+        loaded.add(id(places[name]))
+    for name, value in places.items():
+        if id(value) not in loaded:
+            raise CheckpointError(f"{path}: the checkpoint lacks {name!r}, which the model has")
 
 
 def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
-    """The class and the configuration of the Hugging Face model that `raw`, a config.json, is of."""
+    """Returns the class and the configuration of the Hugging Face model of `raw`, a config.json."""
     try:
         import transformers
     except ImportError:
@@ -157,25 +164,22 @@ def architecture(path: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"{path}: {type(error).__name__}: {line_of(error)}") from error
 
 
-def _assign(model: nn.Module, readers: Readers) -> None:
-    """Put what `readers` give into the parameters and buffers of `model`, in every place that shares one."""
+def _assign(path: Path, model: nn.Module, reading: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Puts the tensors that `reading` gives into all places of the parameters and buffers of `model`."""
     places: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     known: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for owned in (module._parameters, module._buffers):
             for attribute, value in owned.items():
                 if value is not None and attribute not in module._non_persistent_buffers_set:
-                    known[joined(prefix, attribute)] = value
+                    known[user_path(joined(prefix, attribute))] = value
                     places[id(value)].append((owned, attribute))
-    unexpected = next((name for name in readers if name not in known), None)
-    loaded = {id(known[name]) for name in readers if name in known}
-    missing = next((name for name, value in known.items() if id(value) not in loaded), None)
-    if unexpected or missing:
-        raise CheckpointError(_misfit(unexpected, missing))
-    for name, read in readers.items():
+    _check_names(path, reading, known)
+    for name, read in reading.items():
         value, old = read(), known[name]
         if value.shape != old.shape:
-            raise CheckpointError(f"{name!r} has shape {tuple(value.shape)}, the model's {tuple(old.shape)}")
+            shapes = f"shape {tuple(value.shape)}, the model's {tuple(old.shape)}"
+            raise CheckpointError(f"{path}: {name!r} has {shapes}")
         trained = old.requires_grad and not isinstance(value, MXTensor)
         new = nn.Parameter(value, requires_grad=trained) if isinstance(old, nn.Parameter) else value
         for owned, attribute in places[id(old)]:

@@ -10,89 +10,58 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mxcompile.checkpoint.files import Checkpoint, Entry, read_json
-from mxcompile.checkpoint.layouts import FileLayout, layout_of, named
+from mxcompile.checkpoint.layouts import FileLayout, weights_in
 from mxcompile.checkpoint.load import architecture
-from mxcompile.checkpoint.save import linears
+from mxcompile.checkpoint.save import quantization_config
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import Format, stored_precision
+from mxcompile.formats import stored_precision
 from mxcompile.models.named import LoadedModel
 from mxcompile.policy import Policy
-from mxcompile.serving.choose import TABLE, StorageChoice
-from mxcompile.serving.table import StoredWeight, StoredWeights
-from mxcompile.serving.weights import chosen_weights, empty
+from mxcompile.serving.plan import TABLE, planned_weights
+from mxcompile.storage.cast import empty
+from mxcompile.storage.weights import StoredWeight
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 _KEEPS_BLOCKS = frozenset({"MergeModulelist", "Concatenate"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """A conversion.
+def plan_conversion(
+    checkpoint: Checkpoint,
+    policy: Policy | str | dict[str, Any] | None,
+    layout: FileLayout,
+    given: LoadedModel | None,
+) -> tuple[dict[str, StoredWeight], dict[str, Any]]:
+    """Returns the weights of a converted checkpoint, and its config.json.
 
-    checkpoint: what is converted. layout: of the result. chosen: for every weight of a linear layer or
-    embedding in it, by name there. config: the config.json, if there is one. whole: linear layers of the
-    model whose weights stay as they are. stored_modules: formats of the others, by their names in the
-    checkpoint and in the model.
+    Args:
+        checkpoint: The checkpoint to convert.
+        policy: The policy that decides.
+        layout: Layout of the result.
+        given: The model; None if the checkpoint has a Hugging Face config.json.
+
+    Returns:
+        Every weight of a linear layer or embedding, by its name in the checkpoint; and the config.json, empty
+        if the checkpoint has none.
+
+    Raises:
+        CheckpointError: The checkpoint is quantized already, does not fit the model, or has no weight that
+            can be stored.
+        ModelError: The model cannot be traced.
+        PolicyError: The policy stores no weight.
     """
-
-    checkpoint: Checkpoint
-    layout: FileLayout
-    chosen: dict[str, StorageChoice]
-    config: dict[str, Any]
-    whole: tuple[str, ...]
-    stored_modules: dict[str, Format]
-
-    def table(self) -> StoredWeights:
-        """Returns the entries of the result, from headers alone."""
-        entries = self.checkpoint.entries
-        return StoredWeights(weights=tuple(row(entries[name], each) for name, each in self.chosen.items()))
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the size of all tensors of the result in bytes."""
-        entries, rows = self.checkpoint.entries, self.table().weights
-        return self.checkpoint.num_bytes - sum(entries[each.name].num_bytes - each.num_bytes for each in rows)
-
-
-def row(entry: Entry, chosen: StorageChoice) -> StoredWeight:
-    """Returns the row of one tensor, with its bytes after the conversion."""
-    numel = torch.Size(entry.shape).numel()
-    num_bytes, precision = entry.num_bytes, ""
-    if chosen.form is not None:
-        num_bytes, precision = _stored_bytes(entry, chosen.form), str(stored_precision(chosen.form))
-    return StoredWeight(
-        name=entry.name,
-        role=chosen.role,
-        shape=entry.shape,
-        stored=bool(precision),
-        reason=chosen.reason,
-        num_bytes=num_bytes,
-        bytes_bf16=2 * numel,
-        precision=precision,
-    )
-
-
-def _stored_bytes(entry: Entry, form: Format) -> int:
-    return empty(entry.shape, -1, form, torch.bfloat16, "meta").stored_bytes
-
-
-def make_plan(
-    source: Path, policy: Policy | str | dict[str, Any] | None, layout: str, given: LoadedModel | None
-) -> Conversion:
-    """The plan for the checkpoint at `source`. Raises `CheckpointError`, `ModelError`, `PolicyError`."""
-    form, checkpoint = layout_of(layout), Checkpoint.open(source)
-    quantized = next((weight for weight in named(checkpoint)[1] if weight.scales), None)
-    if quantized is not None:
-        label = stored_precision(quantized.form).label
-        raise CheckpointError(f"{source}: {quantized.name!r} is stored in {label} already")
+    source = checkpoint.path
+    for weight in weights_in(checkpoint)[1]:
+        if weight.form is not None:
+            label = stored_precision(weight.form).label
+            raise CheckpointError(f"{source}: {weight.name!r} is stored in {label} already")
     config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
     if "quantization_config" in config:
         raise CheckpointError(f"{source / 'config.json'}: has a quantization_config; it is quantized already")
@@ -102,37 +71,49 @@ def make_plan(
                 f"{source}: it has no config.json: say which model the weights are of, --model NAME"
             )
         given = _of_config(source, config)
-    decided = chosen_weights(given.model, policy, given.args, given.kwargs)
+    decided = planned_weights(given.model, policy, given.args, given.kwargs)
     places = _places(given.model, checkpoint)
-    choices: dict[str, StorageChoice] = {}
-    for name, (path, reason) in places.items():
-        if path in decided:
-            choices[name] = _for_file(checkpoint.entries[name], decided[path], reason, form)
-    forms = {name: each.form for name, each in choices.items() if each.form is not None}
-    if not forms:
+    weights = {
+        name: _for_file(checkpoint.entries[name], decided[path], reason, layout)
+        for name, (path, reason) in places.items()
+        if path in decided
+    }
+    if not any(weight.stored for weight in weights.values()):
         raise CheckpointError(
             f"{source}: none of its weights can be stored in MXFP8, MXFP4 or NVFP4:"
-            f" {_reasons(choices, decided)}"
+            f" {_reasons(weights, decided)}"
         )
-    in_model = {places[name][0]: form for name, form in forms.items()}
-    parameters = given.model.named_parameters(remove_duplicate=False)
-    stored = {id(value) for path, value in parameters if path in in_model}
-    whole = linears(given.model, lambda weight: id(weight) not in stored)
-    return Conversion(
-        checkpoint=checkpoint,
-        layout=form,
-        chosen=choices,
-        config=config,
-        whole=tuple(whole),
-        stored_modules={name.removesuffix(".weight"): form for name, form in {**forms, **in_model}.items()},
-    )
+    if config and layout.config is not None:
+        state = {name: blank(entry, weights.get(name)) for name, entry in checkpoint.entries.items()}
+        stored = {places[name][0]: state[name] for name, weight in weights.items() if weight.stored}
+        modules = _modules(given.model, stored)
+        config["quantization_config"] = quantization_config(layout.config, state, modules)
+    return weights, config
 
 
-def _reasons(choices: Mapping[str, StorageChoice], decided: Mapping[str, StorageChoice]) -> str:
-    """Why no tensor is stored: what keeps those that the policy would store, else what it says."""
-    wanted = any(each.form is not None for each in decided.values())
+def blank(entry: Entry, weight: StoredWeight | None) -> Tensor:
+    """Returns the result of a tensor's conversion, without its values."""
+    if weight is None or weight.form is None:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    return empty(entry.shape, weight.block_dim, weight.form, entry.dtype, "meta")
+
+
+def _modules(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of the modules of `model`, with those of `stored` in place of its parameters."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    by_identity = {id(value): stored[path] for path, value in parameters if path in stored}
+    linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    return {
+        **{path.removesuffix(".weight"): value for path, value in stored.items()},
+        **{name: by_identity.get(id(each.weight), each.weight) for name, each in linears},
+    }
+
+
+def _reasons(weights: Mapping[str, StoredWeight], decided: Mapping[str, StoredWeight]) -> str:
+    """Returns why no tensor is stored: obstacles of weights that the policy stores, else its own reasons."""
+    wanted = any(each.stored for each in decided.values())
     policies = {each.reason for each in decided.values()}
-    reasons = Counter(each.reason for each in choices.values() if not wanted or each.reason not in policies)
+    reasons = Counter(each.reason for each in weights.values() if not wanted or each.reason not in policies)
     return (
         "; ".join(f"{reason} ({number} of them)" for reason, number in reasons.most_common(3)) or "no matrix"
     )
@@ -188,14 +169,15 @@ def _lost(converters: Sequence[Any], rank: int) -> str:
     return ""
 
 
-def _for_file(entry: Entry, chosen: StorageChoice, lost: str, layout: FileLayout) -> StorageChoice:
-    """`chosen`, of a parameter, for the tensor of the file."""
-    if chosen.form is None:
-        return chosen
+def _for_file(entry: Entry, weight: StoredWeight, lost: str, layout: FileLayout) -> StoredWeight:
+    """Returns the decision for the tensor of a file that becomes the parameter `weight`, or a part of it."""
+    own = replace(weight, name=entry.name, shape=entry.shape, dtype=entry.dtype, keeps_table=False)
+    if weight.form is None:
+        return own
     reason = lost
-    if chosen.apart:  # a checkpoint has one tensor for both
-        reason = f"{chosen.reason.partition(';')[0]}, but {TABLE}"
+    if weight.keeps_table:  # a checkpoint has one tensor for both
+        reason = f"{weight.reason.partition(';')[0]}, but {TABLE}"
     if entry.dtype not in _SOURCES:
         reason = f"its dtype is {str(entry.dtype).removeprefix('torch.')}"
-    reason = reason or layout.obstacle(entry.name, entry.shape, chosen.block_dim, chosen.form)
-    return replace(chosen, form=None, reason=reason) if reason else replace(chosen, block_dim=-1)
+    reason = reason or layout.obstacle(own)
+    return replace(own, form=None, reason=reason) if reason else replace(own, block_dim=-1)

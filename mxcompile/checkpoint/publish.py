@@ -1,10 +1,13 @@
-"""Writing files so that a reader sees all of one or nothing: beside the place, synced, then renamed."""
+"""Writing a directory of files whole or not at all: beside its place, synced, then renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import platform
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +18,83 @@ from torch import Tensor
 from mxcompile.checkpoint.files import DTYPE_NAMES
 from mxcompile.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
+_SUFFIX = ".partial"
+
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Make the directory `target` will be in; what the system refuses meanwhile is a `CheckpointError`."""
+def new_directory(target: Path) -> Iterator[Path]:
+    """Gives a directory beside `target`, which becomes `target` when the context ends without an error.
+
+    A process that was killed leaves its directory behind. The next process on the same machine that writes
+    `target` removes it.
+
+    Args:
+        target: The directory to write, an absolute path.
+
+    Yields:
+        An empty directory.
+
+    Raises:
+        CheckpointError: `target` exists, another process is writing it, or the system refuses something.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        yield
+        _remove_leftovers(target)
+        partial = target.with_name(f"{_prefix(target)}{platform.node()}.{os.getpid()}{_SUFFIX}")
+        partial.mkdir()
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _sync(path)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _sync(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}") from error
+        where = error.filename2 or error.filename or target
+        raise CheckpointError(f"{where}: {error.strerror or error}") from error
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name[:100]}."
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes directories of killed processes. Raises `CheckpointError` if a process is writing `target`."""
+    for path in target.parent.glob(f".*{_SUFFIX}"):
+        if not path.name.startswith(_prefix(target)):
+            continue
+        machine, _, process = path.name[len(_prefix(target)) : -len(_SUFFIX)].rpartition(".")
+        if machine != platform.node() or not process.isdecimal():
+            log.warning("%s: remove it if the process that wrote it on another machine was killed", path)
+        elif int(process) != os.getpid() and _is_running(int(process)):
+            raise CheckpointError(f"{target}: process {process} is writing it")
+        else:
+            shutil.rmtree(path)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def write_tensors(
     file: Path, specs: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Publish a safetensors file, of tensors that come one after the other and are not kept.
+    """Writes a safetensors file of tensors that come one after the other and are not kept.
 
-    specs: shape and dtype of every tensor, on the meta device say. values: those tensors, in any order.
+    Args:
+        file: The file.
+        specs: Tensors with the shape and dtype of every tensor, for example on the meta device.
+        values: The tensors, in any order.
+        metadata: Metadata of the file.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -43,37 +106,21 @@ def write_tensors(
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    part = file.with_name(f"{file.name}.part")
-    with part.open("wb") as handle:
+    with file.open("wb") as handle:
         handle.write(len(text).to_bytes(8, "little") + text)
         handle.truncate(handle.tell() + end)
         for name, value in values:
             handle.seek(8 + len(text) + header[name]["data_offsets"][0])
             handle.write(value.reshape(-1).view(torch.uint8).numpy(force=True).data)
-    _publish(part, file)
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Publish a JSON file."""
-    write_bytes(file, (json.dumps(value, indent=2) + "\n").encode())
+    """Writes a JSON file."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_bytes(file: Path, content: bytes) -> None:
-    """Publish a file."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_bytes(content)
-    _publish(part, file)
-
-
-def _publish(part: Path, file: Path) -> None:
-    with part.open("rb") as handle:
-        os.fsync(handle.fileno())
-    part.replace(file)
-    sync_directory(file.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in `path` last."""
+def _sync(path: Path) -> None:
+    """Makes the content of a file last, or the renames in a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

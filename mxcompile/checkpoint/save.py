@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.checkpoint.files import INDEX
-from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, FileLayout, layout_of
-from mxcompile.checkpoint.publish import sync_directory, write_json, write_tensors, writing
+from mxcompile.checkpoint.files import INDEX, Checkpoint
+from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, Config, FileLayout, layout_of
+from mxcompile.checkpoint.publish import new_directory, write_json, write_tensors
 from mxcompile.errors import CheckpointError
-from mxcompile.formats import Format
+from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import users_own
 from mxcompile.storage import MXTensor
 
@@ -26,90 +25,83 @@ def save_quantized(
     layout: str = COMPRESSED_TENSORS,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `model` to `directory`, which must not exist: weights, and a Hugging Face model's configs.
+    """Write a model with stored weights to a directory, with a Hugging Face model's configs.
 
-    layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``, ``nvfp4-pack-quantized``;
-    what Transformers and vLLM load) or ``torchao``, without NVFP4. The directory appears whole or not at all.
-    Hugging Face models are written under the names of their published checkpoints. Raises `CheckpointError`
-    for a model without a stored weight, if the directory exists or cannot be written, and if the layout
-    cannot hold a weight.
+    The directory appears whole or not at all. Hugging Face models are written under the names of their
+    published checkpoints.
+
+    Args:
+        model: The model.
+        directory: The directory, which must not exist.
+        layout: ``compressed-tensors`` (``mxfp8-quantized``, ``mxfp4-pack-quantized``,
+            ``nvfp4-pack-quantized``; Transformers and vLLM load it), or ``torchao``, without NVFP4.
+        max_shard_bytes: Size of the largest file.
+
+    Raises:
+        CheckpointError: No weight of the model is stored, the directory exists or cannot be written, or the
+            layout cannot hold a weight.
     """
     form = layout_of(layout)
     model, target = users_own(model), Path(directory).absolute()
     if target.exists():
         raise CheckpointError(f"{target}: exists already")
-    state = _state(model)
+    state = published(model, {name: value.detach() for name, value in state_of(model).items()})
     if not any(isinstance(value, MXTensor) for value in state.values()):
         raise CheckpointError(
             "no weight of the model is stored in MXFP8, MXFP4 or NVFP4: quantize_weights_ stores them, and"
             " save_pretrained or safetensors writes an ordinary model"
         )
-    with (
-        writing(target),
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary,
-    ):
-        partial = Path(temporary) / target.name
-        partial.mkdir()
+    with new_directory(target) as partial:
         _write_shards(partial, state, form, max_shard_bytes)
         _write_configs(partial, model, state, form)
-        partial.rename(target)
-        sync_directory(target.parent)
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` under their names in a checkpoint, every one once."""
-    seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            state[name] = value.detach()
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the state of `model` by the user's names, every tensor once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    return {user_path(name): state[name] for name in first.values()}
+
+
+def published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `state` under the names of a Hugging Face model's published checkpoint; of others as it is."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return state
     from transformers.core_model_loading import revert_weight_conversion
 
-    owner: Any = model
-    reverted: dict[str, Tensor] = revert_weight_conversion(owner, state)
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return reverted
 
 
 def _write_shards(directory: Path, state: Mapping[str, Tensor], layout: FileLayout, limit: int) -> None:
     shards = list(_shards(state, limit))
-    weight_map: dict[str, str] = {}
-    total = 0
     for number, names in enumerate(shards, 1):
         alone = len(shards) == 1
         file = "model.safetensors" if alone else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors, about = described({name: state[name] for name in names}, layout)
-        write_tensors(directory / file, tensors, tensors.items(), about)
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(each.nbytes for each in tensors.values())
-    if len(shards) > 1:
-        write_index(directory, weight_map, total)
+        weights = {name: state[name] for name in names}
+        tensors = packed(weights, layout)
+        write_tensors(directory / file, tensors, tensors.items(), layout.metadata(weights))
+    write_index(directory)
 
 
-def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> None:
-    """Write which file has which tensor. total: bytes of all."""
-    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
+def write_index(directory: Path) -> None:
+    """Writes which file of `directory` has which tensor, if there are several files."""
+    checkpoint = Checkpoint.open(directory)
+    if len(checkpoint.files) > 1:
+        weight_map = {name: entry.file.name for name, entry in checkpoint.entries.items()}
+        about = {"metadata": {"total_size": checkpoint.num_bytes}, "weight_map": weight_map}
+        write_json(directory / INDEX, about)
 
 
-def described(state: Mapping[str, Tensor], layout: FileLayout) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the entries of a file for the tensors `state` of a model, and its metadata."""
-    parts = {name: part for key, value in state.items() for name, part in packed(key, value, layout).items()}
-    kinds = {
-        name: (value.form, value.dtype) if isinstance(value, MXTensor) else None
-        for name, value in state.items()
-    }
-    return parts, layout.metadata(kinds)
-
-
-def packed(name: str, value: Tensor, layout: FileLayout) -> dict[str, Tensor]:
-    """Returns the entries of a file for one tensor of a model."""
-    return layout.pack(name, value) if isinstance(value, MXTensor) else {name: value.contiguous()}
+def packed(weights: Mapping[str, Tensor], layout: FileLayout) -> dict[str, Tensor]:
+    """Returns the tensors of a file that holds `weights`."""
+    return {key: part for name, each in weights.items() for key, part in layout.pack(name, each).items()}
 
 
 def _shards(state: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """The names of `state`, as many at once as fit in a file of `limit` bytes."""
+    """Yields the names of `state`, as many at once as fit in a file of `limit` bytes."""
     names: list[str] = []
     size = 0
     for name, value in state.items():
@@ -135,13 +127,8 @@ def _write_configs(
     if raw.get("tie_word_embeddings", True) and _are_apart(model):
         raw["tie_word_embeddings"] = False
     if layout.config is not None:
-        whole = linears(model, lambda weight: not isinstance(weight, MXTensor))
-        of_modules = {
-            name: each.weight for name, each in model.named_modules() if isinstance(each, nn.Linear)
-        }
-        raw["quantization_config"] = layout.config(
-            [*left_as_they_are(state), *whole], stored_modules({**state, **of_modules})
-        )
+        modules = {name: each.weight for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        raw["quantization_config"] = quantization_config(layout.config, state, modules)
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -156,26 +143,23 @@ def _are_apart(model: Any) -> bool:
     return isinstance(head, MXTensor) and head is not model.get_input_embeddings().weight
 
 
-def linears(model: nn.Module, among: Callable[[Tensor], bool]) -> list[str]:
-    """The linear layers of `model` whose weight is `among` those meant, by their names in the model.
+def quantization_config(
+    config: Config, state: Mapping[str, Tensor], modules: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Returns the quantization_config of a checkpoint.
 
-    Readers ask for modules, which may be called otherwise than in a file, or have a weight that the file
-    holds under another's name.
+    Readers ask for modules, which may have other names in the model than in a file, or a weight that the file
+    holds under another module's name. So both are in it.
+
+    Args:
+        config: The function of the layout.
+        state: The weights of the checkpoint by their names there, stored ones as `MXTensor`s.
+        modules: The weights of the model's linear layers, by the paths of the layers.
     """
-    modules = model.named_modules()
-    return [name for name, each in modules if isinstance(each, nn.Linear) and among(each.weight)]
-
-
-def stored_modules(weights: Mapping[str, Tensor]) -> dict[str, Format]:
-    """The formats of the stored ones of `weights`, by module; names may end in ``.weight``."""
-    stored = {name: value for name, value in weights.items() if isinstance(value, MXTensor)}
-    return {name.removesuffix(".weight"): value.form for name, value in stored.items()}
-
-
-def left_as_they_are(state: Mapping[str, Any]) -> list[str]:
-    """The modules whose ``weight`` of two dimensions is not stored: what readers must not take for such."""
-    return [
-        name.removesuffix(".weight")
-        for name, value in state.items()
-        if name.endswith(".weight") and len(value.shape) == 2 and not isinstance(value, MXTensor)
-    ]
+    weights = {name.removesuffix(".weight"): value for name, value in {**state, **modules}.items()}
+    matrices = [name for name, value in state.items() if name.endswith(".weight") and value.ndim == 2]
+    names = [*(name.removesuffix(".weight") for name in matrices), *modules]
+    return config(
+        [name for name in names if not isinstance(weights[name], MXTensor)],
+        {name: value.form for name, value in weights.items() if isinstance(value, MXTensor)},
+    )

@@ -10,20 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mxcompile.checkpoint.files import Checkpoint
-from mxcompile.checkpoint.weight_entries import (
-    E2M1,
-    FP8,
-    MXFP4,
-    MXFP8,
-    Kind,
-    Named,
-    as_it_is,
-    stored_weight,
-)
+from mxcompile.checkpoint.weight_entries import E2M1, FP8, MXFP4, MXFP8, plain_weight, stored_weight
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import BLOCK, Format, stored_form
+from mxcompile.storage import MXTensor
+from mxcompile.storage.weights import StoredWeight
 
 MARK = "tensor_names"
 """The key of a file's metadata that tells the layout."""
@@ -32,21 +26,21 @@ _E2M1_WORD = str(E2M1).removeprefix("torch.")
 
 
 def parts(name: str, form: Format) -> tuple[str, str]:
-    """The names of the elements and scales of the weight `name`."""
+    """Returns the names of the elements and scales of the weight `name`."""
     module, _, attribute = name.rpartition(".")
     return f"{module}._{attribute}_qdata", f"{module}._{attribute}_scale"
 
 
-def metadata_of(tensors: Mapping[str, Kind]) -> dict[str, str]:
-    """The metadata of a file of `tensors`."""
-    entries = {name: json.dumps(_entry(kind)) for name, kind in tensors.items()}
-    return {"format": "pt", **entries, MARK: json.dumps([*tensors])}
+def metadata_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the metadata of a file that holds `weights`."""
+    entries = {name: json.dumps(_entry(weight)) for name, weight in weights.items()}
+    return {"format": "pt", **entries, MARK: json.dumps([*weights])}
 
 
-def _entry(kind: Kind) -> dict[str, Any]:
-    if kind is None:
+def _entry(weight: Tensor) -> dict[str, Any]:
+    if not isinstance(weight, MXTensor):
         return {"_type": "Tensor"}
-    dtypes = kind[0].elem.stored_dtype, kind[1]
+    dtypes = weight.form.elem.stored_dtype, weight.dtype
     elem, dtype = ({"_type": "torch.dtype", "_data": str(each).removeprefix("torch.")} for each in dtypes)
     data = {
         "elem_dtype": elem,
@@ -59,25 +53,20 @@ def _entry(kind: Kind) -> dict[str, Any]:
     return {"_type": "MXTensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
 
 
-def read(checkpoint: Checkpoint) -> Iterator[Named]:
-    """The weights of `checkpoint`. Raises `CheckpointError`."""
+def read(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
+    """Yields the weights of `checkpoint`. Raises `CheckpointError`."""
     for metadata in checkpoint.metadata:
-        yield from _file(checkpoint, metadata)
+        for name in _parsed(checkpoint, metadata, MARK, list):
+            about = _parsed(checkpoint, metadata, name, dict)
+            if about.get("_type") != "Tensor":
+                yield _weight(checkpoint, name, about)
+            elif name not in checkpoint.entries:
+                raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
+            else:
+                yield plain_weight(checkpoint.entries[name])
 
 
-def _file(checkpoint: Checkpoint, metadata: Mapping[str, str]) -> Iterator[Named]:
-    """The weights of one file."""
-    for name in _parsed(checkpoint, metadata, MARK, list):
-        about = _parsed(checkpoint, metadata, name, dict)
-        if about.get("_type") != "Tensor":
-            yield _weight(checkpoint, name, about)
-        elif name not in checkpoint.entries:
-            raise CheckpointError(f"{checkpoint.path}: {name!r} is missing")
-        else:
-            yield as_it_is(checkpoint.entries[name])
-
-
-def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> Named:
+def _weight(checkpoint: Checkpoint, name: str, about: Mapping[str, Any]) -> StoredWeight:
     data = about.get("_data") or {}
     what = f"{checkpoint.path}: {name!r}"
     if about.get("_type") != "MXTensor" or data.get("block_size") != BLOCK:

@@ -1,14 +1,13 @@
-"""One weight of a checkpoint, by the names of its tensors in the files."""
+"""The weights of a checkpoint, from the tensors in its files."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from mxcompile.checkpoint.files import Entry
 from mxcompile.errors import CheckpointError
 from mxcompile.formats import TWO_LEVEL, Format, num_blocks, stored_form, stored_precision
+from mxcompile.storage.weights import StoredWeight
 
 E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -19,37 +18,6 @@ NVFP4 = stored_form(E2M1, TWO_LEVEL)
 SUFFIX = "_scale"
 """What follows the name of a weight in that of its scales."""
 
-Kind = tuple[Format, torch.dtype] | None
-"""Format and value dtype of a stored weight, None for other tensors."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Named:
-    """One weight of a checkpoint.
-
-    name: in the model. shape: of the values. elements, scales, global_scale: names of its tensors in the
-    files; scales is "" for a tensor that is not quantized, global_scale for one without two levels. form: of
-    one that is quantized. block_dim: negative. dtype: of the values, where the checkpoint says. turned:
-    whether the files hold blocks of 16 bytes along the last dimension but one of the values. ignored: whether
-    the model has no place for it, so that it stays unread.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    elements: str
-    scales: str = ""
-    global_scale: str = ""
-    form: Format = MXFP8
-    block_dim: int = -1
-    dtype: torch.dtype | None = None
-    turned: bool = False
-    ignored: bool = False
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The names of its tensors in the files."""
-        return tuple(filter(None, (self.elements, self.scales, self.global_scale)))
-
 
 def stored_weight(
     name: str,
@@ -58,10 +26,19 @@ def stored_weight(
     form: Format,
     dtype: torch.dtype | None = None,
     global_scale: Entry | None = None,
-) -> Named:
-    """The weight of these tensors. Blocks run along the dimension that the shapes say.
+) -> StoredWeight:
+    """Returns the weight that a file holds in several tensors; blocks run along the dimension that fits.
 
-    Raises `CheckpointError` for parts that do not belong together.
+    Args:
+        name: Name of the weight.
+        entry: Its elements.
+        scale: Its scales; None if the file lacks them.
+        form: Its format.
+        dtype: Dtype of the values, if the checkpoint gives it.
+        global_scale: Its global scale, if the file has one.
+
+    Raises:
+        CheckpointError: The tensors do not belong together.
     """
     what, label = f"{entry.file}: {entry.name!r}", stored_precision(form).label
     if scale is None:
@@ -77,15 +54,14 @@ def stored_weight(
         blocks = [*shape]
         blocks[dim] = num_blocks(shape[dim], form.tile.along)
         if tuple(blocks) == scale.shape:
-            return Named(
+            parts = [entry, scale] if global_scale is None else [entry, scale, global_scale]
+            return StoredWeight(
                 name=name,
                 shape=tuple(shape),
-                elements=entry.name,
-                scales=scale.name,
-                global_scale="" if global_scale is None else global_scale.name,
+                dtype=dtype,
                 form=form,
                 block_dim=dim,
-                dtype=dtype,
+                tensors=tuple(part.name for part in parts),
             )
     raise CheckpointError(f"{what} has shape {entry.shape}, which scales of {scale.shape} do not fit")
 
@@ -103,11 +79,8 @@ def _check_global(global_scale: Entry | None, form: Format, what: str) -> None:
         )
 
 
-def ignored(entry: Entry) -> Named:
-    """A tensor that is not read."""
-    return Named(name=entry.name, shape=entry.shape, elements=entry.name, ignored=True)
-
-
-def as_it_is(entry: Entry) -> Named:
-    """A tensor that is not quantized."""
-    return Named(name=entry.name, shape=entry.shape, elements=entry.name)
+def plain_weight(entry: Entry, *, is_read: bool = True) -> StoredWeight:
+    """Returns the weight that a file holds as it is. is_read: whether the model has a place for it."""
+    return StoredWeight(
+        name=entry.name, shape=entry.shape, dtype=entry.dtype, tensors=(entry.name,), is_read=is_read
+    )

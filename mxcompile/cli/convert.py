@@ -37,16 +37,22 @@ def run(options: argparse.Namespace) -> int:
     from mxcompile.checkpoint.convert import convert
     from mxcompile.checkpoint.files import Checkpoint
     from mxcompile.checkpoint.layouts import COMPRESSED_TENSORS, layout_of
-    from mxcompile.checkpoint.plan import make_plan
+    from mxcompile.checkpoint.plan import plan_conversion
     from mxcompile.cli.quiet import quiet
     from mxcompile.models.named import load_model
+    from mxcompile.storage.weights import StoredWeights
 
-    layout_of(options.layout)  # an unknown one is an error before a model is made
+    layout = layout_of(options.layout)  # an unknown one is an error before a model is made
     with quiet():
         given = None if options.model is None else load_model(options.model)
         if options.dry_run:
-            plan = make_plan(options.source, options.policy, options.layout, given)
-            print(f"{plan.table()}\n\n{_sizes(options, plan.checkpoint.num_bytes, plan.num_bytes)}")
+            checkpoint = Checkpoint.open(options.source)
+            weights, _ = plan_conversion(checkpoint, options.policy, layout, given)
+            before = after = checkpoint.num_bytes
+            for name, weight in weights.items():
+                after += weight.num_bytes - checkpoint.entries[name].num_bytes
+            table = StoredWeights(weights=tuple(weights.values()))
+            print(f"{table}\n\n{_sizes(options, before, after)}")
             return 0
         table = convert(
             options.source, options.target, policy=options.policy, layout=options.layout, model=given

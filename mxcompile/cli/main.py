@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -75,15 +76,24 @@ def every(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
                 yield from every(inner)
 
 
+def _in_flags(message: str, root: argparse.ArgumentParser, command: str) -> str:
+    """`message` with the flags of `command` for the arguments in Python that stand in it in backquotes."""
+    parsers = (each for each in every(root) if each.prog.split()[1:2] == [command])
+    actions = (action for each in parsers for action in each._actions if action.option_strings)
+    flags = {action.dest: max(action.option_strings, key=len) for action in actions}
+    return re.sub(r"`(\w+)`", lambda name: flags.get(name[1], name[0]), message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = parser().parse_args(arguments)
+    root = parser()
+    options = root.parse_args(arguments)
     try:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except MXCompileError as error:
-        print(f"mxcompile: {error}", file=sys.stderr)
+        print(f"mxcompile: {_in_flags(str(error), root, options.command)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nmxcompile: interrupted", file=sys.stderr)

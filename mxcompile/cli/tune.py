@@ -47,11 +47,12 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; exit status 1 if the bound cannot be met."""
-    from mxcompile.analysis.tune import Bounds, tune
+    from mxcompile.analysis.tune import Bounds, check_mix, tune
     from mxcompile.cli.quiet import quiet
 
     check_output(options)
     bounds = Bounds(min_sqnr=options.min_sqnr, max_loss_gap=options.max_loss_gap)
+    check_mix(options.among, options.target)
     with quiet(), measured(options) as loaded:
         result = tune(
             loaded.model,

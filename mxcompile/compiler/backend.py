@@ -18,19 +18,22 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from mxcompile.compiler import histories, sharing
+from mxcompile.compiler.attempts import watch_attempts
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.decompositions import table
-from mxcompile.compiler.entry import publish
+from mxcompile.compiler.entry import publish, recall
 from mxcompile.compiler.exporting import guard_exports
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.policies import remember
+from mxcompile.compiler.reading import read_early
 from mxcompile.compiler.trace import copied
 from mxcompile.compiler.watched import follow, guard, watched
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, resolve
 from mxcompile.models.blocks import Blocks
+from mxcompile.models.tree import path_in
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
 from mxcompile.versions import warn_once
@@ -80,14 +83,18 @@ class Backend:
             return None
         if self.root is None:
             raise OptionError("Backend(block=…) needs root=…, the model the block is a part of")
-        path = next((name for name, module in self.root.named_modules() if module is block), None)
+        path = path_in(self.root, block)
         if path is None:
             raise OptionError("Backend(block=…) is not a module of root")
-        return name_signature(self.options.policy, self.root, path, Blocks.of(self.root))
+        return name_signature(self.options.policy, block, path, Blocks.of(self.root))
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Compiled:
-        """Compile `gm`. Called by Dynamo."""
-        return compile_graph(gm, example_inputs, self.options, self.root, self.parts)
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, name: str | None = None, **others: Any
+    ) -> Compiled:
+        """Compile `gm`; Dynamo calls it. name: name of the compiled region."""
+        if others:
+            raise OptionError(f"{' and '.join(others)}: give this to Backend(…), not to torch.compile")
+        return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Itself, of its own `root`: Lightning copies what ``torch.compile`` is called with."""
@@ -108,10 +115,15 @@ def mxfp8(
     example_inputs: Sequence[Any],
     *,
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+    name: str | None = None,
 ) -> Compiled:
-    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph."""
-    return compile_graph(gm, example_inputs, Options.parse(mode, options), None)
+    """The entry point that ``backend="mxfp8"`` names; Dynamo calls it with each graph.
+
+    options: as ``torch.compile`` got them, or as they were read then (see `reading`). name: of the compiled
+    region, where ``torch.compile`` takes one.
+    """
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), None, name=name)
 
 
 def compile_graph(
@@ -120,6 +132,7 @@ def compile_graph(
     options: Options,
     root: nn.Module | None,
     parts: tuple[str, ...] | None = None,
+    name: str | None = None,
 ) -> Compiled:
     """Compile one captured graph and put it in the report."""
     warn_once()
@@ -136,16 +149,29 @@ def compile_graph(
     check_plan(compilation, parts)
     sharing.guard(capture, options.policy, unlimited=parts is not None)
 
+    region: dict[str, Any] = {} if name is None else {"compile_region_name": name}
+
     def compiled(graph: fx.GraphModule, one: Compilation) -> Compiled:
         patches, known = one.config_patches(), table()
-        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known)
+        code = compile_fx(graph, example_inputs, config_patches=patches, decompositions=known, **region)
         return cast(Compiled, code)
 
-    code = publish(compilation, gm, example_inputs, compiled(gm, compilation))
+    stored = recall(compilation)
+    code = publish(compilation, stored, compiled(gm, compilation))
     code = watched(code, compilation, example_inputs, lambda one: compiled(copied(gm), one))
     if tapped is not None:
         return histories.Stateful(code, tapped, dict(compilation.part.histories), capture.root)
     return code
 
 
+def _options_of(backend: Any, keywords: Mapping[str, Any]) -> Options | None:
+    """The options of `backend`, called with `keywords`; None if it is another one."""
+    if backend is mxfp8:
+        return Options.parse(keywords.get("mode"), keywords.get("options"))
+    options = getattr(backend, "options", None)
+    return options if isinstance(options, Options) else None
+
+
+read_early(lambda backend: backend is mxfp8)
 guard_exports(lambda backend: backend is mxfp8 or isinstance(backend, Backend))
+watch_attempts(_options_of)

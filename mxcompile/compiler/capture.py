@@ -18,6 +18,7 @@ from mxcompile.compiler.plans import Planned, plan_of
 from mxcompile.compiler.regions import inline_regions
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, module_of, source_of
+from mxcompile.models.tree import Tree
 from mxcompile.report.files import rank
 
 
@@ -25,22 +26,21 @@ from mxcompile.report.files import rank
 class Capture:
     """A graph as Dynamo handed it over.
 
-    inputs: what each is, by its path below `path`. root: the user's model, if known. prefix: path in it of
-    the module whose frame this is, as far as guards on its parameters go. module: the same by the frame's
-    ``self``. path: what the names of the graph's layers start with. blocks: of the model. owner: the source,
-    in Dynamo's terms, of the module at `prefix`. cut: why the graph is but a part of the model, "" if it is
-    all. stage: whether the model is a stage of a pipeline, whose other layers are in other processes.
-    backward: whether it is that of graphs compiled before. planned: for a part, what is known of the whole.
-    gathers: what FSDP2 gathers of its inputs. device: of the first tensor. identity: hash of what names and
-    decides the graph's layers; with_sources: the same with what else a report depends on, the lines of the
-    user's code and the inputs' shapes among it.
+    inputs: what each is. root: the user's model, if known. tree: its modules and tensors. prefix: path of the
+    module that the graph's parameters are read through. module: path of the module whose code the frame is.
+    blocks: of the model. owner: the source, in Dynamo's terms, of the module at `prefix`. cut: why the graph
+    is but a part of the model, "" if it is all. stage: whether the model is a stage of a pipeline, whose
+    other layers are in other processes. backward: whether it is that of graphs compiled before. planned: for
+    a part, what is known of the whole. gathers: what FSDP2 gathers of its inputs. device: of the first
+    tensor. identity: hash of everything that the report of the graph depends on, the lines of the user's code
+    and the inputs' shapes among it.
     """
 
     inputs: tuple[GraphInput, ...]
     root: nn.Module | None
+    tree: Tree
     prefix: str
     module: str
-    path: str
     blocks: Blocks
     owner: Any
     cut: str
@@ -50,7 +50,6 @@ class Capture:
     gathers: Gathers
     device: torch.device
     identity: str
-    with_sources: str
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
@@ -58,23 +57,23 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
 
     Nested regions are put into `gm`, and the derivatives that it takes are marked.
     """
-    inline_regions(gm)
     mark_derivatives(gm)
     frame = Frame.of(gm)
-    root, called = frame.root(root), _called(gm, frame)
-    cut = frame.cut(root, called) or _sharded(example_inputs)
-    located = Located(gm, example_inputs, root or called, frame)
+    root = frame.root(root)
+    located = Located(gm, example_inputs, root, frame)
+    inline_regions(gm, located.inputs)
+    cut = frame.cut(root, _called(gm, located)) or _sharded(example_inputs)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
     shared = tuple(given.others for given in located.inputs)
-    gathers = gathers_of(root, located.path, located.inputs)
-    about = (blocks, located.prefix, located.path, cut, planned.below(located.prefix), shared, _rank(gm))
+    gathers = gathers_of(root, located.inputs)
+    about = (blocks, located.prefix, cut, planned.below(located.prefix), shared, _rank(gm))
     return Capture(
         inputs=located.inputs,
         root=root,
+        tree=located.tree,
         prefix=located.prefix,
         module=located.module,
-        path=located.path,
         blocks=blocks,
         owner=located.owner,
         cut=cut,
@@ -83,8 +82,7 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
         planned=planned,
         gathers=gathers,
         device=_device(example_inputs),
-        identity=_hash(_identity(gm, about)),
-        with_sources=_hash((gathers, *_details(gm, example_inputs, about))),
+        identity=_hash((gathers, *_details(gm, example_inputs, about))),
     )
 
 
@@ -108,12 +106,11 @@ def _rank(gm: fx.GraphModule) -> int | None:
     return rank() if any(map(_is_shard, values)) else None
 
 
-def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:
+def _called(gm: fx.GraphModule, located: Located) -> nn.Module | None:
     """The module that a compiled function calls, if it calls just one."""
-    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
-    outermost = {next(iter(stack.values()))[0] for stack in stacks if stack}
-    candidates = [frame.evaluate(path) for path in outermost]
-    return candidates[0] if len(candidates) == 1 and isinstance(candidates[0], nn.Module) else None
+    stacks = (node.meta["nn_module_stack"] for node in gm.graph.nodes)
+    outermost = {next(iter(stack)).partition("@")[0] for stack in stacks if stack}
+    return located.holder if outermost == {str(id(located.holder))} else None
 
 
 def _device(example_inputs: Sequence[Any]) -> torch.device:
@@ -130,25 +127,29 @@ def _hash(parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def _identity(gm: fx.GraphModule, about: Any) -> Iterator[Any]:
-    """Returns what tells apart graphs that compute alike but are named or decided differently."""
-    yield about
-    for node in gm.graph.nodes:
-        yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)
+def _size(value: Any) -> Any:
+    """Returns a size as it counts for a report: a symbolic one with its value in this call."""
+    if not isinstance(value, torch.SymInt):
+        return value if isinstance(value, int) else None
+    if value.node.is_nested_int():
+        return "ragged"
+    return str(value), value.node.hint if value.node.has_hint() else None
 
 
 def _details(gm: fx.GraphModule, example_inputs: Sequence[Any], about: Any) -> Iterator[Any]:
     """Everything a report depends on."""
-    yield from _identity(gm, about)
+    yield about
     for node in gm.graph.nodes:
+        yield node.op, name_of(source_of_input(node)) if node.op == "placeholder" else module_of(node)
         target = node._pretty_print_target(node.target)
         yield target, str(node.args), str(node.kwargs), source_of(node)
         value = node.meta.get("example_value")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            yield tuple(map(str, value.shape)), str(value.dtype), str(value.device)
+            yield tuple(map(_size, value.shape)), str(value.dtype), str(value.device), str(value.layout)
+            yield tuple(map(_size, value.stride())) if value.layout is torch.strided else ()
             yield value.requires_grad
     for value in example_inputs:
-        yield isinstance(value, nn.Parameter)
+        yield isinstance(value, nn.Parameter), _size(value)
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     for kind in ("cpu", "cuda"):
         yield torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

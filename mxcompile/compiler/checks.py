@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from mxcompile.compiler import unplanned
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import is_running
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.places import settle
-from mxcompile.compiler.plans import known_plan, no_plan, planned
+from mxcompile.compiler.plans import known_plan, layers_of_call, planned
 from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import resolve
 from mxcompile.plan.plan import Plan
+from mxcompile.policy import Gemm
 from mxcompile.report import REGISTRY, Ledger
 from mxcompile.rules import check_layers, complaints, spelled
 
 log = logging.getLogger(__name__)
 
-_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Plan | None]] = WeakKeyDictionary()
+_SEE = "(see TORCH_LOGS=graph_breaks)"
+
+_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Plan]] = WeakKeyDictionary()
 _RAN: WeakKeyDictionary[nn.Module, dict[str, Plan]] = WeakKeyDictionary()
 """By model and options, the plan that was held against: what the policy says, and what has run."""
 
@@ -36,18 +41,16 @@ def check_plan(compilation: Compilation, parts: Sequence[str] | None = None) -> 
     From then on every layer of the plan is in the report.
 
     parts: paths of all modules that will be compiled, if known. Raises what strict mode raises:
-    `UnsupportedError` for layers that cannot go or are in no part, `PolicyError` for rules.
+    `UnsupportedError` for layers that cannot go or are in no part, and for a part of a model without a plan;
+    `PolicyError` for rules.
     """
-    planned, root = compilation.capture.planned, compilation.capture.root
+    plan, root = compilation.capture.planned.plan, compilation.capture.root
     if root is None:
         return
-    plan, checked = planned.plan, _CHECKED.setdefault(root, {})
     if plan is None:
-        if planned.missing and planned.missing not in checked:
-            log.warning(no_plan(root, planned.missing))
-            checked[planned.missing] = None
+        unplanned.check(compilation.capture, compilation.options)
         return
-    options = compilation.options
+    options, checked = compilation.options, _CHECKED.setdefault(root, {})
     if checked.get(options.group) is plan:
         return
     outside = _outside(plan, options, parts) if parts is not None else []
@@ -78,19 +81,27 @@ def check_ran(compilation: Compilation) -> None:
 
 
 def check_call(
-    root: nn.Module, options: Options, parts: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    root: nn.Module,
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
     """Hold what was compiled of `root` against the plan, now that its call with `args` and `kwargs` is over.
 
-    parts: paths of the modules that were to be compiled. Strict mode raises `UnsupportedError`, else there is
-    a warning, for layers that ran outside of compiled code, or if nothing was compiled.
+    parts: by path of each module that was to be compiled, whether it was called. Strict mode raises
+    `UnsupportedError`, else there is a warning, for layers that ran outside of compiled code, or if nothing
+    was compiled.
     """
     if REGISTRY.knows(root, options.group):
         plan = known_plan(root)
         if plan is not None:
-            _check_ran(root, options, plan)
+            idle = [path for path, was_called in parts.items() if not was_called]
+            _check_ran(root, options, plan, (args, kwargs), idle)
         return
     plan = planned(root, args, kwargs).plan
+    if plan is not None and not plan.tags:
+        return
     if plan is not None:
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
         REGISTRY.plan(root, options.group, plan.records(options.policy))
@@ -113,6 +124,26 @@ def check_call(
     )
 
 
+def tell_left(
+    message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
+) -> None:
+    """Say `message`, on a frame that runs as Python from now on, in the report and a warning, or raise it.
+
+    frame: Dynamo's number. path: of the module of `root` whose method it is, if it runs what that calls too.
+    Nothing is said of a frame without products that are to be quantized.
+    """
+    parts = REGISTRY.parts(options.group, frame=frame)
+    gemms = [gemm for part in parts for gemm in part.gemms]
+    if root is not None and path is not None and not gemms:
+        is_cut = not parts or any(part.graph_breaks for part in parts)
+        known = REGISTRY.parts(options.group, model=root) if is_cut else ()
+        own = (gemm for part in known for gemm in part.gemms)
+        gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
+    if any(is_quantized(gemm.precision) for gemm in gemms):
+        _tell(message, options)
+        REGISTRY.note(message, options.group, model=root, frame=frame)
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -124,22 +155,63 @@ def _tell(message: str, options: Options) -> None:
     log.warning("%s", message)
 
 
-def _check_ran(root: nn.Module, options: Options, plan: Plan) -> None:
+def _check_ran(
+    root: nn.Module,
+    options: Options,
+    plan: Plan,
+    call: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    idle: Sequence[str] = (),
+) -> None:
+    """Say which layers of `plan` ran outside of compiled code.
+
+    call: the arguments of the call of `root` that is over. The plan may have layers that do not run in it.
+    idle: paths of modules that were not called.
+    """
     settle(root, options.group)
-    ran = _RAN.setdefault(root, {})
-    if ran.get(options.group) is plan:
+    checked = _RAN.setdefault(root, {})
+    if checked.get(options.group) is plan:
         return
-    ran[options.group] = plan
-    pending = REGISTRY.pending(root, options.group)
-    names = [gemm.name for gemm in pending if is_quantized(gemm.precision)]
-    if not names:
-        return
-    layers = [layer for layer in plan.layers if layer.name in set(names)]
-    _tell(
-        f"{options.policy.label} quantizes these, but they ran outside of compiled code (see"
-        f" TORCH_LOGS=graph_breaks): {spelled(layers)}",
-        options,
-    )
+    missing = _missing(root, options, plan)
+    is_sure = not plan.guess
+    if missing and not is_sure and call is not None:
+        ran = layers_of_call(root, *call)
+        is_sure = ran is not None
+        may_have_run = ran if ran is not None else {name for name in missing if not _is_in(name, idle)}
+        missing = {name: gemms for name, gemms in missing.items() if name in may_have_run}
+    if missing:
+        _tell(_told(missing, options, plan, is_sure=is_sure), options)
+    checked[options.group] = plan
+
+
+def _missing(root: nn.Module, options: Options, plan: Plan) -> dict[str, set[str]]:
+    """By layer, the GEMMs that are to be quantized and that no compiled graph has.
+
+    Gradients of layers that a checkpoint runs again are left out: they may be compiled in the backward.
+    """
+    again = {tag.name for tag in plan.tags if tag.again}
+    missing: dict[str, set[str]] = {}
+    for gemm in REGISTRY.pending(root, options.group):
+        if is_quantized(gemm.precision) and (gemm.gemm == Gemm.FPROP or gemm.name not in again):
+            missing.setdefault(gemm.name, set()).add(gemm.gemm)
+    return missing
+
+
+def _told(missing: Mapping[str, set[str]], options: Options, plan: Plan, *, is_sure: bool) -> str:
+    """Returns a message on the GEMMs in `missing`. is_sure: whether their layers have run."""
+    forward = [layer for layer in plan.layers if Gemm.FPROP in missing.get(layer.name, ())]
+    backward = [layer for layer in plan.layers if missing.get(layer.name, set()) - {Gemm.FPROP}]
+    backward = [layer for layer in backward if layer not in forward]
+    if not is_sure:
+        return (
+            f"{options.policy.label} quantizes these, and no compiled graph has them; whether they ran is not"
+            f" known {_SEE}: {spelled([*forward, *backward])}"
+        )
+    texts = []
+    if backward:
+        texts.append(f"the gradients of these, but no compiled graph has them {_SEE}: {spelled(backward)}")
+    if forward:
+        texts.append(f"these, but they ran outside of compiled code {_SEE}: {spelled(forward)}")
+    return f"{options.policy.label} quantizes {'; and '.join(texts)}"
 
 
 def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
@@ -147,8 +219,13 @@ def _outside(plan: Plan, options: Options, parts: Sequence[str]) -> list[str]:
     return [
         f"{tag.name}: not in a module that is compiled"
         for tag in _quantized(plan, options)
-        if not any(tag.name == part or tag.name.startswith(f"{part}.") for part in parts)
+        if not _is_in(tag.name, parts)
     ]
+
+
+def _is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether the layer `name` is in one of the modules at `parts`."""
+    return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
 def _refused(plan: Plan, options: Options) -> list[str]:

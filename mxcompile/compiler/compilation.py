@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config, list_mode_options
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.gathers import Gathers
-from mxcompile.compiler.inductor import GraphModules, GraphPass, Partitioner, sources_hash
+from mxcompile.compiler.inductor import (
+    GraphModules,
+    GraphPass,
+    Partitioner,
+    settings,
+    sources_hash,
+    with_needed,
+)
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.owners import Adopted, mark, marks
+from mxcompile.compiler.owners import Adopted, mark, marks, token
 from mxcompile.compiler.structured import trace_graph
 from mxcompile.errors import UnsupportedError
 from mxcompile.graph.bodies import is_body
@@ -67,7 +75,9 @@ class Compilation:
         self.options = options
         self.capture = capture
         self.target = target
-        self.part = _empty(gm)
+        mode = list_mode_options(options.mode) if options.mode else {}
+        self._asked, warnings = with_needed({**mode, **dict(options.inductor)})
+        self.part = dataclasses.replace(_empty(gm), warnings=warnings)
         self._counted: tuple[int, ...] = (0, 0, 0)
         self.traced = False
         self.lowered = False
@@ -81,25 +91,29 @@ class Compilation:
         self._sites: list[Site] = []
         self._marked: object = None
         self._products = marks(gm.graph) if capture.backward else ()
+        self.owners = token(self._products)
         self._adopted = Adopted()
 
-    def again(self, gm: fx.GraphModule) -> Compilation:
-        """A fresh one for the same graph."""
-        return Compilation(
-            self.options,
-            self.capture,
-            gm,
-            self.target,
-            self._count,
-            tapped=self._tapped,
-            after=self._after,
-            parted=self._parted,
-        )
+    def use_code_of(self, token: str) -> None:
+        """Let Inductor's caches answer with code of this `token` (see `store`). Called before the compile."""
+        self.part = dataclasses.replace(self.part, token=token)
+
+    def complete(self, stored: Part) -> None:
+        """Take what the hooks have not said, because a cache answered, from the stored part of the graph."""
+        if not self.traced:
+            self.part = dataclasses.replace(stored, cache="hit", graph_breaks=self.part.graph_breaks)
+            return
+        pairs = enumerate(zip(self.part.gemms, stored.gemms, strict=False))
+        missing = {index: known.kernel for index, (own, known) in pairs if not own.kernel}
+        if missing:
+            self.name_kernels(missing)
+            self._update(cache=self.part.cache if self.lowered else "hit")
 
     def measuring(self, watch: Watch) -> Compilation:
         """One for the same graph, whose code measures what `watch` asks for."""
         fresh = copy.copy(self)
-        fresh.part, fresh.traced, fresh.lowered, fresh.changed = Part(), False, False, _nobody
+        fresh.part = Part(token=self.part.token)
+        fresh.traced, fresh.lowered, fresh.changed = False, False, _nobody
         fresh._watch, fresh._only_nonfinite, fresh._sites = watch, False, []
         return fresh
 
@@ -107,22 +121,29 @@ class Compilation:
         """Let the code tell of NaN and Inf in the layers of `watch`. Called before it is compiled."""
         self._watch, self._only_nonfinite = watch, True
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """Hash of everything that the hooks and the part depend on."""
+        slow_dtypes = sorted(map(str, self.target.slow_dtypes))
+        target = f"{self.target.name} {slow_dtypes}"
+        parts = sources_hash(), self.options.fingerprint(), target, self.capture.identity, settings()
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     def config_patches(self) -> dict[str, Any]:
         """Inductor's configuration for this compile."""
-        slow_dtypes = sorted(map(str, self.target.slow_dtypes))
-        base = f"{sources_hash()} {self.options.fingerprint()} {self.target.name} {slow_dtypes}"
-        mode = list_mode_options(self.options.mode) if self.options.mode else {}
-        asked = {**mode, **dict(self.options.inductor)}
+        asked, base = dict(self._asked), f"{self.identity} {self.part.token}"
         if self._watch is not None:
             base = f"{base} watch {self._watch.identity} {self._only_nonfinite}"
             asked["triton.cudagraphs"] = False  # what is measured is handed to Python
+
+        def users(key: str) -> Any:
+            return asked.get(key, getattr(config, key))
+
         return {
             **asked,
-            "joint_custom_pre_pass": GraphPass(
-                self.run_joint, f"{base} {self.capture.identity}", config.joint_custom_pre_pass
-            ),
-            "post_grad_custom_pre_pass": GraphPass(self.lower, base, config.post_grad_custom_pre_pass),
-            "custom_partitioner_fn": Partitioner(self.count_saved, base, config.custom_partitioner_fn),
+            "joint_custom_pre_pass": GraphPass(self.run_joint, base, users("joint_custom_pre_pass")),
+            "post_grad_custom_pre_pass": GraphPass(self.lower, base, users("post_grad_custom_pre_pass")),
+            "custom_partitioner_fn": Partitioner(self.count_saved, base, users("custom_partitioner_fn")),
             **lowering.config_patches(self.target, base, self.name_kernels, asked),
         }
 
@@ -152,7 +173,6 @@ class Compilation:
             inputs=self.capture.inputs,
             policy=self.options.policy,
             strict=self.options.strict,
-            prefix=self.capture.path,
             blocks=self.capture.blocks,
             cut=self.capture.cut,
             known={} if plan is None else plan.by_name,
@@ -168,7 +188,7 @@ class Compilation:
         if self._watch is not None:
             self._sites += sites(graph, self._watch.watches, self._watch.dumps, self._watch.operands)
         gathers = Gathers() if self.traced else self.capture.gathers
-        drawn = outline(graph, self.capture.inputs, self.capture.path)
+        drawn = outline(graph, self.capture.inputs)
         self.traced = True
         self._update(
             gemms=(*self.part.gemms, *records(graph)),
@@ -269,5 +289,5 @@ def _empty(gm: fx.GraphModule) -> Part:
 
 
 def _cache_state() -> str:
-    on = config.fx_graph_cache and not config.force_disable_caches
-    return "miss" if on and torch._functorch.config.enable_autograd_cache else "off"
+    on = config.fx_graph_cache or config.fx_graph_remote_cache
+    return "miss" if on and not config.force_disable_caches else "off"

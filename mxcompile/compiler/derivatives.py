@@ -3,9 +3,10 @@
     torch.func.grad, vjp, jacrev    the call that computes gradients is marked
     torch.func.jvp, jacfwd          the tangent beside a value gets a node of its own, which is marked
 
-To AOTAutograd, operators of such a derivative are operators of the forward: it has no tangents among the inputs
-and no tags for the partitioner. But it copies the metadata ``custom`` of a node of Dynamo's graph to all
-operators that it makes of the node. `passes.flow` reads the mark there. Inductor removes the node of a tangent.
+To AOTAutograd, operators of such a derivative are operators of the forward: it has no tangents among the
+inputs and no tags for the partitioner. But it copies the metadata ``custom`` of a node of Dynamo's graph to
+all operators that it makes of the node. `passes.flow` reads the mark there. Inductor removes the node of a
+tangent.
 """
 
 from __future__ import annotations

@@ -1,30 +1,27 @@
 """The entry of a compile in the report: published with the code, and again as kernels are chosen.
 
-The hooks make it. When AOTAutograd's cache answers, no hook runs: the part then comes from the store beside
-the cache (see `store`), and if it is gone from there, from tracing the graph again without compiling it.
+The hooks make it. When one of Inductor's caches answers, they do not run, and the part comes from the store
+beside the cache (see `store`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import uuid
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
-from torch import fx
 from torch._guards import CompileContext
 
-from mxcompile.compiler import sharing, store
+from mxcompile.compiler import sharing, store, unplanned
 from mxcompile.compiler.checks import check_ran
 from mxcompile.compiler.compilation import Compilation
-from mxcompile.compiler.inductor import sources_hash
 from mxcompile.compiler.places import Places
 from mxcompile.compiler.runs import Compiled, noted
 from mxcompile.compiler.structured import trace_gemms
-from mxcompile.compiler.trace import trace
+from mxcompile.errors import UnsupportedError
 from mxcompile.formats import is_quantized, labels
-from mxcompile.report import REGISTRY, Ledger
+from mxcompile.report import REGISTRY, Ledger, Part
 from mxcompile.report.forms.words import count
 from mxcompile.report.record import flop_share
 from mxcompile.rules import check_layers, layers_of
@@ -32,19 +29,39 @@ from mxcompile.rules import check_layers, layers_of
 log = logging.getLogger(__name__)
 
 
-def publish(
-    compilation: Compilation, gm: fx.GraphModule, example_inputs: Sequence[Any], compiled: Compiled
-) -> Compiled:
+def recall(compilation: Compilation) -> Part | None:
+    """Returns the stored part of the graph of `compilation`, which is yet to be compiled; None without one.
+
+    Lets Inductor's caches answer with code that this part describes, and with no other code (see `store`).
+    """
+    if compilation.capture.backward:
+        compilation.use_code_of(compilation.owners)
+        return None
+    stored = store.load(compilation.identity)
+    if stored is None or not stored.token:
+        compilation.use_code_of(uuid.uuid4().hex)
+        return None
+    compilation.use_code_of(stored.token)
+    return stored
+
+
+def publish(compilation: Compilation, stored: Part | None, compiled: Compiled) -> Compiled:
     """Complete the report of `compilation`, now that its code is at hand, and make it known.
 
-    Returns `compiled`, the code, which notes the other models that it runs for.
+    stored: what `recall` has returned. Returns `compiled`, the code, which notes the other models that it
+    runs for. Raises `UnsupportedError` in strict mode if Inductor has run no hook.
     """
     if compilation.capture.backward:
         return compiled
     entry = _Entry(compilation)
-    if not compilation.lowered and (compilation.part.gemms or not compilation.traced):
-        entry.recall(gm, example_inputs)
+    if stored is not None:
+        compilation.complete(stored)
+    elif not compilation.traced:
+        _tell_unseen(compilation)
     entry.put()
+    unplanned.check_function(compilation.capture, compilation.options, compilation.part, entry.ledger.frame)
+    for warning in compilation.part.warnings:
+        log.warning("%s", warning)
     log.info("%s", _line(compilation))
     trace_gemms(compilation.part.gemms)
     compilation.changed = entry.hear
@@ -54,6 +71,18 @@ def publish(
     return noted(compiled, compilation.capture, entry.places)
 
 
+def _tell_unseen(compilation: Compilation) -> None:
+    """Warn in the report, or raise in strict mode, that Inductor has compiled a graph without the hooks."""
+    path = compilation.capture.module or "the model"
+    message = (
+        f"Inductor ran no pass of mxcompile over a graph of {path}: nothing in it is quantized or listed;"
+        " look for a setting of torch._inductor.config that turns passes off"
+    )
+    if compilation.options.strict:
+        raise UnsupportedError(f"strict: {message}")
+    compilation.part = dataclasses.replace(compilation.part, warnings=(*compilation.part.warnings, message))
+
+
 def _line(compilation: Compilation) -> str:
     """Log the decisions on one graph, for ``TORCH_LOGS=mxcompile``."""
     part, label = compilation.part, compilation.options.policy.label
@@ -61,7 +90,7 @@ def _line(compilation: Compilation) -> str:
     kept = Counter(gemm.reason for gemm in part.gemms if not is_quantized(gemm.precision))
     left = ", ".join(f"{number} by {reason}" for reason, number in kept.most_common())
     return (
-        f"compiled {compilation.capture.path or 'the model'} for {compilation.target.name}, {label}:"
+        f"compiled {compilation.capture.module or 'the model'} for {compilation.target.name}, {label}:"
         f" {flop_share(part.gemms):.1%} of matmul FLOPs in {words}"
         f" ({len(part.gemms) - kept.total()} of {count(len(part.gemms), 'GEMM')}),"
         f" {count(part.casts, 'cast')}, left as they are: {left or 'none'}; Inductor cache {part.cache}"
@@ -84,39 +113,27 @@ class _Entry:
         key, plan = CompileContext.try_get() or object(), capture.planned.plan
         self.ledger = REGISTRY.open(key, fresh)
         gemms = () if plan is None else plan.records(options.policy)
-        self.places = Places(key, self.ledger, gemms, capture.root)
+        self.places = Places(key, self.ledger, gemms, capture.root, self._found)
         self.is_broken = bool(compilation.part.graph_breaks)
         self._twins = sharing.twins(capture, options.policy)
-
-    def recall(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Take the part from the store, or trace the graph again."""
-        part = store.load(self._key())
-        if part is None:
-            log.info("no stored report for this graph: tracing it again")
-            again = self._compilation.again(gm)
-            trace(again, gm, example_inputs)
-            part = again.part
-            self._compilation.lowered = True
-        self._compilation.part = dataclasses.replace(part, cache="hit")
 
     def put(self) -> None:
         """Make what is known so far known to the process."""
         compilation = self._compilation
         part = dataclasses.replace(compilation.part, prefix=compilation.capture.prefix, twins=self._twins)
         self.places.put(part)
-        if compilation.lowered:
-            store.save(self._key(), part)
+        if compilation.lowered and part.token and part.cache != "off":
+            store.save(compilation.identity, part)
+
+    def _found(self, path: str) -> None:
+        """The module at `path` runs the code too, which only a plan knows before."""
+        capture = self._compilation.capture
+        if capture.planned.plan is None and path != capture.prefix:
+            self._twins = (*self._twins, (path, capture.blocks.place(path)))
+            unplanned.check(capture, self._compilation.options, path)
+            self.put()
 
     def hear(self) -> None:
         """Kernels have become known after the graph was published."""
         self.put()
         check_ran(self._compilation)
-
-    def _key(self) -> str:
-        compilation = self._compilation
-        return store.key(
-            sources_hash(),
-            compilation.options.fingerprint(),
-            compilation.target.name,
-            compilation.capture.with_sources,
-        )

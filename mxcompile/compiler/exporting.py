@@ -13,7 +13,7 @@ would be too late, because a compiled model can be exported before it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ from mxcompile.errors import ModelError
 
 _WAYS_IN = ("_torchdynamo_orig_backend", "compiler_fn")
 """What leads from a callback of Dynamo to the backend it ends in."""
+_SPLIT_FOR = "backend_compile_fn"
+"""The same of the object that splits a graph for DistributedDataParallel."""
 
 
 def guard_exports(is_ours: Callable[[Any], bool]) -> None:
@@ -51,23 +53,31 @@ def _compiled(module: Any, is_ours: Callable[[Any], bool]) -> Iterator[str]:
     """Paths of the modules in `module` that such a backend compiles."""
     if isinstance(module, nn.Module):
         for path, inner in module.named_modules():
-            if any(is_ours(backend) for backend in _backends(inner)):
+            if any(is_ours(innermost(callback)[0]) for callback in _callbacks(inner)):
                 yield path
 
 
-def _backends(module: nn.Module) -> Iterator[Any]:
-    """The backends `module` was compiled with: by ``torch.compile(module)`` and ``module.compile()``."""
+def _callbacks(module: nn.Module) -> Iterator[Any]:
+    """Dynamo's callbacks of `module`, compiled by ``torch.compile(module)`` or ``module.compile()``."""
     context = vars(module).get("dynamo_ctx")
     if context is not None:
-        yield _innermost(getattr(context, "callback", None))
+        yield getattr(context, "callback", None)
     wrapper = getattr(module, "_compiled_call_impl", None)
     names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
     if "callback" in names:
-        yield _innermost(wrapper.__closure__[names.index("callback")].cell_contents)  # type: ignore[union-attr]
+        yield wrapper.__closure__[names.index("callback")].cell_contents  # type: ignore[union-attr]
 
 
-def _innermost(callback: Any) -> Any:
-    for way in (*_WAYS_IN, None):
-        while way is not None and getattr(callback, way, None) is not None:
-            callback = getattr(callback, way)
-    return callback
+def innermost(callback: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The backend that a callback of Dynamo ends in, and the keywords that it is called with."""
+    keywords: Mapping[str, Any] = {}
+    while callback is not None:
+        owner = getattr(callback, "__self__", None)  # of a method: what splits graphs for DDP
+        inner = getattr(owner, _SPLIT_FOR, None)
+        ways = (getattr(callback, way, None) for way in _WAYS_IN)
+        inner = inner if inner is not None else next((way for way in ways if way is not None), None)
+        if inner is None:
+            break
+        keywords = getattr(callback, "kwargs", keywords)
+        callback = inner
+    return callback, keywords

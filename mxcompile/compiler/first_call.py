@@ -8,7 +8,8 @@ it has run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from mxcompile.compiler.checks import check_call
 from mxcompile.compiler.options import Options
 
 
-def look_at(root: nn.Module, options: Options, parts: Sequence[str]) -> None:
-    """Look at the first call of `root`, of which the modules at `parts` are compiled with `options`.
+def look_at(root: nn.Module, options: Options, parts: Mapping[str, nn.Module]) -> None:
+    """Look at the first call of `root`, of which the modules `parts`, by path, are compiled with `options`.
 
     Of that call, `UnsupportedError` is raised in strict mode, else there is a warning, for layers that the
     policy quantizes and that ran outside of compiled code, and where nothing was compiled at all.
@@ -30,8 +31,31 @@ def look_at(root: nn.Module, options: Options, parts: Sequence[str]) -> None:
         if torch.compiler.is_compiling():  # the whole of it, by another torch.compile
             return root._call_impl(*args, **kwargs)
         root._compiled_call_impl = inner
-        result = root(*args, **kwargs)
-        check_call(root, options, parts, args, kwargs)
+        with _calls_noted(parts) as called:
+            result = root(*args, **kwargs)
+        check_call(root, options, args, kwargs, parts={path: path in called for path in parts})
         return result
 
     root._compiled_call_impl = first
+
+
+@contextmanager
+def _calls_noted(parts: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """Yields the paths of those of `parts` that have been called in here."""
+    called: set[str] = set()
+    compiled = {path: part._compiled_call_impl for path, part in parts.items()}
+
+    def noting(path: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(path)
+            return compiled[path](*args, **kwargs)  # type: ignore[misc]
+
+        return call
+
+    for path, part in parts.items():
+        part._compiled_call_impl = noting(path)
+    try:
+        yield called
+    finally:
+        for path, part in parts.items():
+            part._compiled_call_impl = compiled[path]

@@ -25,7 +25,8 @@ _BEFORE, _AFTER = _BREAKS = "before a graph break", "after a graph break"
 _COMPILED_AUTOGRAD = "torch/_dynamo/compiled_autograd.py"
 STAGE = "a pipeline stage"
 """What makes a model a part of one that no process has whole."""
-_TORCH = f"{torch.__path__[0]}/"
+TORCH = f"{torch.__path__[0]}/"
+"""Where torch's own code is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +55,13 @@ class Frame:
     backward: bool = False
 
     @classmethod
-    def of(cls, gm: fx.GraphModule) -> Frame:
-        """The frame whose graph is `gm`; called below Dynamo."""
+    def of(cls, gm: fx.GraphModule | None = None) -> Frame:
+        """The frame that Dynamo compiles. gm: its graph, if there is one yet. Called below Dynamo."""
         running: list[Running] = []
         parts = [*_broken(gm)]
         scope: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
         directly, backward = True, False
-        for frame in _frames():
+        for frame in frames():
             compiled = _compiled(frame)
             if compiled is not None and scope is None:
                 scope = compiled.f_locals, compiled.f_globals
@@ -72,7 +73,7 @@ class Frame:
             module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
             if isinstance(module, nn.Module):
                 _add(running, module, frame, directly)
-            elif not frame.f_code.co_filename.startswith(_TORCH):
+            elif not frame.f_code.co_filename.startswith(TORCH):
                 directly = False
         scope = scope or ({}, {})
         return cls(
@@ -131,7 +132,7 @@ class Frame:
 
 def running() -> Iterator[nn.Module]:
     """The modules whose calls are going on in this thread, innermost first."""
-    for frame in _frames():
+    for frame in frames():
         module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
         if isinstance(module, nn.Module):
             yield module
@@ -142,7 +143,8 @@ def is_running(root: nn.Module) -> bool:
     return any(users_own(module) is root for module in running())
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """The frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -157,7 +159,7 @@ def _compiled(frame: FrameType) -> Any:
     return inner_frame if hasattr(inner_frame, "f_code") and hasattr(inner_frame, "f_locals") else None
 
 
-def _broken(gm: fx.GraphModule) -> Iterator[str]:
+def _broken(gm: fx.GraphModule | None) -> Iterator[str]:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if getattr(reason, "graph_break", False):
         yield _BEFORE
@@ -168,7 +170,7 @@ def _split(frame: FrameType) -> Iterator[str]:
 
     The locals of others are left alone: reading them keeps what they hold alive for as long as the frame.
     """
-    if not frame.f_code.co_filename.startswith(_TORCH):
+    if not frame.f_code.co_filename.startswith(TORCH):
         return
     owner = frame.f_locals.get("self")
     names = {kind.__name__ for kind in type(owner).__mro__}

@@ -22,10 +22,12 @@ from torch import nn
 
 from mxcompile.compiler.backend import Backend
 from mxcompile.compiler.first_call import look_at
+from mxcompile.compiler.unplanned import matrices
 from mxcompile.errors import OptionError, not_allowed, shown
 from mxcompile.lowering.targets import AUTO
 from mxcompile.models.arguments import check_module
 from mxcompile.models.names import joined, user_path
+from mxcompile.models.tree import Tree
 from mxcompile.models.wrappers import plain_class, users_own
 from mxcompile.policy import Policy
 from mxcompile.watch import Watch
@@ -33,7 +35,6 @@ from mxcompile.watch import Watch
 Model = TypeVar("Model", bound=nn.Module)
 
 _STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def compile(  # noqa: A001 - the name of `torch.compile`
@@ -84,7 +85,7 @@ def compile(  # noqa: A001 - the name of `torch.compile`
     )
     for part in chosen.values():
         _compile(part, backend)
-    look_at(root, backend.options, tuple(chosen))
+    look_at(root, backend.options, chosen)
     return model
 
 
@@ -116,7 +117,7 @@ def _parts(root: nn.Module, blocks: str | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    modules = {user_path(raw): module for raw, module in root.named_modules()}
+    modules = Tree(root).modules
     for pattern in patterns:
         matching = [path for path in modules if path and fnmatch.fnmatchcase(path, pattern)]
         if not matching:
@@ -147,18 +148,13 @@ def _rest(path: str, module: nn.Module, blocks: set[str]) -> Iterator[tuple[str,
             continue
         if any(block.startswith(f"{inside}.") for block in blocks) or not _is_called(child):
             yield from _rest(inside, child, blocks)
-        elif any(_holds_matrix(part) for part in child.modules()):
+        elif any(matrices(part) for part in child.modules()):
             yield inside, child
 
 
 def _is_called(module: nn.Module) -> bool:
     """Whether `module` can be called: one that only holds others, like a list, has no forward."""
     return "forward" in vars(module) or plain_class(module).forward is not nn.Module.forward
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    owned = (parameter for parameter in module._parameters.values() if parameter is not None)
-    return not isinstance(module, _TABLES) and any(parameter.ndim > 1 for parameter in owned)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mxcompile.models.fsdp_state import groups
-from mxcompile.models.names import GraphInput, joined
+from mxcompile.models.names import GraphInput
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ class Gathers:
     backward_without: int = 0
 
 
-def gathers_of(root: nn.Module | None, path: str, inputs: Iterable[GraphInput]) -> Gathers:
-    """For a graph of the module at `path` in the model `root`, of which `inputs` are parameters."""
+def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
+    """For a graph of the model `root` with `inputs`."""
     if root is None:
         return Gathers()
-    read = {joined(path, name) for given in inputs for name in (given.path, *given.others) if name}
+    read = {path for given in inputs for path in (given.path, *given.others)}
     try:
         gathers = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:

@@ -24,19 +24,19 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mxcompile import ops
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.trace import copied
+from mxcompile.models.holders import Holders
 from mxcompile.policy import Policy
 from mxcompile.watch.steps import in_backward
 
@@ -178,6 +178,9 @@ def _example(weight: Tensor, trains: bool) -> Tensor:
         return torch.zeros(3, device=device, requires_grad=trains)
 
 
+_Owner = tuple[nn.Module, str]
+
+
 class Stateful:
     """The compiled code of a tapped graph, called as the graph was.
 
@@ -188,76 +191,77 @@ class Stateful:
         self, compiled: Callable[..., Any], tapped: Tapped, lengths: Mapping[int, int], root: nn.Module | None
     ) -> None:
         self._compiled = compiled
-        self._tapped = tapped
+        self._positions, self._outputs = tapped.positions, tapped.outputs  # its graph would keep references
         self._lengths = dict(lengths)
         self._trains = any(state.requires_grad for state in tapped.states)
         self._root = None if root is None else weakref.ref(root)
-        self._owned: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._apart: list[nn.Module] = []
-        self._read: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._holders = Holders()
+        self._apart: dict[int, nn.Module] = {}
+        self._read: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, *args: Any) -> Any:
         """Run one call, and let its histories move on."""
-        weights = [args[position] for position in self._tapped.positions]
-        histories = {index: self._history(weights[index], self._lengths[index]) for index in self._lengths}
-        again = in_backward() and all(weights[index] in self._read for index in histories)
-        states = self._states(weights, histories, again=again)
+        weights = [args[position] for position in self._positions]
+        owners = {index: self._owner(index, weights[index]) for index in self._lengths}
+        histories = {
+            index: _history(*owners[index], weights[index], length) for index, length in self._lengths.items()
+        }
+        again = in_backward() and all(name in self._read.get(module, ()) for module, name in owners.values())
+        states = self._states(weights, owners, histories, again=again)
         results = self._compiled(*args, *states.unbind(0))
-        outputs, seen = results[: self._tapped.outputs], results[self._tapped.outputs :]
+        outputs, seen = results[: self._outputs], results[self._outputs :]
         if states.requires_grad and not again:
             _move_on({index: seen[index].detach() for index in histories}, histories, rows=slice(0, 2))
         return outputs
 
-    def _states(self, weights: list[Tensor], histories: dict[int, Tensor], *, again: bool) -> Tensor:
+    def _states(
+        self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, again: bool
+    ) -> Tensor:
         """Returns the histories' figures, [weights, 3]; their gradient moves them on."""
+        keeps = self._trains and torch.is_grad_enabled()
         with torch.no_grad():
             rows = [weights[0].new_zeros(3, dtype=torch.float32)] * len(weights)
             for index, history in histories.items():
-                amax = self._read.pop(weights[index]) if again else history.amax(-1)
+                module, name = owners[index]
+                amax = self._read[module].pop(name) if again else history.amax(-1)
                 rows[index] = amax.to(weights[index].device)
+                if keeps and not in_backward():
+                    self._read.setdefault(module, {})[name] = rows[index]
             states = torch.stack(rows)
-        if self._trains and torch.is_grad_enabled():
-            if not in_backward():
-                self._read.update({weights[index]: rows[index] for index in histories})
+        if keeps:
             states.requires_grad_()
             states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
         return states
 
-    def _history(self, weight: Tensor, length: int) -> Tensor:
-        """The buffer beside `weight`, new if the model has none of that length."""
-        module, name = self._owner(weight)
-        buffer = module._buffers.get(name)
-        if buffer is None or buffer.shape != (3, length):
-            kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
-            if buffer is not None and buffer.ndim == 2:
-                count = min(length, buffer.shape[1])
-                kept[:, :count] = buffer[:, :count]
-            module.register_buffer(name, kept)
-            buffer = kept
-        return buffer
+    def _owner(self, index: int, weight: Tensor) -> _Owner:
+        """The module that has `weight`, the tapped one at `index`, and the name of the buffer beside it."""
+        holder = self._holders.holder(weight)
+        if holder is None and self._root is not None and (root := self._root()) is not None:
+            self._holders.add(root.modules())
+            holder = self._holders.holder(weight)
+        if holder is None:  # of the next model of its class, for which Dynamo runs this code too
+            self._holders.add(module for caller in running() for module in caller.modules())
+            holder = self._holders.holder(weight)
+        if holder is None:
+            if index not in self._apart:
+                log.warning(
+                    "a weight is not one of the model's: its amax history is not saved with the model"
+                )
+            holder = self._apart.setdefault(index, nn.Module()), "weight"
+        return holder[0], f"{holder[1]}{SUFFIX}"
 
-    def _owner(self, weight: Tensor) -> tuple[nn.Module, str]:
-        """The module that has `weight`, and the name of the buffer beside it."""
-        if weight not in self._owned:
-            root = self._root() if self._root is not None else None
-            self._learn(() if root is None else root.modules())
-        if weight not in self._owned:  # of the next model of its class, for which Dynamo runs this code too
-            self._learn(module for caller in running() for module in caller.modules())
-        if weight not in self._owned:
-            log.warning("a weight is not one of the model's: its amax history is not saved with the model")
-            self._apart.append(nn.Module())
-            self._owned[weight] = weakref.ref(self._apart[-1]), f"weight{SUFFIX}"
-        reference, name = self._owned[weight]
-        module = reference()
-        assert module is not None
-        return module, name
 
-    def _learn(self, modules: Iterable[nn.Module]) -> None:
-        """The parameters of `modules` are theirs."""
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._owned[parameter] = weakref.ref(module), f"{name}{SUFFIX}"
+def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tensor:
+    """The buffer `name` beside `weight`, new if `module` has none of that length."""
+    buffer = module._buffers.get(name)
+    if buffer is None or buffer.shape != (3, length):
+        kept = torch.zeros(3, length, dtype=torch.float32, device=weight.device)
+        if buffer is not None and buffer.ndim == 2:
+            count = min(length, buffer.shape[1])
+            kept[:, :count] = buffer[:, :count]
+        module.register_buffer(name, kept)
+        buffer = kept
+    return buffer
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The hooks into Inductor: passes and partitioner as the objects its configuration takes.
+"""The hooks into Inductor: passes and partitioner as the objects its configuration takes, and their settings.
 
 All are set by `config_patches` for one compile and carry a uuid that covers everything they depend on, so
 that Inductor's caches are used and never stale.
@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+log = logging.getLogger(__name__)
 
 GraphFunction = Callable[[fx.Graph], None]
 GraphModules = tuple[fx.GraphModule, fx.GraphModule]
+
+NEEDED = {
+    "use_joint_graph_passes": True,
+    "use_post_grad_passes": True,
+    "selective_decompose": False,
+    "fallback_by_default": False,
+}
+"""Settings of Inductor without which it does not run the hooks, or not the kernels that they choose.
+
+The mode "lite" has the opposite of each.
+"""
 
 
 def sources() -> list[Path]:
@@ -37,6 +53,23 @@ def sources_hash() -> str:
     for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def settings() -> str:
+    """Returns the configuration of Inductor and AOTAutograd as text that is equal in all processes."""
+    return repr([sorted(each.save_config_portable().items()) for each in (config, functorch_config)])
+
+
+def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """`asked`, settings for one compile, with those that the hooks need, and a warning if some changed."""
+    known = config.get_config_copy()
+    needed = {key: value for key, value in NEEDED.items() if key in known}
+    changed = [key for key, value in needed.items() if asked.get(key, known[key]) != value]
+    if not changed:
+        return {**asked, **needed}, ()
+    words = ", ".join(f"{key}={needed[key]}" for key in changed)
+    warning = f"Inductor's settings are changed for graphs that mxcompile compiles, which needs {words}"
+    return {**asked, **needed}, (warning,)
 
 
 class GraphPass(CustomGraphPass):

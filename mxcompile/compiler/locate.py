@@ -1,130 +1,173 @@
-"""The inputs of a captured graph, found in the user's model by what they are.
+"""The inputs and the modules of a captured graph, found in the user's model by identity.
 
-A parameter is found by identity where it is the model's own; else by the module it is read from (weights
-that a wrapper puts there for the time of a call are tensors of its own), or by its path where that is the
-key of a dictionary (``torch.func.functional_call``).
+    L['args'][0].layers.0.up.weight  ─▶  the objects on the way  ─▶  layers.0.up.weight
+
+Dynamo names an input by the way to it from a local or global variable of the frame, which a decorator, a
+closure or a checkpoint changes. So the paths come from the objects on that way. The text of a step counts
+where its object is not in the model's tree: for members of a plain list, for tensors that stand for
+parameters during a call (FSDP, ``torch.func.functional_call``), and for modules of no model.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.frames import Frame
-from mxcompile.models.names import GraphInput, joined, user_path
+from mxcompile.models.names import WRAPPERS, GraphInput, joined, user_path
+from mxcompile.models.tree import Tree
+from mxcompile.models.wrappers import plain_class
 
-_LAST_KEY = re.compile(r"\[('[^']*'|\"[^\"]*\")\]$")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)(?=[.\[]|$|,\ ['"])""")
+_VARIABLE = re.compile(rf"^([LG])\[({_QUOTED})\]")
+_LAST_KEY = re.compile(rf".\[({_QUOTED})\]$")
+_CONTAINERS = frozenset({"__dict__", "__self__", "_modules", "_parameters", "_buffers"})
+_DYNAMOS = ("__import_", "___stack")
+"""How variables of Dynamo's own start: Python modules of inlined functions, values kept over graph breaks."""
 
 
-_BELOW_A_LOCAL = len("L[")
-"""From where on in a source a key is one of a dictionary, no name of a local or global variable."""
-_ON_STACK = "L['___stack"
+@lru_cache(maxsize=1 << 14)
+def steps_of(source: str) -> tuple[str, ...]:
+    """The steps in Dynamo's name of a source: the variable, then attributes and keys, wrappers left out.
 
-
-class Paths:
-    """Parameters, buffers and modules of `root` by identity, under the user's paths."""
-
-    def __init__(self, root: nn.Module | None) -> None:
-        self.tensors: defaultdict[int, list[str]] = defaultdict(list)
-        self.modules: dict[int, str] = {}
-        self.paths: set[str] = set()
-        if root is None:
-            return
-        for owned in (root.named_parameters, root.named_buffers):
-            for raw, value in owned(remove_duplicate=False):
-                self.tensors[id(value)].append(user_path(raw))
-        for raw, module in root.named_modules():
-            self.modules.setdefault(id(module), user_path(raw))
-        self.paths = {path for paths in self.tensors.values() for path in paths}
+    ``L['self']._modules['layers'].0.fc`` and ``L['self'].__dict__['_modules']['layers']['0'].fc``, as Dynamo
+    reads a module with its own ``__getattr__``, are the variable, ``layers``, ``0`` and ``fc``.
+    """
+    while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
+        source = source.removeprefix("getattr(")
+    variable = _VARIABLE.match(source)
+    matches = _STEP.findall(source[variable.end() :] if variable else source)
+    steps = (ast.literal_eval(key or name) if key or name else index or plain
+             for key, name, index, plain in matches)  # fmt: skip
+    return (variable[0] if variable else "", *(s for s in steps if s not in _CONTAINERS | WRAPPERS))
 
 
 class Located:
-    """The inputs of a graph of `root`, called with `values`.
+    """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
-    inputs: what each is, by its path below `path`. matrices: paths in the model of the parameters and buffers
-    of more than one dimension. prefix: of the frame's module in the model, by its parameters among the
-    inputs. module: of the frame's ``self``. path: of that which Dynamo's names of modules are relative to.
-    owner: the source, in Dynamo's terms, of the module at `prefix`; None if it is the model or not known.
+    tree: of the model. inputs: what each is. matrices: paths of the parameters and buffers of more than one
+    dimension. holder: without a root, the one module that all parameters are read through, None if there are
+    several. prefix: path of the module that most of them are read through. owner: the source of that module,
+    in Dynamo's terms; None if it is the model or not known. module: path of the module whose code the frame
+    is.
     """
 
     def __init__(
         self, gm: fx.GraphModule, values: Sequence[Any], root: nn.Module | None, frame: Frame
     ) -> None:
-        self._model = Paths(root)
-        self._frame = frame
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        sources = [source_of_input(node) for node in placeholders]
-        paths = [self._path(source, value) for source, value in zip(sources, values, strict=False)]
-        prefixes: Counter[str] = Counter()
-        named: Counter[str] = Counter()  # without those that Dynamo kept on the stack over a graph break
-        for source, path in zip(sources, paths, strict=False):
-            relative = user_path(name_of(source))
-            if path and relative and f".{path}".endswith(f".{relative}"):
-                prefix = path.removesuffix(relative).removesuffix(".")
-                prefixes[prefix] += 1
-                named[prefix] += not name_of(source).startswith(_ON_STACK)
-        own = self._model.modules.get(id(frame.locals.get("self")))
-        self.prefix, self.module = _most(prefixes), own or ""
-        self.path = _most(+named) or self.module if +named or own is not None else self.prefix
-        self.inputs = tuple(map(self._input, paths, values))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        given = list(zip(map(source_of_input, placeholders), values, strict=False))
+        self._objects: dict[str, Any] = {}
+        for source, _ in given:
+            for each in _way(source):
+                name = name_of(each)
+                if name not in self._objects:
+                    self._objects[name] = frame.evaluate(name)
+        self.holder = self._one_module(source for source, _ in given)
+        self.tree = Tree(root or self.holder)
+        known = {name: self.tree.paths(value) for name, value in self._objects.items()}
+        self._known = {steps_of(name): paths for name, paths in known.items() if paths}
+        paths = [self._path(source, value) for source, value in given]
+        self.inputs = tuple(self._input(path, value) for path, (_, value) in zip(paths, given, strict=True))
         self.matrices = tuple(
             path
-            for path, value in zip(paths, values, strict=False)
+            for path, (_, value) in zip(paths, given, strict=True)
             if path and isinstance(value, Tensor) and value.ndim > 1
         )
-        owners = (self._owner(source, outermost=True) for source in sources)
-        self.owner = next((s for s, path in owners if path == self.prefix != ""), None)
+        owners = [self._owner(source) for path, (source, _) in zip(paths, given, strict=True) if path]
+        counted = Counter(path for _, path in owners if path is not None)
+        self.prefix = counted.most_common(1)[0][0] if counted else ""
+        self.owner = next((source for source, path in owners if path == self.prefix != ""), None)
+        running = self._running(frame)
+        self.module = self.tree.paths(running)[0] if running is not None else self.prefix
+        self._name_modules(gm, running)
+
+    def _one_module(self, sources: Iterator[Any]) -> nn.Module | None:
+        """The outermost module of all `sources` that go through any, None if there are several."""
+        ways = ([self._objects[name_of(each)] for each in _way(source)] for source in sources)
+        outermost = (next(filter(_is_module, way), None) for way in ways)
+        modules = {id(module): module for module in outermost if module is not None}
+        return next(iter(modules.values())) if len(modules) == 1 else None
+
+    def _running(self, frame: Frame) -> nn.Module | None:
+        """The module in the tree whose code `frame` is."""
+        called = [one.module for one in frame.running[:1] if one.directly]
+        candidates = (frame.locals.get("self"), *called, self._objects.get(name_of(self.owner)))
+        return next((one for one in candidates if _is_module(one) and self.tree.paths(one)), None)
+
+    def _name_modules(self, gm: fx.GraphModule, running: nn.Module | None) -> None:
+        """Write the user's paths into the ``nn_module_stack`` of all nodes of `gm` and its subgraphs."""
+        outside = {} if running is None else {str(id(running)): (self.module, plain_class(running))}
+        graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+        for node in (node for graph in graphs for node in graph.nodes):
+            stack = node.meta.get("nn_module_stack") or {}
+            named = {key: (self._module(key, raw), kind) for key, (raw, kind) in stack.items()}
+            node.meta["nn_module_stack"] = named or outside
+
+    def _module(self, key: str, raw: str) -> str:
+        """The path of an entry of a stack: its key is the module's ``id``, and how often it was called."""
+        identity = key.partition("@")[0]
+        paths = self.tree.by_identity.get(int(identity), ()) if identity.isdecimal() else ()
+        path = self._path_of(raw)
+        return path if path in paths or not paths else paths[0]
 
     def _input(self, path: str | None, value: Any) -> GraphInput:
         """The input of the graph that is `value`, at `path` in the model; None for data."""
-        shared = [p for p in self._model.tensors.get(id(value), ()) if p != path] if path else ()
-        return GraphInput(
-            path=self._below(path) if path else "",
-            others=tuple(self._below(p) for p in shared if p.startswith(f"{self.path}.") or not self.path),
-            static=path is not None,
-        )
+        others = tuple(each for each in self.tree.paths(value) if each != path) if path else ()
+        return GraphInput(path=path or "", others=others, static=path is not None)
 
-    def _below(self, path: str) -> str:
-        return path.removeprefix(f"{self.path}.") if self.path else path
+    def _path_of(self, name: str) -> str:
+        """The path of what Dynamo calls `name`."""
+        path, steps = None, steps_of(name)
+        for end, step in enumerate(steps, 1):
+            paths = self._known.get(steps[:end], ())
+            longer = None if path is None else joined(path, step)
+            path = paths[0] if paths and longer not in paths else longer
+        return joined(*_spelled(steps)) if path is None else path
 
     def _path(self, source: Any, value: Any) -> str | None:
-        """The path in the model of a parameter or buffer, "" if unknown; None for anything else."""
+        """The path of a parameter or buffer, "" if unknown; None for anything else."""
         raw = name_of(source)
-        owner = self._owner(source)[1]
-        named = joined(owner, raw_attribute(raw)) if owner is not None else user_path(raw)
-        known = self._model.tensors.get(id(value)) or self._model.tensors.get(id(self._frame.evaluate(raw)))
-        if known:
-            return named if named in known else known[0]
-        if isinstance(value, nn.Parameter) or "_parameters[" in raw or "_buffers[" in raw:
-            return named
+        path, paths = self._path_of(raw), self.tree.paths(value)
+        if paths:
+            return path if path in paths else paths[0]
+        if self._known.get(steps_of(raw)) or isinstance(value, nn.Parameter):
+            return path
+        if "_parameters[" in raw or "_buffers[" in raw:
+            return path
         if not isinstance(value, Tensor):
             return None
-        if owner is not None and named in self._model.paths:
-            return named
-        key = _LAST_KEY.search(raw, _BELOW_A_LOCAL)
+        if self._owner(source)[1] is not None and path in self.tree.tensors:
+            return path
+        key = _LAST_KEY.search(raw)
         path = user_path(str(ast.literal_eval(key[1]))) if key else ""
-        return path if path in self._model.paths else None
+        return path if path in self.tree.tensors else None
 
-    def _owner(self, source: Any, outermost: bool = False) -> tuple[Any, str | None]:
-        """The innermost module of the model that `source` goes through, or the outermost, and its path."""
-        match: tuple[Any, str | None] = None, None
-        for base in _bases(source):
-            path = self._model.modules.get(id(self._frame.evaluate(name_of(base))))
-            if path is not None:
-                match = base, path
-                if not outermost:
-                    break
-        return match
+    def _owner(self, source: Any) -> tuple[Any, str | None]:
+        """The outermost module of the model that `source` goes through, and its path."""
+        for each in _way(source):
+            value = self._objects[name_of(each)]
+            if _is_module(value) and (paths := self.tree.paths(value)):
+                return each, paths[0]
+        return None, None
 
 
-def _most(counted: Counter[str]) -> str:
-    """Returns the key with the largest count, "" if there is none."""
-    return counted.most_common(1)[0][0] if counted else ""
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _spelled(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """The steps that name what no model has: those behind a variable that says nothing, or all."""
+    variable = _VARIABLE.match(steps[0])
+    name = ast.literal_eval(variable[2]) if variable else ""
+    return steps[1:] if name == "self" or name.startswith(_DYNAMOS) else (name, *steps[1:])
 
 
 def source_of_input(node: fx.Node) -> Any:
@@ -138,11 +181,10 @@ def name_of(source: Any) -> str:
     return str(name() if callable(name) else name)
 
 
-def raw_attribute(raw: str) -> str:
-    """The last step of a source's name."""
-    return user_path(raw).rpartition(".")[2]
-
-
-def _bases(source: Any) -> Iterator[Any]:
-    while source is not None and (source := getattr(source, "base", None)) is not None:
-        yield source
+def _way(source: Any) -> list[Any]:
+    """The sources on the way to `source`, the variable first."""
+    way: list[Any] = []
+    while source is not None:
+        way.append(source)
+        source = getattr(source, "base", None)
+    return way[::-1]

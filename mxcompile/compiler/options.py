@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mxcompile.compiler.inductor import NEEDED
 from mxcompile.errors import OptionError, nearest, not_allowed, shown
 from mxcompile.lowering.targets import AUTO, check
 from mxcompile.policy import Policy
@@ -38,12 +39,18 @@ class Options:
     watch: Watch | None = None
     given: Policy | None = None
 
+    def __deepcopy__(self, memo: object) -> Options:
+        """Itself, with its own `watch`: they are copied with a model that ``torch.compile`` has returned."""
+        return self
+
     @classmethod
-    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
-        """Options from what torch.compile passes on.
+    def parse(cls, mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
+        """Options from what torch.compile passes on. Nothing in them follows what is changed later.
 
         Raises `OptionError`, `PolicyError` or `TargetError`.
         """
+        if isinstance(options, Options):
+            return options if mode is None else replace(options, mode=_mode(mode))
         if not isinstance(options, Mapping | None):
             raise OptionError(f"options are a dict with {', '.join(KEYS)}, found {options!r}")
         raw = dict(options or {})
@@ -123,4 +130,13 @@ def _inductor(value: Any) -> tuple[tuple[str, Any], ...]:
         if key not in known:
             near = nearest(str(key), known)
             raise OptionError(f"unknown Inductor setting {shown(key)}{near}; torch._inductor.config has them")
-    return tuple(sorted(value.items()))
+        if value[key] != NEEDED.get(key, value[key]):
+            raise OptionError(f"mxcompile needs Inductor's {key}={NEEDED[key]}: leave the setting out")
+    return tuple((key, _own(value[key])) for key in sorted(value))
+
+
+def _own(value: Any) -> Any:
+    """`value`, a setting, in containers that its user does not have."""
+    if isinstance(value, dict):
+        return {key: _own(inner) for key, inner in value.items()}
+    return type(value)(map(_own, value)) if type(value) in (list, tuple, set) else value

@@ -23,6 +23,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, is_matmul, packet
 from mxcompile.graph.tags import GemmTag, set_tag, tags_of
+from mxcompile.report import Part
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _MARK = "mxcompile"
 
 class Owner(Protocol):
     """A compile that takes the names of kernels, by the index of their GEMM."""
+
+    part: Part
 
     def name_kernels(self, kernels: Mapping[int, str]) -> None:
         """Take the names of the kernels that run these GEMMs."""
@@ -67,6 +70,11 @@ def mark(backward: fx.Graph, owner: Owner) -> object:
         indices = tuple(tag.index for tag in tags_of(node))
         node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: (key, indices)}
     return marked
+
+
+def token(products: Iterable[Mark]) -> str:
+    """Returns the token (see `store`) for code of a graph with `products`, made of their owners' tokens."""
+    return " ".join(sorted({each.marked.owner.part.token for each in products if each.marked is not None}))
 
 
 def marks(graph: fx.Graph) -> tuple[Mark, ...]:

@@ -7,6 +7,7 @@ is called: `settle` takes those out of the report that did not.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -15,13 +16,22 @@ from mxcompile.report import REGISTRY, GemmRecord, Ledger, Part
 
 
 class Places:
-    """The places of one part. gemms: all that are planned of `root`, its model."""
+    """The places of one part. gemms: all that are planned of `root`, its model.
+
+    found: called with the path of each further module that runs the code.
+    """
 
     def __init__(
-        self, key: object, ledger: Ledger, gemms: tuple[GemmRecord, ...], root: nn.Module | None
+        self,
+        key: object,
+        ledger: Ledger,
+        gemms: tuple[GemmRecord, ...],
+        root: nn.Module | None,
+        found: Callable[[str], None],
     ) -> None:
         self._key = key
         self._gemms = gemms
+        self._found = found
         self._part: Part | None = None
         self._places: list[tuple[Ledger, int | None]] = [(ledger, None)]
         self._ran: set[str] = set()
@@ -48,6 +58,8 @@ class Places:
     def note(self, path: str | None) -> None:
         """The module at `path` of the first model runs the code; None if it is not known which does."""
         self._is_sure = path is not None and (self._is_sure or not self._ran)
+        if path and self._ran and path not in self._ran:
+            self._found(path)
         self._ran.add(path or "")
         if self._settled and self._part is not None:
             self.put(self._part)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from mxcompile.compiler.decompositions import table
@@ -51,16 +52,23 @@ def plan_of(root: nn.Module | None, frame: Frame, matrices: Iterable[str]) -> Pl
     if root is None:
         return Planned(missing="not part of a module")
     known = _PLANS.get(root)
-    if known is not None and (known.plan is None or not _owned(root, set(matrices) - known.plan.read)):
+    if known is not None and (known.plan is None or not _lacks(known.plan, root, matrices)):
         return known
     call = frame.call_of(root)
     if call is None:
         return known or Planned(missing=f"no call of {type(root).__name__} leads here")
     if known is None or known.plan is None:
         return planned(root, call.args, call.kwargs)
-    more = _made(root, call.args, call.kwargs)
-    _PLANS[root] = Planned(plan=known.plan.with_more(more.plan, matrices))
+    more, plan = _made(root, call.args, call.kwargs).plan, known.plan
+    if more is not None and not plan.differentiated:
+        more, plan = plan, more
+    _PLANS[root] = Planned(plan=plan.with_more(more, matrices))
     return _PLANS[root]
+
+
+def _lacks(plan: Plan, root: nn.Module, matrices: Iterable[str]) -> bool:
+    """Whether another call of `root` shows more than `plan`: reads other parameters, or has a backward."""
+    return bool(_owned(root, set(matrices) - plan.read)) or torch.is_grad_enabled() > plan.differentiated
 
 
 def _owned(root: nn.Module, paths: set[str]) -> set[str]:
@@ -82,6 +90,16 @@ def known_plan(root: nn.Module) -> Plan | None:
     """The plan of `root`, if one was made."""
     known = _PLANS.get(root)
     return None if known is None else known.plan
+
+
+def layers_of_call(root: nn.Module, args: Any, kwargs: Any) -> frozenset[str] | None:
+    """Returns the names of the layers that `root` runs, called so; None if tensors' values decide it."""
+    try:
+        plan = make_plan(root, args, kwargs, table(), whole=True)
+    except ModelError as error:
+        log.info("which layers %s runs is not known: %s", type(root).__name__, error)
+        return None
+    return None if plan.guess else frozenset(plan.by_name)
 
 
 def _made(root: nn.Module, args: Any, kwargs: Any) -> Planned:

@@ -2,9 +2,9 @@
 
     invoke_subgraph(body, name, x, w)   →   the nodes of body, with x and w in place of its inputs
 
-A region saves compile time: Dynamo traces equal blocks once, and Inductor compiles their body once. The passes
-need the whole graph, because a body does not show which parameters a call passes, and the policy may treat two
-blocks differently. Results are those of the model without the decorator.
+A region saves compile time: Dynamo traces equal blocks once, and Inductor compiles their body once. The
+passes need the whole graph, because a body does not show which parameters a call passes, and the policy may
+treat two blocks differently. Results are those of the model without the decorator.
 
 Dynamo gives the body the module paths of the first call. In a copy for another call the part of a path that
 differs between the parameters of the two calls is replaced: ``0.up`` becomes ``3.up`` where the first call
@@ -21,18 +21,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from mxcompile.compiler.locate import name_of, source_of_input
 from mxcompile.graph.bodies import bodies, operands_of
-from mxcompile.models.names import user_path
+from mxcompile.models.names import GraphInput
 
 Paths = dict[fx.Node, str]
 """Path of the parameter behind an input of a graph, or of a body; "" for data."""
 
 
-def inline_regions(gm: fx.GraphModule) -> None:
-    """Replace every call of a nested region in `gm`, and in bodies of other operators, by its nodes."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    _Inliner().inline(gm, {node: user_path(name_of(source_of_input(node))) for node in inputs})
+def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    """Replace every call of a nested region in `gm`, and in bodies of other operators, by its nodes.
+
+    inputs: what the inputs of `gm` are. The nodes of `gm` have the user's paths of their modules.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    paths = {node: given.path for node, given in zip(placeholders, inputs, strict=False)}
+    _Inliner().inline(gm, paths)
 
 
 class _Inliner:
@@ -125,17 +128,13 @@ def _rebase(node: fx.Node, moved: Mapping[str, str]) -> None:
     stack = node.meta.get("nn_module_stack")
     if stack and moved:
         node.meta["nn_module_stack"] = {
-            key: (_rebased(raw, moved), *rest) for key, (raw, *rest) in stack.items()
+            key: (_rebased(path, moved), *rest) for key, (path, *rest) in stack.items()
         }
 
 
-def _rebased(raw: str, moved: Mapping[str, str]) -> str:
-    path = user_path(raw)
+def _rebased(path: str, moved: Mapping[str, str]) -> str:
     old = next((prefix for prefix in _prefixes(path) if prefix in moved), None)
-    if old is None:
-        return raw
-    new = moved[old] + path.removeprefix(old)
-    return raw.removesuffix(path) + new if raw.endswith(path) else new
+    return path if old is None else moved[old] + path.removeprefix(old)
 
 
 def _prefixes(path: str) -> Iterator[str]:

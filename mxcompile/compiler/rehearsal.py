@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import fx, nn
+from torch._dynamo.eval_frame import remove_from_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxcompile.compiler.capture import Capture, captured
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
 from mxcompile.compiler.trace import trace
+from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import call
-from mxcompile.plan.repeats import LeaveOut, keep_all
+from mxcompile.models.isolated import ChildError, NoChildError, isolated
+from mxcompile.plan.repeats import LeaveOut, fold, keep_all
 
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 Mode = TypeVar("Mode", bound=FakeTensorMode)
 
 
@@ -97,3 +104,31 @@ class Rehearsal(Generic[Mode]):
 
     def parted(self, capture: Capture, forward: fx.Graph, backward: fx.Graph) -> None:
         """Called with the two graphs that a joint graph becomes."""
+
+
+def apart(rehearse: Callable[[], Result]) -> Result:
+    """Returns what `rehearse` returns, a rehearsal, in a process of its own.
+
+    A rehearsal runs the model's Python around graph breaks, and Dynamo applies what graphs change outside of
+    them. If there can be no such process, `rehearse` runs in this one, with a warning.
+    """
+    try:
+        return isolated(rehearse, tools=True)
+    except NoChildError as error:
+        log.warning("%s: this process keeps what the model's code changes beside tensors", error)
+        return rehearse()
+
+
+def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Result:
+    """Returns `rehearse` of `model` with some layers standing for others, or with all if that fails."""
+    try:
+        return apart(functools.partial(rehearse, fold))
+    except ChildError:
+        raise
+    except ModelError as error:
+        log.info("tracing every layer, since some do not stand for all: %s", error)
+    for kind in {type(module) for module in model.modules()}:
+        remove_from_cache(
+            kind.forward
+        )  # where Dynamo may have noted in this process to skip code that failed
+    return apart(functools.partial(rehearse, keep_all))

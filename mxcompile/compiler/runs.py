@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.places import Places
-from mxcompile.compiler.sharing import named
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.holders import Holders
+from mxcompile.models.names import user_path
+from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, users_own
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,10 @@ def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
     if capture.root is None:
         return compiled
     own = {user_path(raw) for raw, _ in capture.root.named_parameters(remove_duplicate=False)}
-    paths = [joined(capture.path, given.path) if given.static else "" for given in capture.inputs]
-    position = next((index for index, path in enumerate(paths) if path in own), None)
+    position = next((index for index, given in enumerate(capture.inputs) if given.path in own), None)
     if position is None:
         return compiled
-    return _Noted(compiled, capture.root, named(capture.root, capture.prefix), position, places)
+    return _Noted(compiled, capture.root, capture.tree.modules[capture.prefix], position, places)
 
 
 class _Noted:
@@ -55,14 +55,12 @@ class _Noted:
         self._root = weakref.ref(root)
         self._kind = plain_class(root)
         self._sizes = _sizes(root)
-        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._holders = Holders()
         self._models = {self._root}
 
     def __call__(self, *args: Any) -> Any:
         parameter = args[self._position]
-        known = self._known.get(id(parameter))
-        if (known is None or known() is not parameter) and isinstance(parameter, nn.Parameter):
-            self._known[id(parameter)] = weakref.ref(parameter, _forget(self._known, id(parameter)))
+        if isinstance(parameter, nn.Parameter) and self._holders.holder(parameter) is None:
             self._meet(parameter)
         return self._compiled(*args)
 
@@ -74,13 +72,12 @@ class _Noted:
     def _meet(self, parameter: Tensor) -> None:
         """Find the model that `parameter` belongs to, and have it adopt the code if it is another one."""
         root = self._root()
-        if root is not None and _owns(root, parameter):
+        if root is not None and self._owns(root, parameter):
             own = next((module for module in running() if plain_class(module) is self._part), None)
-            paths = (user_path(raw) for raw, module in root.named_modules() if module is own)
-            self._places.note(next(paths, None))
+            self._places.note(path_in(root, own))
             return
         callers = [users_own(module) for module in running()]
-        owners = [module for module in callers if module is not root and _owns(module, parameter)]
+        owners = [each for each in callers if each is not root and self._owns(each, parameter)]
         model = next((module for module in reversed(owners) if plain_class(module) is self._kind), None)
         if model is not None and _sizes(model) == self._sizes:
             if (reference := weakref.ref(model)) not in self._models:
@@ -95,16 +92,9 @@ class _Noted:
                 type(owners[-1]).__name__,
             )
 
-
-def _forget(known: dict[int, weakref.ref[Tensor]], key: int) -> Callable[[object], None]:
-    def forget(_: object) -> None:
-        known.pop(key, None)
-
-    return forget
-
-
-def _owns(model: nn.Module, parameter: Tensor) -> bool:
-    return any(own is parameter for own in model.parameters())
+    def _owns(self, model: nn.Module, parameter: Tensor) -> bool:
+        """Whether `model` has `parameter`, which is known from now on if it does."""
+        return self._holders.add(model.modules(), parameter)
 
 
 def _sizes(model: nn.Module) -> Mapping[str, Any]:

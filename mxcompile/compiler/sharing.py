@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch._guards import Guard, TracingContext
 
 from mxcompile.compiler.capture import Capture
 from mxcompile.errors import PolicyError
 from mxcompile.graph.tags import Kind
-from mxcompile.models.names import user_path
 from mxcompile.models.wrappers import plain_class
 from mxcompile.policy import Policy
 from mxcompile.rules import name_signature
@@ -56,7 +54,7 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
     if unlimited:
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(kinds))  # by grad mode, by dtype
     elif len(kinds) > limit:
-        name = type(named(capture.root, capture.prefix)).__name__
+        name = type(capture.tree.modules[capture.prefix]).__name__
         raise PolicyError(
             f"{policy.label} needs {len(kinds)} different codes for modules of class {name}, and Dynamo keeps"
             f" {limit} of one function; compile the model with mxcompile.compile(model, policy=…)"
@@ -66,12 +64,11 @@ def guard(capture: Capture, policy: Policy, *, unlimited: bool = False) -> None:
             f"{policy.label} treats {capture.prefix} differently from other modules of its class, but Dynamo"
             " would run its code for all of them; compile the model with mxcompile.compile(model, policy=…)"
         )
-    paths = {id(module): path for path, module in _modules(capture.root)}
-    expected = known[capture.prefix]
+    paths, expected = capture.tree.by_identity, known[capture.prefix]
     alive = weakref.ref(capture.root)
 
     def holds(module: object) -> bool:
-        path = paths.get(id(module))
+        path = next(iter(paths.get(id(module), ())), None)
         return alive() is not None and path is not None and known.get(path) == expected
 
     context.guards_context.dynamo_guards.add(Guard(capture.owner, _install(holds)))
@@ -88,20 +85,18 @@ def _install(holds: Callable[[object], bool]) -> Callable[[Any, Guard], None]:
 
 def _alike(capture: Capture, policy: Policy) -> Iterator[tuple[str, Signature]]:
     """The modules of the class that `capture` is compiled for, and what is decided for each."""
-    assert capture.root is not None
-    module = named(capture.root, capture.prefix)
+    module = capture.tree.modules[capture.prefix]
     below = _decided(capture, policy)
-    for path, other in _modules(capture.root):
+    for path, other in capture.tree.modules.items():
         if plain_class(other) is plain_class(module):
             yield path, below(path)
 
 
 def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
     """Returns the decisions for the layers below a path: by the plan or, without one, by name patterns."""
-    root, plan = capture.root, capture.planned.plan
-    assert root is not None
+    plan, modules = capture.planned.plan, capture.tree.modules
     if plan is None:
-        return lambda path: name_signature(policy, root, _raw(root, path), capture.blocks)
+        return lambda path: name_signature(policy, modules[path], path, capture.blocks)
     linears = [tag for tag in plan.tags if tag.kind is Kind.LINEAR]
     decisions = [(tag.name, (tag.n, tag.k), policy.decide(tag.as_layer())) for tag in linears]
 
@@ -114,18 +109,3 @@ def _decided(capture: Capture, policy: Policy) -> Callable[[str], Signature]:
         )
 
     return below
-
-
-def named(root: nn.Module, path: str) -> nn.Module:
-    """The module of `root` at the user's `path`, inside of all wrappers."""
-    return root.get_submodule(_raw(root, path))
-
-
-def _modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((user_path(raw), module) for raw, module in root.named_modules())
-
-
-def _raw(root: nn.Module, path: str) -> str:
-    """The path in `root`, wrappers and all, of what its user calls `path`: of several, the innermost's."""
-    *_, raw = (raw for raw, _ in root.named_modules() if user_path(raw) == path)
-    return str(raw)

@@ -1,13 +1,17 @@
 """Reports kept beside Inductor's caches, for compiles that those caches answer.
 
-A report is looked up by everything it depends on (see `Compilation`), so one that is found is the one a
-fresh compile would make. The files are JSON; a damaged one counts as missing.
+    compile ─▶ report stored? yes: its token ─▶ key of Inductor's caches ─▶ hit: the stored report, or miss
+                              no: a new token ─▶ key of Inductor's caches ─▶ miss, always
+
+When Inductor's caches answer, none of our hooks runs. So their keys hold a token that only the stored report
+knows: code that comes from a cache always has its report, and a graph without a report is compiled anew,
+whatever the caches hold. A report is looked up by everything it depends on (see `Compilation.identity`), so
+one that is found is the one a fresh compile would make. The files are JSON; a damaged one counts as missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -18,11 +22,6 @@ from mxcompile.publish import publish
 from mxcompile.report import Part, schema
 
 log = logging.getLogger(__name__)
-
-
-def key(*parts: str) -> str:
-    """One key for all `parts`."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _path(name: str) -> Path:

@@ -54,6 +54,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     for old, new in zip(gm.graph.nodes, result.graph.nodes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+            new.meta.pop("grapharg", None)  # it refers to the parameter; Dynamo takes it from its own graph
     return result
 
 

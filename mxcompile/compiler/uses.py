@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.rehearsal import Rehearsal
-from mxcompile.models.names import GraphInput, joined
-from mxcompile.plan.repeats import LeaveOut, some_or_all
+from mxcompile.compiler.rehearsal import Rehearsal, some_or_all
+from mxcompile.models.names import GraphInput
+from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord
 
 
 class OfParameter(Protocol):
-    """Something about the parameter at `path`, relative to the graph's frame."""
+    """Something about the parameter at `path`."""
 
     @property
     def path(self) -> str: ...  # noqa: D102
@@ -83,8 +83,7 @@ class _UseReader(Rehearsal[FakeTensorMode], Generic[Use]):
 
     def after(self, capture: Capture, graph: fx.Graph) -> None:
         for use in self._read(graph, capture.inputs):
-            path = joined(capture.path, use.path)
-            for each in (path, *self.repeats.others(path)):
+            for each in (use.path, *self.repeats.others(use.path)):
                 self._uses[each].append(use)
 
     def traced(self, capture: Capture, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compilation:

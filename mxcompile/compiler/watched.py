@@ -24,8 +24,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.options import Options
-from mxcompile.compiler.sharing import named
-from mxcompile.models.names import user_path
+from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
 from mxcompile.watch import Watch, calls
@@ -53,7 +52,7 @@ def watched(
     try:
         sampled = compiler(compilation.measuring(watch))
     except Exception as error:  # training goes on without it
-        name = compilation.capture.path or "the model"
+        name = compilation.capture.module or "the model"
         log.warning("watch: %s is not watched: %s: %s", name, type(error).__name__, error)
         return code
     return _Watched(code, sampled, compilation, watch)
@@ -72,14 +71,13 @@ def follow(options: Options, capture: Capture) -> Options:
         log.warning(
             "watch: rules that put GEMMs into BF16 do nothing in %s, whose code cannot be kept to it; compile"
             " the model with mxcompile.compile(model, watch=…)",
-            capture.path,
+            capture.prefix,
         )
         return options
-    root, expected = capture.root, watch.below(capture.prefix)
-    paths = {} if root is None else {id(module): user_path(raw) for raw, module in root.named_modules()}
+    paths, prefix, expected = capture.tree.by_identity, capture.prefix, watch.below(capture.prefix)
 
     def holds(module: object) -> bool:
-        return watch.below(paths.get(id(module), "") if capture.prefix else "") == expected
+        return watch.below(next(iter(paths.get(id(module), ())), "") if prefix else "") == expected
 
     source = capture.owner if capture.prefix else GlobalStateSource()
     context.guards_context.dynamo_guards.add(Guard(source, _install(holds, whole=not capture.prefix)))
@@ -120,7 +118,7 @@ class _Watched:
         self._sampled = sampled
         self._compiled = capture.prefix
         self._root = None if capture.root is None else weakref.ref(capture.root)
-        self._class = None if capture.root is None else plain_class(named(capture.root, capture.prefix))
+        self._class = None if capture.root is None else plain_class(capture.tree.modules[capture.prefix])
         options, plan = compilation.options, capture.planned.plan
         self._recorder = watch.attach(
             capture.root,
@@ -154,5 +152,5 @@ class _Watched:
         if root is None or not self._compiled:
             return self._compiled
         module = next((each for each in running() if plain_class(each) is self._class), None)
-        paths = (user_path(raw) for raw, each in root.named_modules() if each is module)
-        return next(paths, self._compiled)
+        path = path_in(root, module)
+        return self._compiled if path is None else path

@@ -2,10 +2,10 @@
 
     weight of which every GEMM that reads it reads 32×32 tiles  →  MasterWeight
 
-Each rank casts its own shard and sends codes and scales, and every rank multiplies with those: what a cast of
-the gathered weight would give, bit for bit, since shards of whole tiles are cast like the whole. Shards,
-gradients, optimizer states and checkpoints are plain and in the master's precision. Weights that something
-else reads too, and those whose shards cut tiles, are gathered as without this.
+Each rank casts its own shard and sends codes and scales, with which every rank multiplies. A cast of the
+gathered weight would give the same bits, because shards of whole tiles are cast like the whole. Shards,
+gradients, optimizer states and checkpoints are plain and in the master's precision. A weight that something
+else reads too, or whose shards cut tiles, is gathered as without this.
 """
 
 from __future__ import annotations
@@ -41,19 +41,27 @@ def quantize_gathers_(
 ) -> QuantizedGathers:
     """Let FSDP2 gather weights of `model` in MXFP8, in place; call it before ``fully_shard``.
 
-    policy: the one the model is compiled with: file, preset, dict or `Policy`. Weights go that it quantizes
-    with ``weight_block: 32x32`` in fprop and dgrad, if nothing else reads them and shards are whole tiles
-    (rows on a rank a multiple of 32). mesh: as for ``fully_shard``, by default all ranks. args, kwargs: what
-    the model is called with, on any device, meta too: what reads a weight follows from a trace on fake
-    tensors. A Hugging Face or timm model needs none.
+    A weight travels in MXFP8 if the policy quantizes it with ``weight_block: 32x32`` in fprop and dgrad,
+    nothing else reads it, and its shards are whole tiles (rows on a rank a multiple of 32). Weights become
+    other `nn.Parameter` objects with the same values, so make the optimizer afterwards. Where
+    ``MixedPrecisionPolicy`` has a ``param_dtype``, weights are cast from that dtype. A later compile whose
+    policy wants a weight in another format raises `PolicyError`.
 
-    Weights become other `nn.Parameter` objects, with the same values: make the optimizer afterwards. Where
-    ``MixedPrecisionPolicy`` has a ``param_dtype``, that is what is cast.
+    Args:
+        model: The model, on any device.
+        policy: The policy with which the model is compiled: file, preset, dict or `Policy`.
+        mesh: As for ``fully_shard``; by default all ranks.
+        args: Positional arguments of a call of the model, on any device: the uses of weights follow from a
+            trace on fake tensors. A Hugging Face or timm model needs none.
+        kwargs: Keyword arguments of the call.
 
-    Returns what becomes of every weight of a linear layer. Raises `ModelError` for a model that is sharded
-    already, that cannot be traced, or of which nothing would travel in MXFP8; nothing is changed then.
-    `OptionError` without a mesh and a process group. A policy at compile time that wants a weight in another
-    format than it was gathered in is a `PolicyError` there.
+    Returns:
+        The outcome for every weight of a linear layer.
+
+    Raises:
+        ModelError: The model is sharded already or cannot be traced, or no weight would travel in MXFP8.
+            Nothing is changed.
+        OptionError: There is neither a mesh nor a process group.
     """
     model = users_own(model)
     ranks = _ranks(mesh)
@@ -77,7 +85,7 @@ def quantize_gathers_(
 
 
 def _ranks(mesh: Any) -> int:
-    """On how many ranks FSDP2 shards."""
+    """Returns the number of ranks on which FSDP2 shards."""
     if mesh is not None:
         return int(mesh.shape[-1])
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -101,7 +109,7 @@ def _parameter(owner: Owner) -> nn.Parameter:
 
 
 def _cast(path: str, owner: Owner, layers: Sequence[TileUse], ranks: int) -> TileCast | str:
-    """How the parameter at `path` is cast before it is gathered, or why it is not."""
+    """Returns how the parameter at `path` is cast before it is gathered, or why it is not."""
     parameter = _parameter(owner)
     for use in layers:
         if use.elem_dtype is None:
@@ -140,7 +148,7 @@ def _row(path: str, owner: Owner, layers: Sequence[TileUse], cast: TileCast | st
 
 
 def _put(places: Sequence[Owner], cast: TileCast) -> None:
-    """Put a `MasterWeight` in the place of the parameter at `places`."""
+    """Puts a `MasterWeight` in the place of the parameter at `places`."""
     parameter = _parameter(places[0])
     master = nn.Parameter(
         with_local(parameter.detach(), lambda values: MasterWeight(values, cast)), parameter.requires_grad

@@ -3,7 +3,7 @@
     state_dict()                     a MasterWeight, or a DTensor of one  →  its values, the same memory
     load_state_dict(assign=True)     values  →  a MasterWeight, cast as the one that is there
 
-So checkpoints (``torch.save``, DCP, safetensors) hold what they hold without mxcompile.
+So checkpoints (``torch.save``, DCP, safetensors) have the same tensors as without mxcompile.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from mxcompile.distributed.tensors import MasterWeight, local, with_local
 
 
 def keep_plain(module: nn.Module) -> None:
-    """Make the state dicts of `module` plain, from now on. Once is enough; more changes nothing."""
-    if _given not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_given)
-        module.register_load_state_dict_pre_hook(_taken)
+    """Makes the state dicts of `module` plain, from now on. A second call changes nothing."""
+    if _after_saving not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_after_saving)
+        module.register_load_state_dict_pre_hook(_before_loading)
 
 
-def _given(
+def _after_saving(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # as keep_vars=True gives it
-            state_dict[prefix + name] = with_local(value, _plain)
+            state_dict[prefix + name] = with_local(
+                value, lambda held: held.master if isinstance(held, MasterWeight) else held
+            )
 
 
-def _taken(
+def _before_loading(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
     if not local_metadata.get("assign_to_params_buffers", False):
@@ -43,7 +45,3 @@ def _taken(
         if isinstance(held, MasterWeight) and isinstance(value, Tensor):
             wrap = functools.partial(MasterWeight, cast=held.cast)
             state_dict[prefix + name] = with_local(value.detach(), wrap)
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.master if isinstance(value, MasterWeight) else value

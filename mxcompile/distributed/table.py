@@ -13,8 +13,14 @@ from mxcompile.report.forms.words import byte_count
 class GatheredWeight:
     """The weight of a linear layer.
 
-    name: path of the parameter. role: of its layer. shape: of what FSDP2 shards. travels: whether it is
-    gathered in MXFP8. reason: for that. num_bytes: what is gathered; bytes_bf16: what that is in BF16.
+    Attributes:
+        name: Path of the parameter.
+        role: Role of its layer.
+        shape: Shape of the tensor that FSDP2 shards.
+        travels: Whether it is gathered in MXFP8.
+        reason: Why it is, or why not.
+        num_bytes: Bytes of the gathered tensors.
+        bytes_bf16: Bytes of the weight in BF16.
     """
 
     name: str

@@ -5,13 +5,13 @@
     after it         TiledWeight    the same, which stands for the values
 
 One cast serves fprop and dgrad, whichever dimension they contract. An operator on a `MasterWeight` acts on
-its values, and what comes out is plain; only what moves them, to another device, dtype or into shards, keeps
-the type. A `TiledWeight` answers any operator with the values of its codes; compiled graphs have codes and
-scales as inputs, and their products read those (see `passes/reuse`). Gradients of either are plain tensors in
-the weight's dtype.
+its values, and its result is plain; operators that move the values, to another device, dtype or into shards,
+keep the type. Operators on a `TiledWeight` read the values of its codes; compiled graphs have codes and
+scales as inputs, which their products read (see `passes/reuse`). Gradients of either are plain tensors in the
+weight's dtype.
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch's FSDP extensions). It frees and refills
-the storage of what is gathered, of which codes and scales are views.
+the storage of gathered tensors; codes and scales are views of it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,20 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileCast:
-    """How the weight `name` is cast before it is gathered: element type, rounding of the scales."""
+    """The cast of a weight before it is gathered.
+
+    Attributes:
+        name: Path of the weight.
+        elem_dtype: Dtype of the codes.
+        rounding: Rounding of the scales.
+    """
 
     name: str
     elem_dtype: torch.dtype
     rounding: str
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scale bytes of `x[…, n, k]`: [..., n, k] and [..., ⌈n/32⌉, ⌈k/32⌉], uint8."""
+        """Returns codes and scale bytes of `x[…, n, k]`: [..., n, k] and [..., ⌈n/32⌉, ⌈k/32⌉], uint8."""
         matrices = x.detach().reshape(-1, *x.shape[-2:])
         count, rows, width = matrices.shape
         qdata = torch.empty(matrices.shape, dtype=self.elem_dtype, device=x.device)
@@ -66,7 +72,9 @@ class TileCast:
 class MasterWeight(Tensor):
     """A weight, or a rank's shard of it, that is cast to MXFP8 before FSDP2 gathers it.
 
-    master: the plain tensor. cast: how it is cast.
+    Attributes:
+        master: The plain tensor.
+        cast: Its cast.
     """
 
     master: Tensor
@@ -91,7 +99,9 @@ class MasterWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain_args, plain_kwargs = tree_map_only(MasterWeight, _values, (tuple(args), kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            MasterWeight, lambda x: x.master, (tuple(args), kwargs or {})
+        )
         result = func(*plain_args, **plain_kwargs)
         first = args[0] if args else None
         if func in _MOVES and isinstance(first, MasterWeight):
@@ -105,10 +115,11 @@ class MasterWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], None]:
         """Returns the tensors that this rank sends: codes and scale bytes of its shard.
 
-        The shard is cast from the dtype that FSDP2 would send.
+        The shard is cast from the dtype that FSDP2 would send. On one rank the result is one tensor, because
+        FSDP2 takes only one there.
 
-        On one rank they are one tensor, since FSDP2 takes but one there. Raises `ModelError` for shards that
-        cut a tile.
+        Raises:
+            ModelError: The shards cut a tile.
         """
         if reason := uneven(outer_size, mesh.size(), self.shape):
             raise ModelError(
@@ -153,7 +164,7 @@ class MasterWeight(Tensor):
         return MasterWeight(parts["master"], context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle holds the plain values: whoever reads it needs nothing of mxcompile."""
+        """Pickles the plain values, so that a reader does not need mxcompile."""
         values = self.master.detach().requires_grad_(self.requires_grad)
         plain = torch.nn.Parameter(values, self.requires_grad) if hasattr(self, "_is_param") else values
         return plain.__reduce_ex__(protocol)
@@ -168,11 +179,7 @@ _MOVES = frozenset({
     aten.split.Tensor, aten.view.default,
     aten.as_strided.default, aten.lift_fresh.default, aten._pin_memory.default,
 })  # fmt: skip
-"""What makes shards of a weight, or puts it elsewhere."""
-
-
-def _values(x: MasterWeight) -> Tensor:
-    return x.master
+"""Operators that make shards of a weight, or move it."""
 
 
 def local(x: Tensor) -> Tensor:
@@ -187,7 +194,7 @@ def local_bytes(x: Tensor) -> int:
 
 
 def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`x` with `change` of what this rank holds of it."""
+    """Returns `x` after a `change` of this rank's part of it."""
     if local(x) is x:
         return change(x)
     from torch.distributed.tensor import DTensor
@@ -203,7 +210,7 @@ def with_local(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None) -> str:
     """Returns why shards of a weight of shape `whole` on `ranks` ranks are not whole tiles; "" if they are.
 
-    shard: the shape of one; by default as FSDP2 makes them.
+    shard: the shape of a shard; by default as FSDP2 makes them.
     """
     rows = whole[0]
     if rows % ranks:
@@ -217,10 +224,13 @@ def uneven(whole: Sequence[int], ranks: int, shard: Sequence[int] | None = None)
 
 
 class TiledWeight(Tensor):
-    """A weight of which there are codes and the scales of its 32×32 tiles.
+    """A weight that consists of codes and the scales of its 32×32 tiles. Nothing changes it in place.
 
-    qdata: [..., n, k], FP8. scale: [..., ⌈n/32⌉, ⌈k/32⌉], E8M0 bytes. rounding: of the cast that made them.
-    dtype: of the values it stands for. Nothing changes it in place.
+    Attributes:
+        qdata: [..., n, k], FP8.
+        scale: [..., ⌈n/32⌉, ⌈k/32⌉], E8M0 bytes.
+        rounding: Rounding of the cast that made them.
+        dtype: Dtype of the values it stands for.
     """
 
     qdata: Tensor
@@ -249,7 +259,11 @@ class TiledWeight(Tensor):
             return return_and_correct_aliasing(func, args, kwargs or {}, result)
         if func._schema.is_mutable and any(isinstance(written, TiledWeight) for written in args[:1]):
             raise FormatError(f"{func} would change a weight that was gathered in MXFP8; change its shards")
-        plain_args, plain_kwargs = tree_map_only(TiledWeight, _dequantized, (tuple(args), kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            TiledWeight,
+            lambda x: ops.dequantize_tiles(x.qdata, x.scale, x.rounding, x.dtype),
+            (tuple(args), kwargs or {}),
+        )
         return func(*plain_args, **plain_kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
@@ -272,15 +286,10 @@ class TiledWeight(Tensor):
 
 
 def _same(func: Any, x: TiledWeight, args: Sequence[Any]) -> bool:
-    """Whether `func` gives `x` itself again."""
+    """Whether `func` returns `x` itself."""
     if func in (aten.detach.default, aten.alias.default):
         return True
     if func is aten.as_strided.default:
         size, stride, *offset = args[1:]
         return [*size] == [*x.shape] and [*stride] == [*x.stride()] and offset in ([], [0], [None])
     return func is aten.view.default and [*args[1]] == [*x.shape]
-
-
-def _dequantized(x: TiledWeight) -> Tensor:
-    values: Tensor = ops.dequantize_tiles(x.qdata, x.scale, x.rounding, x.dtype)
-    return values

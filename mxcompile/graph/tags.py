@@ -61,7 +61,8 @@ class GemmTag:
     which this GEMM computes a shard or a part, from the model's plan; None where the graph shows all of it.
     choice, formats (of the operands; None unless the GEMM is quantized), saved, sent: from `decide`. kernel:
     from the lowering. fallbacks: from there too, the reasons why a kernel that is for such a GEMM does not
-    run it.
+    run it. gradients: of a forward GEMM in a plan, whether its first and its second operand need gradients.
+    again: whether a checkpoint runs this GEMM once more before it computes them.
     """
 
     layer: str
@@ -88,6 +89,8 @@ class GemmTag:
     sent: Sent = Sent.SOURCE
     kernel: str = ""
     fallbacks: tuple[str, ...] = ()
+    gradients: tuple[bool, bool] = (False, False)
+    again: bool = False
 
     @property
     def flops(self) -> int:
@@ -121,6 +124,18 @@ class GemmTag:
             k=k,
             block=self.block,
         )
+
+
+def gradient_tags(tag: GemmTag) -> tuple[GemmTag, GemmTag]:
+    """Returns the two GEMMs that compute the gradients of the operands of `tag`, a forward GEMM."""
+    m, n, k = tag.m, tag.n, tag.k
+    has_weight = tag.kind in (Kind.LINEAR, Kind.CONVOLUTION)
+    first, second = (("dy", "w"), ("dy", "x")) if has_weight else (("x", "x"), ("x", "x"))
+    kind = Gemm.WGRAD if has_weight else Gemm.DGRAD
+    return (
+        replace(tag, gemm=Gemm.DGRAD, tensors=first, m=m, n=k, k=n),
+        replace(tag, gemm=kind, tensors=second, m=n, n=k, k=m),
+    )
 
 
 def tags_of(node: fx.Node) -> tuple[GemmTag, ...]:

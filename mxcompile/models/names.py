@@ -1,29 +1,20 @@
-"""Module paths as the user knows them, from what Dynamo and AOTAutograd leave on nodes.
+"""Module paths as the user knows them: what ``named_modules`` says, without the segments of wrappers.
 
-Dynamo writes paths from the traced local on (``L['self'].model.layers.0``, ``L['fn']…``); wrappers add
-segments. A user's path has neither.
+Graphs have them in ``nn_module_stack``: `compiler.locate` replaces what Dynamo writes there.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)(?=[.\[]|$|,\ ['"])""")
-_ROOT = re.compile(r"^[LG]\['[^']*'\]")
-_CONTAINERS = frozenset({"__dict__", "_modules", "_parameters", "_buffers"})
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which modules that compile, shard or checkpoint a module hold it."""
-_METHODS = frozenset({"forward", "__call__", "_call_impl"})
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -58,24 +49,9 @@ class Stored:
     others: tuple[str, ...] = ()
 
 
-@lru_cache(maxsize=1 << 14)
 def user_path(raw: str) -> str:
-    """The path in the user's model that Dynamo's name of a source stands for, as ``named_modules`` has it.
-
-    ``L['self']._modules['layers'].0.fc`` → ``layers.0.fc``, and the same where a module with its own
-    ``__getattr__`` is read through its dictionary: ``L['self'].__dict__['_modules']['layers'].0.fc``. A
-    method is bound to the module that has it: ``layers.0.forward.args.0.__self__.fc``, of a checkpoint.
-    """
-    while raw.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
-        raw = raw.removeprefix("getattr(")
-    quoted_or_plain = _STEP.findall(_ROOT.sub("", raw))
-    steps = [ast.literal_eval(key or name) if key or name else index or plain
-             for key, name, index, plain in quoted_or_plain]  # fmt: skip
-    if "__self__" in steps:
-        bound = len(steps) - steps[::-1].index("__self__")
-        method = next((at for at, step in enumerate(steps[:bound]) if step in _METHODS), bound - 1)
-        steps = steps[:method] + steps[bound:]
-    return ".".join(step for step in steps if step not in _CONTAINERS | WRAPPERS)
+    """The path `raw`, of ``named_modules`` or a state dict, without the segments of wrappers."""
+    return ".".join(step for step in raw.split(".") if step not in WRAPPERS)
 
 
 def joined(*steps: str) -> str:
@@ -88,20 +64,9 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return "", ""
-    parallel = ""
-    path, owner = "", ""
-    for raw, kind in stack.values():
-        path, owner = user_path(raw), _class_name(kind)
-        if parallel and path.startswith(parallel):
-            path = path.removeprefix(parallel).removeprefix(".")
-        if owner in PARALLEL:
-            parallel = f"{path}.module".removeprefix(".")
-    return path, owner
-
-
-def _class_name(kind: Any) -> str:
+    path, kind = next(reversed(stack.values()))
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-    return name.rpartition(".")[2]
+    return path, name.rpartition(".")[2]
 
 
 def layer_name(module_path: str, parameter_path: str) -> str:
@@ -125,12 +90,12 @@ Owner = tuple[nn.Module, str]
 
 
 def owners(model: nn.Module) -> dict[str, list[Owner]]:
-    """Every path of a parameter of `model` to all places that hold it."""
+    """Returns all places that hold each parameter of `model`, by the user's path of every place."""
     by_identity: defaultdict[int, list[tuple[str, Owner]]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                by_identity[id(parameter)].append((joined(prefix, name), (module, name)))
+                by_identity[id(parameter)].append((user_path(joined(prefix, name)), (module, name)))
     return {path: [owner for _, owner in held] for held in by_identity.values() for path, _ in held}
 
 

@@ -165,7 +165,7 @@ def _held(value: Any) -> Iterable[Any]:
             return () if (referent := value()) is None else (referent,)
     if type(value) in _CONTAINERS:
         return (*value.keys(), *value.values()) if isinstance(value, dict) else tuple(value)
-    return vars(value).values() if _is_plain(value) else ()
+    return vars(value).values() if is_plain(value) else ()
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
@@ -205,7 +205,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether `value` is what its attributes are: of a class in Python that does not say how it is copied."""
     kind: Any = type(value)
     return (

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mxcompile.lowering.targets import Peak, Target
+from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Range, Rates
 
 REASONS = ("memory", "issue", "mma", "latency")

@@ -15,17 +15,18 @@ import dataclasses
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mxcompile.analysis.explain.roofline import WIDE, estimate
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import apart
 from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
-from mxcompile.lowering.targets import TARGETS, check
+from mxcompile.lowering.targets import AUTO, TARGETS, check, of_chip
 from mxcompile.mesh.built import Factory, named_inputs, rank_model
 from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.models.arguments import ModelInput
@@ -37,10 +38,11 @@ from mxcompile.offline.estimate import Work, library_work
 from mxcompile.offline.launch import CASTS, COLLECTIVE, Kernel, Launch
 from mxcompile.offline.rates import Rates
 from mxcompile.offline.result import CodegenResult
+from mxcompile.offline.roofline import WIDE, estimate
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.policy import Policy
-from mxcompile.report import Report
+from mxcompile.report import Part, Report
 from mxcompile.watch import Watch
 
 _MOVES = frozenset(str(view) for view in VIEWS) | {"<built-in function getitem>", "aten.clone"}
@@ -70,12 +72,12 @@ def codegen(
     """Returns the code that a compile of `model` would run on `target`.
 
     model: on any device, the meta device too; it is not run and not changed. args, inputs, kwargs: what it is
-    called with (see `models.arguments`). target: a GPU of
-    `lowering.targets.TARGETS`, which need not be here. out_dir: folder to write everything to. training:
-    forward and backward, else forward only. policy: as the backend's option. rates: a file of measured rates,
-    which replace those of the table (see `rates`). attention: the backend of attentions without a mask,
-    "cudnn" or "flash"; "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh,
-    parallel: the code of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
+    called with (see `models.arguments`). target: a GPU of `lowering.targets.TARGETS`, or a chip such as
+    "h100", which need not be here. out_dir: folder to write everything to. training: forward and backward,
+    else forward only. policy: as the backend's option. rates: a file of measured rates, which replace those
+    of the table (see `rates`). attention: the backend of attentions without a mask, "cudnn" or "flash";
+    "auto" is PyTorch's choice. watch: gives the code of the steps that it samples. mesh, parallel: the code
+    of rank 0 of a mesh, as `explain` has them; then `model` may be a factory.
 
     Raises `TargetError`, `PolicyError`, `OptionError` for a keyword nobody takes, or `ModelError` if the
     model cannot be traced. A kernel that would not run is not an error: see `CodegenResult.problems`.
@@ -84,22 +86,23 @@ def codegen(
     given |= {"mesh": mesh, "parallel": parallel}
     named = named_inputs("codegen", model, mesh, args, inputs, kwargs, given)
     if parallel is not None and mesh is None:
-        raise OptionError("parallel is of the ranks of a mesh: give mesh, such as dp=128,tp=8")
-    target = check(target)
-    chip = TARGETS.get(target)
+        raise OptionError("`parallel` is of the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
+    chip = None if check(target) == AUTO else of_chip(target)
     if chip is None or chip.arch is None:
         gpus = ", ".join(name for name, row in TARGETS.items() if row.arch is not None)
         raise TargetError(f"code is generated for a GPU, found target {target!r}: allowed are {gpus}")
+    target = chip.name
     options = Options.parse(None, {"policy": policy, "target": target, "watch": watch})
     known = Rates.of(chip, rates)
     backend = attention_backend(chip, attention)
-    driver = _driven(model, args, named, mesh, parallel, options, training, backend)
-    report = Report.of(driver.parts, target=target, policy=options.policy.label)
+    driven = partial(_driven, model, args, named, mesh, parallel, options, training, backend)
+    parts, generated = apart(driven)
+    report = Report.of(parts, target=target, policy=options.policy.label)
     wide = {f"{gemm.name} {gemm.gemm}" for gemm in report.gemms if gemm.dtype in WIDE}
     kernels: dict[tuple[str, str], Kernel] = {}
     launches: list[Launch] = []
     wrappers = {}
-    for phase, graph in _named(driver.generated):
+    for phase, graph in _named(generated):
         module = read(graph.source, graph.input_bytes)
         wrappers[phase] = graph.source
         for launch, call in zip(_launches(phase, module, graph), module.calls, strict=True):
@@ -133,12 +136,12 @@ def _driven(
     options: Options,
     training: bool,
     backend: str,
-) -> Driver:
-    """The driver that has generated the code of `model`, on rank 0 of `mesh` if there is one."""
+) -> tuple[list[Part], list[Generated]]:
+    """The parts of the report and the code of `model`, on rank 0 of `mesh` if there is one."""
     if mesh is None:
         driver = Driver(model, options, training, backend)
         driver.call(args, kwargs)
-        return driver
+        return driver.parts, driver.generated
     shape = MeshShape.parse(mesh)
     if PIPELINE in shape.names:
         raise OptionError(f"code is generated for whole models: leave the axis {PIPELINE} out of the mesh")
@@ -146,7 +149,7 @@ def _driven(
         driver = Driver(here.model, options, training, backend, here.groups)
         driver.call(here.args, here.kwargs)
         here.check(sends=any("_c10d_functional" in graph.source for graph in driver.generated))
-    return driver
+        return driver.parts, driver.generated
 
 
 def _with_spills(report: Report, kernels: Iterable[Kernel]) -> Report:

@@ -89,7 +89,7 @@ def _properties(target: Target) -> SimpleNamespace:
         regs_per_multiprocessor=target.registers,
         max_threads_per_multi_processor=target.threads,
         max_threads_per_block=1024,
-        total_memory=32 << 30,
+        total_memory=int(target.peak.memory_gb * 1e9) if target.peak else 32 << 30,
         L2_cache_size=32 << 20,
         shared_memory_per_block=48 << 10,
         shared_memory_per_block_optin=target.shared_bytes,

@@ -9,13 +9,13 @@ alone; where the code asks for values, those that the inputs decide are computed
 
 from __future__ import annotations
 
+import itertools
 import logging
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from mxcompile.errors import ModelError
-from mxcompile.graph.tags import GemmTag, tags_of
+from mxcompile.graph.opsets import ATTENTION_FORWARD, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import GemmTag, Kind, gradient_tags, set_tag, tags_of
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
+from mxcompile.models.isolated import ChildError, isolated
 from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
@@ -39,7 +42,7 @@ from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
-from mxcompile.plan.record import record
+from mxcompile.plan.record import Differentiated, differentiated, record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
 from mxcompile.policy import Layer, Policy, Reason
 from mxcompile.report import GemmRecord
@@ -55,12 +58,16 @@ class Plan:
     """Every layer and every product of a model.
 
     tags: of the forward GEMMs in order, under their full names. obstacles: by layer, what keeps it from any
-    block-scaled format. read: paths of the parameters and buffers that the forward reads.
+    block-scaled format. read: paths of the parameters and buffers that the forward reads. guess: why some of
+    the layers may not run in the call that the plan was made for, "" if all of them do. differentiated:
+    whether gradients were on in that call.
     """
 
     tags: tuple[GemmTag, ...]
     obstacles: Mapping[str, Reason] = field(default_factory=dict)
     read: frozenset[str] = frozenset()
+    guess: str = ""
+    differentiated: bool = False
 
     @cached_property
     def by_name(self) -> Layers:
@@ -76,13 +83,17 @@ class Plan:
         return tuple(tag.as_layer() for tag in self.tags)
 
     def records(self, policy: Policy) -> tuple[GemmRecord, ...]:
-        """Returns the decision of `policy` for each forward GEMM, and a record for every product."""
-        return tuple(record_of(self._decided(tag, policy)) for tag in self.tags)
+        """Returns the decision of `policy` for each GEMM, those of the backward included, as records."""
+        return tuple(record_of(tag) for forward in self.tags for tag in self._decided(forward, policy))
 
-    def _decided(self, tag: GemmTag, policy: Policy) -> GemmTag:
-        if not tag.is_layer:
-            return tag
-        return decided(tag, policy.decide(tag.as_layer()), self.obstacles.get(tag.name))
+    def _decided(self, forward: GemmTag, policy: Policy) -> Iterator[GemmTag]:
+        """Yields `forward` and the GEMMs of its backward, with what `policy` says of each."""
+        tags = (forward, *itertools.compress(gradient_tags(forward), forward.gradients))
+        if not forward.is_layer:
+            yield from tags
+            return
+        decision, obstacle = policy.decide(forward.as_layer()), self.obstacles.get(forward.name)
+        yield from (decided(tag, decision, obstacle) for tag in tags)
 
     def with_more(self, other: Plan | None, read: Iterable[str]) -> Plan:
         """Returns this plan with the layers of `other`, a plan of another call, that this one does not run.
@@ -91,27 +102,45 @@ class Plan:
         """
         if other is None:
             return replace(self, read=self.read.union(read))
-        return Plan(
-            tags=(*self.tags, *(tag for tag in other.tags if tag.name not in self.by_name)),
+        more = tuple(tag for tag in other.tags if tag.name not in self.by_name)
+        return replace(
+            self,
+            tags=self.tags + more,
             obstacles={**other.obstacles, **self.obstacles},
             read=self.read.union(other.read, read),
+            guess="layers of several calls" if more else self.guess,
         )
 
 
 def make_plan(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], decompositions: Decompositions
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    decompositions: Decompositions,
+    *,
+    whole: bool = False,
 ) -> Plan:
-    """The plan of `model`, called with `args` and `kwargs`. Raises `ModelError` where none can be made.
+    """Returns the plan of `model`, called with `args` and `kwargs`.
 
-    decompositions: by overload, those that the graphs of a compile are traced with.
+    A child process makes it, because the forward is the user's program: its changes stay in the child.
 
-    Nothing of the model, its arguments or the random number generators is changed.
+    Args:
+        model: The model, in whatever wrappers.
+        args: The positional arguments of its call.
+        kwargs: The named ones.
+        decompositions: By overload, those that the graphs of a compile are traced with.
+        whole: Whether every layer is recorded, where a few could stand for all equal ones.
+
+    Raises:
+        ModelError: If no plan can be made, whatever the forward does.
     """
     model, given = users_own(model), (tuple(args), dict(kwargs))
     failures: list[ModelError] = []
-    for way in _WAYS:
+    for way in (way for way in _WAYS if way.leave_out is keep_all or not whole):
         try:
-            return _planned(model, given, decompositions, way)
+            return isolated(partial(_planned, model, given, decompositions, way))
+        except ChildError:
+            raise
         except ModelError as error:
             log.info("no plan this way, %s: %s", way, error)
             failures.append(error)
@@ -150,24 +179,21 @@ def _planned(
     decompositions: Decompositions,
     way: _Way,
 ) -> Plan:
-    with quiet(compiling=way.compiling), _random_kept(), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with quiet(compiling=way.compiling), _without_saved_tensors_hooks():
         mode = way.mode()
         copied = fake_copy(model, mode)
         repeats = way.leave_out(copied, Policy())
         fakes = fake_values(given, mode)
         if is_wrapped(model):
             fakes = _in_dtype(fakes, copied)
-        try:
-            graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
-        except Exception as error:  # of the user's model
-            what = str(error).strip().partition("\n")[0]
-            raise ModelError(f"cannot plan the model: {type(error).__name__}: {what}") from error
+        graph = record(copied, *fakes, mode=mode, decompositions=decompositions)
         _check_apart(graph, model)
         Balance().apply(graph)
         find, classify = Find(blocks=repeats.blocks), Classify()
         for step in (find, classify, Bodies(find=find, classify=classify)):
             step.apply(graph)
         keep_products(graph)
+        _note_gradients(graph)
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
@@ -176,7 +202,32 @@ def _planned(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},
         read=frozenset(_read(graph, repeats)),
+        guess=_guess(mode, repeats),
+        differentiated=torch.is_grad_enabled(),
     )
+
+
+def _guess(mode: FakeTensorMode, repeats: Repeats) -> str:
+    """Returns why some layers that were recorded, or left out, may not run in the call; "" if all do."""
+    if isinstance(mode, Assuming) and mode.notes:
+        return mode.notes[0]
+    return "equal layers were recorded once" if repeats.standing_for else ""
+
+
+def _note_gradients(graph: fx.Graph) -> None:
+    """Note on the tags of `graph` which of their operands need gradients."""
+    by = differentiated(graph)
+    for node in graph.nodes:
+        tags = tags_of(node)
+        if not tags or by[node] is Differentiated.NO or tags[0].kind in (Kind.OPAQUE, Kind.QUANTIZED):
+            continue
+        needs = [by[operand] is not Differentiated.NO for operand in operands(node)]
+        if packet(node) in ATTENTION_FORWARD:
+            needs = [True, True]
+        elif tags[0].tensors == ("w", "x"):
+            needs.reverse()
+        again = by[node] is Differentiated.AGAIN
+        set_tag(node, *(replace(tag, gradients=(needs[0], needs[1]), again=again) for tag in tags))
 
 
 def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
@@ -208,17 +259,8 @@ def _in_dtype(given: Any, model: nn.Module) -> Any:
     return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, given)
 
 
-def _as_it_is(saved: Tensor) -> Tensor:
-    """In place of the hooks of the user's call: checkpointing counts the tensors that its hooks see."""
-    return saved
-
-
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    """Leave Python's and torch's generators as they are."""
-    state, torch_state = random.getstate(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        torch.set_rng_state(torch_state)
+def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """Set aside the hooks of the user's call: checkpointing counts the tensors that its hooks see."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return nullcontext()  # there are none, and none are allowed
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -4,16 +4,19 @@
 
 Nothing can cut it: what makes Dynamo start a new graph is Python that simply runs. Operators are decomposed
 as a compile decomposes them, nodes carry values (``val``) and the module they ran in (``nn_module_stack``),
-and a parameter's placeholder says so (``desc``), which is what the passes read. There is no backward and no
-control flow on values: a model that looks at a tensor's content cannot be recorded.
+and a parameter's placeholder says so (``desc``), which is what the passes read. There is no backward, but
+nodes know whether autograd takes them into it (`Differentiated`), and no control flow on values: a model that
+looks at a tensor's content cannot be recorded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -24,9 +27,23 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mxcompile.models.names import Stored
+from mxcompile.models.tree import held
+
+_KEY = "mx_differentiated"
+_FUNCTION, _CHECKPOINT = "torch/autograd/function.py", "torch/utils/checkpoint.py"
+
+
+class Differentiated(Enum):
+    """Whether autograd computes gradients of the operands of a node."""
+
+    NO = auto()  # no operand needs one, or gradients are turned off
+    YES = auto()
+    BY_FUNCTION = auto()  # the node is in the forward of an autograd.Function, whose backward does
+    AGAIN = auto()  # it is in the forward of a reentrant checkpoint, whose backward runs it once more
 
 
 def record(
@@ -54,16 +71,75 @@ def record(
         for place, value in zip(places, data, strict=True):
             leaves[place] = FunctionalTensor.to_functional(value)
         positional, named = tree_unflatten(leaves, shape)
-        with _reparametrize_module(model, stored, tie_weights=True), _modules_noted(model):
+        with _reparametrize_module(model, stored, tie_weights=True), _modules_noted(model), _Gradients():  # type: ignore[no-untyped-call]
             results = model(*positional, **named)
         return [_plain(result) for result in _tensors(results)]
 
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
         graph = trace(list(state.values()), [given[place] for place in places]).graph
-    for node, path in zip(graph.find_nodes(op="placeholder"), state, strict=False):
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, path in zip(placeholders, state, strict=False):
         node.meta["desc"] = Stored(target=path, others=tuple(paths[id(state[path])][1:]))
+    for node, value in zip(placeholders, [*state.values(), *(given[at] for at in places)], strict=True):
+        node.meta["custom"] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
     return graph
+
+
+def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
+    """Returns for each node of a recorded `graph` whether a backward computes the gradient of its value."""
+    by: dict[fx.Node, Differentiated] = {}
+    for node in graph.nodes:
+        by[node] = (node.meta.get("custom") or {}).get(_KEY, Differentiated.NO)
+        if by[node] in (Differentiated.BY_FUNCTION, Differentiated.AGAIN):  # autograd has not been asked
+            needed = any(by[given] is not Differentiated.NO for given in node.all_input_nodes)
+            by[node] = by[node] if needed else Differentiated.NO
+        if not _is_floating(node):
+            by[node] = Differentiated.NO
+    for node in reversed(graph.nodes):
+        readers = (user for user in node.users if user.op == "output" or by[user] is not Differentiated.NO)
+        if not any(True for _ in readers):
+            by[node] = Differentiated.NO
+    return by
+
+
+def _is_floating(node: fx.Node) -> bool:
+    leaves = tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves)
+
+
+class _Gradients(TorchDispatchMode):
+    """Nodes made in here know whether autograd computes gradients of their operands."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, meta, noted = kwargs or {}, traceback.current_meta, "custom"  # what torch copies to nodes
+        before = meta.get(noted)
+        meta[noted] = {**(before or {}), _KEY: _autograd_of(func, args, kwargs)}
+        try:
+            return func(*args, **kwargs)
+        finally:
+            meta[noted] = before
+
+
+def _autograd_of(func: Any, args: Any, kwargs: Any) -> Differentiated:
+    if not torch.is_grad_enabled():
+        return _inside_function()
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    needed = func is not torch.ops.aten.detach.default and any(leaf.requires_grad for leaf in leaves)
+    return Differentiated.YES if needed else Differentiated.NO
+
+
+def _inside_function() -> Differentiated:
+    """Who differentiates a node that is made while gradients are turned off."""
+    frame, functions = sys._getframe(2), 0
+    while frame is not None and frame.f_code is not record.__code__:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            return Differentiated.AGAIN
+        functions += frame.f_code.co_filename.endswith(_FUNCTION)
+        frame = frame.f_back  # type: ignore[assignment]
+    return Differentiated.BY_FUNCTION if functions else Differentiated.NO
 
 
 @contextmanager
@@ -71,7 +147,8 @@ def _modules_noted(model: nn.Module) -> Iterator[None]:
     """Nodes made in here know which module of `model` was running."""
     stack: list[Any] = []
     handles = []
-    for path, module in model.named_modules():
+    unregistered = ((path, module) for path, module in held(model) if isinstance(module, nn.Module))
+    for path, module in (*model.named_modules(), *unregistered):
         entry = {"": (path, type(module).__qualname__)}
 
         def enter(_: nn.Module, __: Any, entry: Any = entry) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import remove_from_cache
 
-from mxcompile.errors import ModelError
 from mxcompile.graph.tags import GemmTag
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import joined
@@ -32,10 +29,7 @@ from mxcompile.policy import Policy
 from mxcompile.report import GemmRecord, Part
 from mxcompile.rules import name_signature
 
-log = logging.getLogger(__name__)
-
 Named = TypeVar("Named", GemmRecord, GemmTag)
-_Traced = TypeVar("_Traced")
 
 _INDEX = re.compile(r"(idx|index|layer_id|layer_num(ber)?|block_id|block_num(ber)?)$")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -103,17 +97,6 @@ LeaveOut = Callable[[nn.Module, Policy], Repeats]
 """Takes layers from a model, in place, that others can stand for under a policy."""
 
 
-def some_or_all(model: nn.Module, traced: Callable[[LeaveOut], _Traced]) -> _Traced:
-    """Returns `traced` of `model` with some layers standing for others, or with all if that does not run."""
-    try:
-        return traced(fold)
-    except ModelError as error:
-        log.info("tracing every layer, since some do not stand for all: %s", error)
-    for kind in {type(module) for module in model.modules()}:
-        remove_from_cache(kind.forward)  # where Dynamo may have noted to skip code that failed
-    return traced(keep_all)
-
-
 def keep_all(model: nn.Module, _: Policy) -> Repeats:
     """Take nothing from `model`: every layer stands for itself."""
     return Repeats(blocks=Blocks.of(model))
@@ -152,7 +135,7 @@ def _fold_container(
     for index, (name, layer) in enumerate(container._modules.items()):
         if layer is not None:
             own = joined(path, name)
-            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, model, own, blocks))
+            kind = (repr(tuple(_described(layer, index, owners))), name_signature(policy, layer, own, blocks))
             kinds.setdefault(kind, []).append(name)
     result = {}
     for names in kinds.values():

@@ -24,6 +24,7 @@ class Code(StrEnum):
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
     NOT_COMPILED = "not compiled"
+    NO_PLAN = "no plan"
     OPERATOR = "operator"
     OPERAND = "operand"
     DTYPE = "dtype"
@@ -52,6 +53,7 @@ _WORDS = {
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
     Code.NOT_COMPILED: "outside the compiled graphs",
+    Code.NO_PLAN: "no compiled graph reads its weight, and whether it runs is not known",
     Code.OPERATOR: "unsupported operator {}",
     Code.OPERAND: "unsupported operand",
     Code.DTYPE: "unsupported dtype {}",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mxcompile.errors import OptionError
 from mxcompile.formats import is_quantized
 from mxcompile.policy import Code
-from mxcompile.report.fold import fold
+from mxcompile.report.fold import Row, fold
 from mxcompile.report.outline import Outline
 from mxcompile.report.record import NOT_COMPILED, GemmRecord, Part, Summary, flop_share
 
@@ -34,6 +34,11 @@ def _key(gemm: GemmRecord) -> _Key:
 def _which(gemm: GemmRecord) -> tuple[str, str, bool]:
     """Equal for records of one layer's GEMM, in whatever precision."""
     return gemm.name, gemm.gemm, gemm.m == 1
+
+
+def _half(gemm: GemmRecord) -> tuple[str, bool]:
+    """Equal for the GEMMs of one layer's forward, and for those of its backward."""
+    return gemm.name, gemm.gemm == "fprop"
 
 
 def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...]:
@@ -65,9 +70,9 @@ def latest(compiles: Sequence[tuple[object, Sequence[Part]]]) -> tuple[Part, ...
 def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmRecord]:
     """The records of modules that run code compiled for another, of every GEMM those of the last compile.
 
-    Modules that have records of their own are left out.
+    Layers that have records of their own of the forward, or of the backward, keep these.
     """
-    compiled, covered = {gemm.name for gemm in own}, set[tuple[str, str, bool]]()
+    compiled, covered = {_half(gemm) for gemm in own}, set[tuple[str, str, bool]]()
     for index, part in reversed([*enumerate(parts)]):
         copies = [
             dataclasses.replace(
@@ -76,7 +81,7 @@ def of_twins(parts: Sequence[Part], own: Iterable[GemmRecord]) -> Iterator[GemmR
             for path, block in part.twins
             for gemm in part.gemms
         ]
-        yield from (copy for copy in copies if copy.name not in compiled and _which(copy) not in covered)
+        yield from (copy for copy in copies if _half(copy) not in compiled and _which(copy) not in covered)
         covered |= {_which(copy) for copy in copies}
 
 
@@ -130,13 +135,14 @@ def with_plan(
 ) -> tuple[GemmRecord, ...]:
     """`gemms`, and the records of `planned` whose name and GEMM they lack, in the order of the plan.
 
-    graph: position that the records of the plan are given.
+    A layer with one gradient in a compiled graph has all that it needs there. graph: position that records of
+    the plan are given.
     """
     gemms = tuple(gemms)
     if not planned:
         return gemms
-    compiled = {(gemm.name, gemm.gemm) for gemm in gemms}
-    missing = (gemm for gemm in planned if (gemm.name, gemm.gemm) not in compiled)
+    compiled = {_half(gemm) for gemm in gemms}
+    missing = (gemm for gemm in planned if _half(gemm) not in compiled)
     pending = tuple(dataclasses.replace(gemm, kernel=NOT_COMPILED, graph=graph) for gemm in missing)
     place = {name: index for index, name in enumerate(dict.fromkeys(gemm.name for gemm in planned))}
     return tuple(sorted((*gemms, *pending), key=lambda gemm: place.get(gemm.name, len(place))))
@@ -148,11 +154,18 @@ def outside(gemms: Iterable[GemmRecord]) -> tuple[str, ...]:
     They are yet to be called, or run where Dynamo left Python to itself: in a loop that it could not follow.
     """
     pending = (gemm for gemm in gemms if gemm.kernel == NOT_COMPILED and is_quantized(gemm.precision))
-    names = [row.name for row in fold(dataclasses.replace(gemm, source="") for gemm in pending)]
+    rows = fold(dataclasses.replace(gemm, source="") for gemm in pending)
+    names = list(dict.fromkeys(f"{row.name}{_gradients_alone(row)}" for row in rows))
     if not names:
         return ()
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (f"{_OUTSIDE} {', '.join(names[:_NAMED])}{more}",)
+
+
+def _gradients_alone(row: Row) -> str:
+    """Which GEMMs `row` has, if its forward is not one of them."""
+    gemms = list(dict.fromkeys(gemm.gemm for gemm in row.gemms))
+    return "" if "fprop" in gemms else f" ({', '.join(gemms)})"
 
 
 def merge(

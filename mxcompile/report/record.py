@@ -151,7 +151,8 @@ class Part:
     prefix: path of the module that the graph was compiled for. twins: path and
     block of the modules that run the same code. histories: of the tapped weights whose scales follow
     from calls before, the position and how many calls count. weights: of linear layers, each once: of which
-    layer, its bytes as the model holds it, and in BF16.
+    layer, its bytes as the model holds it, and in BF16. token: a part of the keys under which Inductor's
+    caches keep the code that this part describes.
     """
 
     gemms: tuple[GemmRecord, ...] = ()
@@ -169,6 +170,7 @@ class Part:
     prefix: str = ""
     twins: tuple[tuple[str, tuple[int, int] | None], ...] = ()
     histories: tuple[tuple[int, int], ...] = ()
+    token: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,8 @@ class Ledger:
 
     group: equal for frames compiled with equal options. model: that the frame is a part of, if known; frames
     of one model and group make one report. frame: equal for compiles of the same code; set by the registry.
-    path: with the rank for ``{rank}``, None where another rank writes it.
+    path: with the rank for ``{rank}``, None where another rank writes it. notes: warnings beside those of the
+    parts.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Ledger:
         self.model = None if model is None else _reference(model)
         self.frame: object = None
         self.parts: list[Part] = []
+        self.notes: dict[str, None] = {}
 
     def of(self, model: nn.Module) -> Ledger:
         """One of the same compile for `model`, without parts."""
@@ -70,6 +72,7 @@ class Registry:
     def __init__(self) -> None:
         self._ledgers: dict[object, Ledger] = {}
         self._planned: dict[tuple[weakref.ref[nn.Module], str], tuple[GemmRecord, ...]] = {}
+        self._plan_notes: dict[tuple[weakref.ref[nn.Module], str], str] = {}
         self._failing: set[Path] = set()
         self._lock = threading.RLock()
 
@@ -80,10 +83,38 @@ class Registry:
                 fresh.frame = getattr(getattr(key, "compile_id", None), "frame_id", None)
             return self._ledgers.setdefault(key, fresh)
 
-    def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord]) -> None:
-        """All GEMMs of `model` under the options `group`, for reports to have before they are compiled."""
+    def plan(self, model: nn.Module, group: str, gemms: Sequence[GemmRecord], note: str = "") -> None:
+        """All GEMMs of `model` under the options `group`, for reports to have before they are compiled.
+
+        note: a warning for its report.
+        """
         with self._lock:
             self._planned[_reference(model), group] = tuple(gemms)
+            self._plan_notes[_reference(model), group] = note
+
+    def note(self, text: str, group: str, *, model: nn.Module | None, frame: object) -> None:
+        """Put the warning `text` into the report of `model` or, if that is None, of the code `frame`."""
+        with self._lock:
+            same = self._same(group, model=model, frame=frame)
+            if same and not any(text in ledger.notes for ledger in same):
+                same[-1].notes[text] = None
+                if same[-1].path is not None:
+                    self._write(same[-1].path)
+
+    def parts(self, group: str, *, model: nn.Module | None = None, frame: object = None) -> list[Part]:
+        """Returns what was compiled of `model` or, if that is None, of the code `frame`.
+
+        group: of the options.
+        """
+        with self._lock:
+            return [part for ledger in self._same(group, model=model, frame=frame) for part in ledger.parts]
+
+    def _same(self, group: str, *, model: nn.Module | None, frame: object = None) -> list[Ledger]:
+        same = [ledger for ledger in self._ledgers.values() if ledger.group == group]
+        if model is None:
+            return [ledger for ledger in same if ledger.frame == frame]
+        whose = _reference(model)
+        return [ledger for ledger in same if ledger.model == whose]
 
     def put(self, ledger: Ledger, index: int | None, part: Part) -> int:
         """Set part `index` of `ledger`, or append it for None; rewrite the ledger's file."""
@@ -114,30 +145,27 @@ class Registry:
     def _report(self, ledgers: Sequence[Ledger]) -> Report:
         """The report of `ledgers`, which have one target and policy."""
         last = ledgers[-1]
-        planned = dict.fromkeys(
-            gemm
-            for ledger in ledgers
-            if ledger.model is not None
-            for gemm in self._planned.get((ledger.model, ledger.group), ())
-        )
+        plans = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
+        planned = dict.fromkeys(gemm for key in plans for gemm in self._planned.get(key, ()))
+        notes = dict.fromkeys(self._plan_notes.get(key, "") for key in plans)
+        notes |= {note: None for ledger in ledgers for note in ledger.notes}
         return Report.of(
             latest([(ledger.frame, ledger.parts) for ledger in ledgers]),
             target=last.target,
             policy=last.policy,
             planned=tuple(planned),
+            notes=tuple(filter(None, notes)),
         )
 
     def knows(self, model: nn.Module, group: str) -> bool:
         """Whether anything of `model` was compiled under the options `group`."""
         with self._lock:
-            whose = _reference(model)
-            return any(own.model == whose and own.group == group for own in self._ledgers.values())
+            return bool(self._same(group, model=model))
 
     def pending(self, model: nn.Module, group: str) -> list[GemmRecord]:
         """Returns the GEMMs planned for `model` under the options `group` that no compiled graph has."""
         with self._lock:
-            whose = _reference(model)
-            same = [own for own in self._ledgers.values() if own.model == whose and own.group == group]
+            same = self._same(group, model=model)
             gemms = self._report(same).gemms if same else ()
             return [gemm for gemm in gemms if gemm.kernel == NOT_COMPILED]
 
@@ -161,6 +189,7 @@ class Registry:
         with self._lock:
             self._ledgers.clear()
             self._planned = {key: gemms for key, gemms in self._planned.items() if key[0]() is not None}
+            self._plan_notes = {key: self._plan_notes[key] for key in self._planned}
             self._failing.clear()
 
 

@@ -28,11 +28,18 @@ class Report(ReportData):
 
     @classmethod
     def of(
-        cls, parts: Sequence[Part], *, target: str, policy: str, planned: Sequence[GemmRecord] = ()
+        cls,
+        parts: Sequence[Part],
+        *,
+        target: str,
+        policy: str,
+        planned: Sequence[GemmRecord] = (),
+        notes: Sequence[str] = (),
     ) -> Report:
         """The report of a model compiled as several graphs, one part each.
 
-        planned: all its GEMMs, of which those in no part are in the report as not compiled yet.
+        planned: all its GEMMs, of which those in no part are in the report as not compiled yet. notes:
+        warnings beside those of the parts.
         """
         compiled = tuple(
             dataclasses.replace(gemm, graph=index) for index, part in enumerate(parts) for gemm in part.gemms
@@ -53,7 +60,11 @@ class Report(ReportData):
                 graphs=len(parts),
                 graph_breaks=sum(part.graph_breaks for part in parts),
                 cache=together(part.cache for part in parts),
-                warnings=(*dict.fromkeys(w for part in parts for w in part.warnings), *outside(gemms)),
+                warnings=(
+                    *notes,
+                    *dict.fromkeys(w for part in parts for w in part.warnings),
+                    *outside(gemms),
+                ),
             ),
         )
 

@@ -10,13 +10,12 @@ from mxcompile.policy import Policy
 
 
 def name_signature(
-    policy: Policy, root: nn.Module, path: str, blocks: Blocks
+    policy: Policy, module: nn.Module, path: str, blocks: Blocks
 ) -> tuple[tuple[bool, ...], ...]:
-    """How the names and blocks of `policy`'s rules fall on the layers below `path` in `root`, in their order.
+    """How the names and blocks of `policy`'s rules fall on the layers of `module`, at `path`, in their order.
 
-    Equal for two modules of a class whose layers the policy does not tell apart so. blocks: those of `root`.
+    Equal for two modules of a class whose layers the policy does not tell apart so. blocks: of the model.
     """
-    module = root.get_submodule(path)
     inner = [name for name, _ in module.named_modules()]
     inner += [name for name, _ in module.named_parameters()]
     full = [user_path(joined(path, name)) for name in inner]

@@ -28,8 +28,13 @@ from mxcompile.policy import Gemm
 def aoti_configs(target: str = "auto") -> dict[str, Any]:
     """Returns the ``inductor_configs`` for ``torch._inductor.aoti_compile_and_package``.
 
-    target: as for ``torch.compile``. A pass that Inductor is configured with runs before. Raises
-    `TargetError` for an unknown target.
+    A pass with which Inductor is already configured runs before.
+
+    Args:
+        target: As for ``torch.compile``.
+
+    Raises:
+        TargetError: The target is unknown.
     """
     targets.check(target)
     uuid = f"{sources_hash()} ahead of time {target} {features().name}"
@@ -38,23 +43,15 @@ def aoti_configs(target: str = "auto") -> dict[str, Any]:
 
 
 def _lower(graph: fx.Graph, target: str) -> None:
-    """Choose kernels for the products of `graph`, each a layer of its own."""
+    """Chooses kernels for the products of `graph`, each a layer of its own."""
     device = torch.device("cpu")
     for node in graph.nodes:
         value = tensor(node)
         if packet(node) in (aten.mm, aten.addmm) and value is not None:
             device = value.device
-            set_tag(node, _tag(node))
+            tag = GemmTag(
+                layer=node.name, name=node.name, module=str(packet(node)), source="", gemm=Gemm.FPROP,
+                kind=Kind.LINEAR, tensors=("x", "w"),
+            )  # fmt: skip
+            set_tag(node, tag)
     lowering.run(graph, targets.resolve(target, device), device, promotes=target == targets.CPU_FP32)
-
-
-def _tag(node: fx.Node) -> GemmTag:
-    return GemmTag(
-        layer=node.name,
-        name=node.name,
-        module=str(packet(node)),
-        source="",
-        gemm=Gemm.FPROP,
-        kind=Kind.LINEAR,
-        tensors=("x", "w"),
-    )

@@ -1,11 +1,11 @@
 """`MXStaticCache`: a static cache of Hugging Face models whose keys and values are stored in MXFP8.
 
-    update(k, v)  →  write quantize(k), quantize(v) along head_dim; give the values of all keys and all values
+    update(k, v)  →  write quantize(k), quantize(v) along head_dim; return the values of all keys and values
 
 A row of head_dim values is E4M3 codes and one E8M0 byte for every 32 of them, 33 bytes for what takes 64 in
-BF16. Attention gets values, whoever computes it; in a compiled graph `lowering.graph.cached_attention` makes
-an attention of few queries read codes instead. Layers that look through a window, hold a recurrent state or
-share another layer's keys stay what transformers makes them: `MXStaticCache.kept` says which, and why.
+BF16. Attention gets values; in a compiled graph `lowering.graph.cached_attention` makes an attention of few
+queries read codes instead. Layers that look through a window, hold a recurrent state or share another layer's
+keys stay as transformers makes them; `MXStaticCache.kept` gives the reason for each.
 
 Scales follow RCEIL, as for all activations by default. For inference alone.
 """
@@ -31,10 +31,13 @@ _BUFFERS = ("key_codes", "key_scales", "value_codes", "value_scales")
 
 
 class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-ignore]
-    """The keys and values of one layer.
+    """The keys and values of one layer. Its buffers exist from the first update on.
 
-    key_codes, value_codes: bytes of E4M3, [batch, heads, max_cache_len, head_dim]. key_scales, value_scales:
-    bytes of E8M0, [batch, heads, max_cache_len, ⌈head_dim/32⌉]. All exist from the first update on.
+    Attributes:
+        key_codes: Bytes of E4M3, [batch, heads, max_cache_len, head_dim].
+        key_scales: Bytes of E8M0, [batch, heads, max_cache_len, ⌈head_dim/32⌉].
+        value_codes: As `key_codes`.
+        value_scales: As `key_scales`.
     """
 
     key_codes: Tensor
@@ -44,7 +47,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 
     @property
     def keys(self) -> Tensor | None:
-        """The values of all keys, made when asked for; None before the first update."""
+        """The values of all keys, dequantized at each access; None before the first update."""
         return self._values(self.key_codes, self.key_scales) if self.is_initialized else None
 
     @keys.setter
@@ -66,7 +69,7 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers for keys and values like these, all zeros."""
+        """Makes the buffers for keys and values like these, all zeros."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
@@ -79,9 +82,10 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
                 torch._dynamo.mark_static_address(buffer)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the next rows, [batch, heads, rows, head_dim]; give the values of all keys and all values.
+        """Stores the next rows, [batch, heads, rows, head_dim]. Returns the values of all keys and values.
 
-        Raises `UnsupportedError` for rows that gradients are asked of.
+        Raises:
+            UnsupportedError: The rows require gradients.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise UnsupportedError(
@@ -98,22 +102,22 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
         return keys, self._values(self.value_codes, self.value_scales)
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Sets all rows to zero."""
         for buffer in self._buffers():
             buffer.zero_()
         self.cumulative_length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give every sequence of the batch the rows of the one that `beam_idx` names."""
+        """Gives every sequence of the batch the rows of the sequence at its place in `beam_idx`."""
         for buffer in self._buffers():
             buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def offload(self) -> None:
-        """Move the rows to main memory."""
+        """Moves the rows to main memory."""
         self._move("cpu")
 
     def prefetch(self) -> None:
-        """Move them back."""
+        """Moves the rows back to their device."""
         if self.is_initialized:
             self._move(self.device)
 
@@ -146,13 +150,15 @@ class MXStaticLayer(StaticLayer):  # type: ignore[no-untyped-call, misc, unused-
 class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
     """A `transformers.StaticCache` in half the bytes; see `mxcompile.static_cache`.
 
-    kept: the layers that are not in MXFP8, by their number, with the reason.
+    Attributes:
+        kept: Reasons of the layers that are not in MXFP8, by their number.
     """
 
     def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
-        """config, max_cache_len, options: as of `transformers.StaticCache`.
+        """Takes the arguments of `transformers.StaticCache`.
 
-        Raises `ModelError` where no layer of the model has keys and values that can be stored in MXFP8.
+        Raises:
+            ModelError: No layer of the model has keys and values that can be stored in MXFP8.
         """
         super().__init__(config, max_cache_len, **options)
         self.kept = {index: why for index, layer in enumerate(self.layers) if (why := _obstacle(layer))}
@@ -176,7 +182,7 @@ class MXStaticCache(StaticCache):  # type: ignore[misc, unused-ignore]
 
 
 def _obstacle(layer: object) -> str:
-    """Why the keys and values of `layer` stay as they are; "" if they need not."""
+    """Returns why the keys and values of `layer` stay as they are, "" if they need not."""
     if type(layer) is StaticLayer:
         return ""
     if getattr(layer, "is_sliding", False):

@@ -11,14 +11,19 @@ if TYPE_CHECKING:
 
 
 def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
-    """A static cache for a Hugging Face model whose keys and values are stored in MXFP8.
+    """Make a static cache for a Hugging Face model that stores keys and values in MXFP8.
 
-    model: the model, or its configuration. max_cache_len: rows it has room for, prompt and new tokens. It
-    goes where a `transformers.StaticCache` does: ``model.generate(…, past_key_values=cache)``. Its memory is
-    allocated by the first call; `stored_bytes` then says how much. Layers that attend over a sliding window
-    or hold other states stay as transformers makes them: `kept` says which, and a warning.
+    It is passed as a `transformers.StaticCache` is: ``model.generate(…, past_key_values=cache)``. The first
+    call allocates its memory; then `stored_bytes` is the size. Layers that attend over a sliding window or
+    hold other states stay as transformers makes them. `kept` names them, and so does a warning.
 
-    Raises `ModelError` where no layer can be stored so, and `OptionError` without transformers 5 or later.
+    Args:
+        model: The model, or its configuration.
+        max_cache_len: Number of rows, for prompt and new tokens.
+
+    Raises:
+        ModelError: No layer can be stored so.
+        OptionError: transformers 5 or later is missing, or `max_cache_len` is not positive.
     """
     try:
         from mxcompile.serving.cache import MXStaticCache

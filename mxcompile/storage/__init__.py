@@ -2,5 +2,5 @@
 
 from mxcompile.storage import collectives as collectives
 from mxcompile.storage import operators as operators
+from mxcompile.storage.cast import quantize as quantize
 from mxcompile.storage.tensor import MXTensor as MXTensor
-from mxcompile.storage.tensor import quantize as quantize

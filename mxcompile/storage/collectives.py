@@ -1,7 +1,7 @@
-"""Collectives by which tensors are sharded: codes and scale bytes of an `MXTensor` travel, not its values.
+"""The collectives that shard a tensor send codes and scale bytes of an `MXTensor`, not its values.
 
-DTensor splits a tensor (see `operators`) and sends the parts from one rank to the others, or the whole to
-all. A part that cuts blocks is a tensor of values by then, and travels as that.
+DTensor splits a tensor (see `operators`) and sends the parts, or the whole tensor, from one rank to the
+others. A part that cuts blocks is a tensor of values by then, and is sent as such.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = Callable[[Any], Tensor]
 
 
 def _broadcast(func: Any, tensors: Sequence[MXTensor], *args: Any, **kwargs: Any) -> Any:
-    """The tensors of one rank into those of all others."""
+    """Copies the tensors of one rank into the tensors of all others."""
     return tensors, _each(tensors, lambda part: func(_parts(tensors, part), *args, **kwargs))
 
 
@@ -32,7 +32,7 @@ def _scatter(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A tensor of one rank into that of each other."""
+    """Copies each of several tensors of one rank into the tensor of another rank."""
 
     def send(part: Part) -> Any:
         return func(_parts(outputs, part), [_parts(row, part) for row in inputs], *args, **kwargs)
@@ -41,7 +41,7 @@ def _scatter(
 
 
 def _each(tensors: Sequence[MXTensor], send: Callable[[Part], Any]) -> Any:
-    """Runs `send` for each part of `tensors`, one after the other. Returns the work of the last."""
+    """Runs `send` for each part of `tensors`, one after the other. Returns the work of the last part."""
     last = max((len(tensor.parts) for tensor in tensors if isinstance(tensor, MXTensor)), default=2) - 1
     for place in range(last):
         _, work = send(functools.partial(_part, place=place))
@@ -57,7 +57,7 @@ def _parts(tensors: Sequence[Any], part: Part) -> list[Tensor]:
 
 
 def _part(x: MXTensor, place: int) -> Tensor:
-    """One of the parts of `x`, FP8 as bytes."""
+    """Returns a part of `x`, FP8 as bytes."""
     part = x.parts[place]
     return part if part.dtype is torch.float32 else part.view(torch.uint8)
 

@@ -1,13 +1,13 @@
-"""The operators that keep the blocks of an `MXTensor` whole: they act on elements and scales alike.
+"""Operators that keep the blocks of an `MXTensor` whole act on elements and scales alike.
 
     f(MX(q, s)) = MX(f(q), f(s))       moves, copies, transposes, rows, views that leave the blocked
                                        dimension alone
     f(MX(q, s)) = f(dequantize(q, s))  every other operator
 
-A slice along the blocked dimension is one of the first kind where it starts and ends with a block: elements
-that share a byte are neighbours along that dimension. A global scale follows where it has more than one
-number along the dimensions that change. Nothing may change an `MXTensor` in place but `copy_`,
-which quantizes what is not in its format yet.
+A slice along the blocked dimension is of the first kind if it starts and ends with a block: elements that
+share a byte are neighbours along that dimension. A global scale changes too where it has more than one number
+along the dimensions that change. Only `copy_` may change an `MXTensor` in place; it quantizes a source that
+is in another format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_pinned(func: Any, x: MXTensor, *args: Any, **kwargs: Any) -> bool:
 
 @handles(aten._to_copy.default, aten.empty_like.default)
 def _moved(func: Any, x: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """On another device, or standing for values in another floating-point dtype."""
+    """Returns `x` on another device, or standing for values in another floating-point dtype."""
     dtype = x.dtype if dtype is None else dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return NotImplemented
@@ -120,7 +120,7 @@ def _split(func: Any, x: MXTensor, sizes: int | Sequence[int], dim: int = 0) -> 
 
 
 def _along(x: MXTensor, whole: Tensor, *dims: int) -> list[int]:
-    """The shape of `whole`, a global scale, with the sizes of `x` in `dims`."""
+    """Returns the shape of `whole`, a global scale, with the sizes of `x` in `dims`."""
     return [x.shape[dim] if dim in dims else size for dim, size in enumerate(whole.shape)]
 
 
@@ -131,7 +131,7 @@ def _paired(
     block_dim: int,
     wholes: Sequence[Tensor] | None = None,
 ) -> list[MXTensor]:
-    """wholes: the global scales, where they are not that of `x`."""
+    """Returns tensors of these parts. wholes: their global scales, if they differ from the one of `x`."""
     own: Sequence[Tensor | None] = [x.global_scale] * len(elements) if wholes is None else wholes
     return [x.of_parts(q, s, block_dim, w) for q, s, w in zip(elements, scales, own, strict=True)]
 
@@ -158,7 +158,7 @@ def _slice(
 
 @handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 def _reshaped(func: Any, x: MXTensor, shape: Sequence[int], **kwargs: Any) -> Any:
-    """Another shape of the dimensions before the last, which is the blocked one and stays."""
+    """Returns `x` in another shape of the dimensions before the last, which is the blocked dimension."""
     shape = list(shape)
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or not shape or shape[-1] not in (x.shape[-1], -1):
@@ -192,7 +192,7 @@ def _index_select(func: Any, x: MXTensor, dim: int, index: Tensor) -> Any:
 
 @handles(aten.index.Tensor)
 def _index(func: Any, x: MXTensor, indices: Sequence[Tensor | None]) -> Any:
-    """Rows: the leading dimensions indexed, without a gap and without the last, which is the blocked one."""
+    """Returns rows: indices of leading dimensions, without a gap and without the last, blocked dimension."""
     is_last = x.block_dim % x.ndim == x.ndim - 1
     if not is_last or any(index is None or index.dtype in (torch.bool, torch.uint8) for index in indices):
         return NotImplemented
@@ -216,7 +216,7 @@ def _embedding(func: Any, x: MXTensor, indices: Tensor, *_: Any, **__: Any) -> A
 
 @handles(aten.cat.default, aten.stack.default)
 def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Tensors in one format, joined along another dimension than the blocked one."""
+    """Joins tensors in one format along another dimension than the blocked dimension."""
     first = tensors[0]
     if not all(isinstance(x, MXTensor) for x in tensors):
         return NotImplemented
@@ -225,13 +225,14 @@ def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     at = dim % (first.ndim + stacks)
     if len(formats) > 1 or (not stacks and at == block):
         return NotImplemented
-    elements, scales = (func([part(x) for x in tensors], at) for part in (_elements, _scales))
+    elements = func([x.qdata for x in tensors], at)
+    scales = func([x.scale_bytes for x in tensors], at)
     whole = None if first.global_scale is None else func(_alike(tensors, None if stacks else at), at)
     return first.of_parts(elements, scales, block + (stacks and at <= block), whole)
 
 
 def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
-    """The global scales of `tensors` in one shape, but in dimension `at` each as long as its tensor."""
+    """Returns the global scales of `tensors` in one shape, but in dimension `at` as long as each tensor."""
     wholes = [x.global_scale for x in tensors if x.global_scale is not None]
     shape = [max(sizes) for sizes in zip(*(whole.shape for whole in wholes), strict=True)]
     return [
@@ -240,17 +241,9 @@ def _alike(tensors: Sequence[MXTensor], at: int | None) -> list[Tensor]:
     ]
 
 
-def _elements(x: MXTensor) -> Tensor:
-    return x.qdata
-
-
-def _scales(x: MXTensor) -> Tensor:
-    return x.scale_bytes
-
-
 @handles(aten.copy_.default)
 def _copy(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
-    """`source` into `x`: as it is, where elements and blocks are alike, else quantized."""
+    """Copies `source` into `x`: elements and scales if the format is the same, else the quantized values."""
     if not isinstance(x, MXTensor):
         return func(x, dense(source) if isinstance(source, MXTensor) else source, non_blocking)
     if source.shape != x.shape:

@@ -1,4 +1,4 @@
-"""`MXTensor` and `quantize`: MXFP8, MXFP4 or NVFP4 data as a tensor.
+"""`MXTensor`: MXFP8, MXFP4 or NVFP4 data as a tensor.
 
     value = element · 2^(byte − 127)            one byte for 32 elements along `block_dim`
     value = element · (scale / global scale)    NVFP4: one E4M3 scale for 16
@@ -26,18 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile import ops
 from mxcompile.errors import FormatError
-from mxcompile.formats import (
-    TWO_LEVEL,
-    Format,
-    Rounding,
-    ScaleType,
-    num_blocks,
-    stored_form,
-    stored_precision,
-)
-from mxcompile.formats.encoding import encode_stored
-from mxcompile.formats.numerics import check_source
+from mxcompile.formats import Format, ScaleType, stored_precision
 from mxcompile.storage.handlers import HANDLERS
+from mxcompile.storage.parts import checked_form, unpacked_layout
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +38,20 @@ _PARTS = ("qdata", "scale_bytes", "global_scale")
 class MXTensor(Tensor):
     """A tensor in MXFP8, MXFP4 or NVFP4: elements and the scales of their blocks.
 
-    qdata: `torch.float8_e4m3fn` or `torch.float8_e5m2`, the shape of the source; or
-    `torch.float4_e2m1fn_x2`, half as long along `block_dim`. As an attribute the latter is of bytes,
-    `torch.uint8`, on which more operators work; `elem_dtype` tells which it is.
-    scale: `torch.float8_e8m0fnu`, multiplies on dequantize, length ⌈n/32⌉ along `block_dim`; of NVFP4
-    `torch.float8_e4m3fn`, ⌈n/16⌉.
-    block_dim: the dimension blocks run along, kept as given (negative counts from the end).
-    dtype: that of the values it stands for; computations with it are in this dtype.
-    global_scale: of NVFP4, FP32, divides `scale` on dequantize. One number; or one for each index of some
-    dimensions but `block_dim`, as where tensors were joined: as many dimensions as `qdata`, the others 1.
-    Raises `FormatError` for parts that do not belong together.
+    Attributes:
+        qdata: Elements, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2`` in the shape of the source. FP4
+            elements are bytes, `torch.uint8`, of two each, half as many along `block_dim`; they are given as
+            ``torch.float4_e2m1fn_x2``, and `elem_dtype` tells them apart.
+        scale: ``torch.float8_e8m0fnu``, multiplies on dequantize, length ⌈n/32⌉ along `block_dim`; of NVFP4
+            ``torch.float8_e4m3fn``, ⌈n/16⌉.
+        block_dim: The dimension that blocks run along, as given; a negative number counts from the end.
+        dtype: Dtype of the values it stands for; computations with it are in this dtype.
+        global_scale: FP32, of NVFP4, divides `scale` on dequantize. One number; or one for each index of some
+            dimensions but `block_dim`, as where tensors were joined: as many dimensions as `qdata`, the
+            others 1.
+
+    Raises:
+        FormatError: The parts do not belong together.
     """
 
     qdata: Tensor
@@ -76,7 +71,7 @@ class MXTensor(Tensor):
     ) -> MXTensor:
         if global_scale is not None and global_scale.numel() == 1:
             global_scale = global_scale.reshape([1] * qdata.ndim)
-        form = _checked(qdata, scale, block_dim, dtype, global_scale)
+        form = checked_form(qdata, scale, block_dim, dtype, global_scale)
         elements = qdata.view(torch.uint8) if form.elem.packed else qdata
         return cls._of(elements, scale.view(torch.uint8), block_dim, dtype, form, global_scale)
 
@@ -92,7 +87,7 @@ class MXTensor(Tensor):
     ) -> MXTensor:
         """The tensor of parts that belong together; scale_bytes: the scales as uint8."""
         per_byte = form.elem.per_byte
-        shape, strides = _unpacked(qdata, block_dim, per_byte)
+        shape, strides = unpacked_layout(qdata, block_dim, per_byte)
         wrapper: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -119,7 +114,8 @@ class MXTensor(Tensor):
                 whole = isinstance(result, list | MXTensor)
                 return return_and_correct_aliasing(func, args, kwargs, result) if whole else result
         _refuse_mutation(func, args, kwargs)
-        if func in _PRODUCTS and _is_eager(args):
+        stored = (x for x in args if isinstance(x, MXTensor))
+        if func in _PRODUCTS and any(type(x.qdata) is Tensor and not x.is_meta for x in stored):  # not traced
             _warn_of_eager()
         dense_args, dense_kwargs = tree_map_only(MXTensor, dense, (tuple(args), kwargs))
         return func(*dense_args, **dense_kwargs)
@@ -140,14 +136,18 @@ class MXTensor(Tensor):
         return self.form.tile.along
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Element · scale, computed exactly and rounded once to `dtype`, with the strides of `qdata`.
+        """Returns element · scale, computed exactly and rounded once to `dtype`, with the strides of `qdata`.
 
-        Of NVFP4 scale / global scale and its product with the element are rounded to FP32 each. Blocks whose
-        scale is NaN (byte 255) are NaN. Raises `FormatError` for a non-float dtype.
+        Of NVFP4, scale / global scale and its product with the element are rounded to FP32 each. Blocks whose
+        scale is NaN (byte 255) are NaN.
+
+        Raises:
+            FormatError: `dtype` is not a floating-point dtype.
         """
         if not dtype.is_floating_point:
             raise FormatError(f"cannot dequantize to {dtype}: not a floating-point dtype")
-        order = _storage_order(self.qdata)
+        strides = self.qdata.stride()
+        order = sorted(range(self.ndim), key=lambda dim: -strides[dim])  # as dimensions lie in memory
         if order == [*range(self.ndim)]:
             return self._decoded(self.block_dim, dtype, lambda part: part)
         dim = order.index(self.block_dim % self.ndim)
@@ -155,7 +155,7 @@ class MXTensor(Tensor):
         return stored.permute([order.index(dim) for dim in range(self.ndim)])
 
     def _decoded(self, block_dim: int, dtype: torch.dtype, turned: Callable[[Tensor], Tensor]) -> Tensor:
-        """The values of the parts as `turned` gives them, blocks along `block_dim` then."""
+        """Returns the values of parts that `turned` permutes, with blocks along `block_dim` then."""
         form = (str(self.form),) if self.form.elem.packed else ()
         scale = turned(self.scale_bytes)
         whole = [] if self.global_scale is None else [turned(self.global_scale)]
@@ -176,24 +176,22 @@ class MXTensor(Tensor):
         block_dim: int | None = None,
         global_change: Callable[[Tensor], Tensor] | None = None,
     ) -> MXTensor:
-        """The tensor of `change` of the elements and of the scales, blocks along `block_dim` of it.
+        """Returns the tensor of changed elements and scales, blocks along `block_dim` of it.
 
-        global_change: of the global scale, where it is another one.
+        global_change: the change of the global scale, where it is another one.
         """
         dim = self.block_dim if block_dim is None else block_dim
-        whole = self.global_scale
-        if whole is not None:
-            whole = (global_change or change)(whole)
+        whole = None if self.global_scale is None else (global_change or change)(self.global_scale)
         return self.of_parts(change(self.qdata), change(self.scale_bytes), dim, whole)
 
     def of_parts(
         self, qdata: Tensor, scale_bytes: Tensor, block_dim: int, global_scale: Tensor | None
     ) -> MXTensor:
-        """Another tensor of such elements, standing for values in the same dtype."""
+        """Returns a tensor of other parts in the same format, standing for values in the same dtype."""
         return self._of(qdata, scale_bytes, block_dim, self.dtype, self.form, global_scale)
 
     def with_dtype(self, dtype: torch.dtype) -> MXTensor:
-        """The same elements and scales, standing for values in `dtype`."""
+        """Returns the tensor of the same parts, standing for values in `dtype`."""
         return self._of(self.qdata, self.scale_bytes, self.block_dim, dtype, self.form, self.global_scale)
 
     @property
@@ -209,13 +207,13 @@ class MXTensor(Tensor):
         )
 
     def share_memory_(self) -> MXTensor:
-        """Move elements and scales to memory that other processes may map."""
+        """Moves elements and scales to memory that other processes may map."""
         for part in self.parts:
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether they are in such memory."""
+        """Whether elements and scales are in memory that other processes may map."""
         return all(part.is_shared() for part in self.parts)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, str]]:
@@ -223,10 +221,7 @@ class MXTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor],
-        context: tuple[int, torch.dtype, str],
-        outer_size: Any,
-        outer_stride: Any,
+        parts: dict[str, Tensor], context: tuple[int, torch.dtype, str], outer_size: Any, outer_stride: Any
     ) -> MXTensor:
         block_dim, dtype, word = context
         qdata, scale_bytes, whole = map(parts.get, _PARTS)
@@ -243,9 +238,9 @@ class MXTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Elements as bytes, since not every way of pickling knows FP8."""
         kind = bool(self.requires_grad), bool(getattr(self, "_is_param", False))
-        parts = self.qdata.view(torch.uint8), self.scale_bytes
-        whole = () if self.global_scale is None else (self.global_scale,)
-        return _rebuild, (*parts, self.elem_dtype, self.block_dim, self.dtype, *kind, *whole)
+        qdata, scale_bytes, *whole = self.parts
+        about = self.elem_dtype, self.block_dim, self.dtype, *kind
+        return _rebuild, (qdata.view(torch.uint8), scale_bytes, *about, *whole)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         elem = f"{stored_precision(self.form)} {self.form.elem}"
@@ -275,74 +270,10 @@ def _rebuild(
 torch.serialization.add_safe_globals([MXTensor, _rebuild])
 
 
-def _unpacked(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Shape and strides of the elements of `qdata`, `per_byte` along `block_dim` in each of its own."""
-    if per_byte == 1:
-        return qdata.shape, qdata.stride()
-    dim, shape, strides = block_dim % qdata.ndim, list(qdata.shape), list(qdata.stride())
-    shape[dim] *= per_byte
-    inner = strides[dim]
-    return shape, [stride * per_byte if stride > inner else stride for stride in strides]
-
-
-def _checked(
-    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, global_scale: Tensor | None
-) -> Format:
-    """The format of parts that belong together."""
-    form = stored_form(qdata.dtype, Rounding.RCEIL if global_scale is None else TWO_LEVEL)
-    if scale.dtype is not form.scale.stored_dtype:
-        what = "without" if global_scale is None else "beside"
-        raise FormatError(f"scale must be {form.scale.stored_dtype} {what} a global scale, not {scale.dtype}")
-    if not -qdata.ndim <= block_dim < qdata.ndim:
-        raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
-    expected = list(qdata.shape)
-    expected[block_dim] = num_blocks(expected[block_dim] * form.elem.per_byte, form.tile.along)
-    if list(scale.shape) != expected:
-        raise FormatError(
-            f"scale has shape {tuple(scale.shape)}; qdata {tuple(qdata.shape)} in blocks"
-            f" of {form.tile.along} along dimension {block_dim} needs {tuple(expected)}"
-        )
-    if scale.device != qdata.device:
-        raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
-    if not dtype.is_floating_point:
-        raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
-    if global_scale is not None:
-        _check_global(global_scale, qdata, block_dim)
-    return form
-
-
-def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
-    if global_scale.dtype is not torch.float32:
-        raise FormatError(f"global_scale must be torch.float32, not {global_scale.dtype}")
-    if global_scale.device != qdata.device:
-        raise FormatError(f"qdata is on {qdata.device}, global_scale on {global_scale.device}")
-    whole = list(qdata.shape)
-    whole[block_dim] = 1
-    fits = global_scale.ndim == qdata.ndim and all(
-        own in (1, size) for own, size in zip(global_scale.shape, whole, strict=True)
-    )
-    if not fits:
-        raise FormatError(
-            f"global_scale has shape {tuple(global_scale.shape)}; qdata {tuple(qdata.shape)} in blocks along"
-            f" dimension {block_dim} takes one number, or sizes 1 or those of {tuple(whole)}"
-        )
-
-
-_PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.linear.default,
-    }
-)
-
-
-def _is_eager(args: Sequence[Any]) -> bool:
-    """Whether an `MXTensor` among `args` has values, which traced ones lack."""
-    stored = (x for x in args if isinstance(x, MXTensor))
-    return any(type(x.qdata) is Tensor and not x.is_meta for x in stored)
+_PRODUCTS = frozenset({
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default, torch.ops.aten.linear.default,
+})  # fmt: skip
 
 
 @functools.cache
@@ -372,32 +303,3 @@ def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
                 f"{func} would change an MXTensor in place, which is storage for inference; change"
                 " tensor.dequantize() and quantize the result"
             )
-
-
-def _storage_order(qdata: Tensor) -> list[int]:
-    """The dimensions in the order in which they lie in memory, the outermost first."""
-    strides = qdata.stride()
-    return sorted(range(qdata.ndim), key=lambda dim: -strides[dim])
-
-
-def quantize(
-    x: Tensor,
-    *,
-    block_dim: int = -1,
-    elem_dtype: torch.dtype = torch.float8_e4m3fn,
-    rounding: str = "rceil",
-) -> MXTensor:
-    """Cast `x` to MXFP8, MXFP4 or NVFP4 in blocks of 32, of NVFP4 16, along `block_dim`.
-
-    x: any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1, any length, for FP4 an even one; a
-    short last block is a block. elem_dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`, or
-    `torch.float4_e2m1fn_x2` for FP4. rounding, of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP
-    MX v1.0), ``ceil``, ``even``; or ``two-level`` for NVFP4, whose E4M3 scales follow from the amax of `x`
-    too. Elements round to nearest even and saturate; a block holding NaN or Inf becomes NaN, of NVFP4 the
-    whole tensor. The result has the dtype of `x` and no gradient. Raises `FormatError`.
-    """
-    check_source(x, block_dim)
-    form = stored_form(elem_dtype, rounding)
-    qdata, scale_bytes, whole = encode_stored(x.detach(), block_dim, form)
-    scale = scale_bytes.view(form.scale.stored_dtype)
-    return MXTensor(qdata.view(elem_dtype), scale, block_dim, x.dtype, whole)

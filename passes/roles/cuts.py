@@ -34,7 +34,9 @@ def ends(graph: fx.Graph, depends: Mapping[fx.Node, Depends], *, are_cut: bool) 
         outputs = outputs.union(
             node
             for node in graph.nodes
-            if node.users and not depends[node] & DERIVATIVE and all(depends[n] & DERIVATIVE for n in node.users)
+            if node.users
+            and not depends[node] & DERIVATIVE
+            and all(depends[n] & DERIVATIVE for n in node.users)
         )
     none: frozenset[fx.Node] = frozenset()
     return GraphOutputs(results=none if are_cut else outputs, cuts=outputs if are_cut else none)

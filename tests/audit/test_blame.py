@@ -319,11 +319,11 @@ def test_values_that_are_not_finite_come_before_all() -> None:
     ("options", "error", "message"),
     [
         ({"of": "los"}, OptionError, r"of: unknown measure 'los' \(did you mean 'loss'\?\)"),
-        ({"max_runs": 7}, OptionError, "max_runs is a whole number of at least 8, found 7"),
+        ({"max_runs": 7}, OptionError, "`max_runs` is a whole number of at least 8, found 7"),
         ({"max_runs": 23, "repeats": 3}, OptionError, "at least 24 for 3 repeats, found 23"),
-        ({"repeats": 0}, OptionError, "repeats is a whole number of at least 1, found 0"),
-        ({"remove": 0}, OptionError, "remove is a share above 0 and at most 1, found 0"),
-        ({"remove": "half"}, OptionError, "remove is a share above 0 and at most 1, found 'half'"),
+        ({"repeats": 0}, OptionError, "`repeats` is a whole number of at least 1, found 0"),
+        ({"remove": 0}, OptionError, "`remove` is a share above 0 and at most 1, found 0"),
+        ({"remove": "half"}, OptionError, "`remove` is a share above 0 and at most 1, found 'half'"),
         ({"policy": "bf16"}, OptionError, "both policies are preset bf16"),
         (
             {"polcy": "ocp"},

@@ -149,8 +149,8 @@ def test_rules_that_no_longer_decide_are_left_out() -> None:
     ("bounds", "message"),
     [
         ({}, "tune needs a bound"),
-        ({"min_sqnr": float("nan")}, "min_sqnr is a finite number of dB, found nan"),
-        ({"max_loss_gap": 0.0}, "max_loss_gap is a positive share"),
+        ({"min_sqnr": float("nan")}, "`min_sqnr` is a finite number of dB, found nan"),
+        ({"max_loss_gap": 0.0}, "`max_loss_gap` is a positive share"),
     ],
 )
 def test_bounds_that_are_none(bounds: dict[str, float], message: str) -> None:
@@ -159,7 +159,7 @@ def test_bounds_that_are_none(bounds: dict[str, float], message: str) -> None:
 
 
 def test_a_loss_bound_needs_a_loss() -> None:
-    with pytest.raises(ModelError, match="max_loss_gap needs a loss"):
+    with pytest.raises(ModelError, match="`max_loss_gap` needs a loss"):
         tune(nn.Linear(40, 40), torch.randn(2, 40), policy=FLOOR, max_loss_gap=0.01)
 
 

@@ -76,8 +76,17 @@ def test_force_overwrites(capsys: pytest.CaptureFixture[str]):
 
 OTHERS = {
     "plots": (["audit", HERE, "--plots", "file"], "file is a file: name a folder"),
-    "runs": (["blame", HERE, "--max-runs", "3"], "max_runs is a whole number of at least 8, found 3"),
-    "policies": (["blame", HERE, "--against", "nvidia"], "both policies are preset nvidia"),
+    "runs": (["blame", HERE, "--max-runs", "3"], "--max-runs is a whole number of at least 8, found 3"),
+    "policies": (
+        ["blame", HERE, "--against", "nvidia"],
+        "both policies are preset nvidia: name another one with --policy or --against",
+    ),
+    "no bound": (["tune", HERE], "tune needs a bound: --min-sqnr (in dB), --max-loss-gap (a share), or both"),
+    "a bound": (["tune", HERE, "--min-sqnr", "nan"], "--min-sqnr is a finite number of dB, found nan"),
+    "chip": (
+        ["tune", HERE, "--min-sqnr", "1", "--target", "b200"],
+        "--target estimates the costs of a mix: name the precisions to mix in --among",
+    ),
     "weights": (["tune", HERE, "--min-sqnr", "1", "--weights", "file"], "file: not a safetensors file"),
     "device": (["audit", HERE, "--device", "cuda"], "unknown device 'cuda'"),
     "codegen": (["codegen", HERE, "-o", "file"], "file is a file: name a folder"),

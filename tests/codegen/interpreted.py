@@ -21,7 +21,7 @@ def interpret(folder: Path, inputs: Sequence[Tensor], gradient: Tensor | None = 
     """
     torch.save(list(inputs), folder / "inputs.pt")
     torch.save(gradient, folder / "gradient.pt")
-    paths = [str(HERE.parent / "triton_interpreter"), str(HERE.parent)]
+    paths = [str(HERE.parent / "triton_interpreter"), str(HERE.parent), *sys.path]
     done = subprocess.run(
         [sys.executable, str(HERE / "run_interpreted.py"), str(folder)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxcompile.lowering.templates.producers import approximated, narrowed
+from mxcompile.lowering.templates.producers import approximated, compared, narrowed
 
 LOAD = (
     "tmp3 = tl.load(in_ptr5 + (tl.broadcast_to({}, [BLOCK_M, BLOCK_N])), mask, eviction_policy='evict_last')"
@@ -56,3 +56,10 @@ def test_rounding_is_of_pairs():
     cast = model + "    y = tmp7.broadcast_to(xindex.shape)\n"
     assert approximated(cast) == model + "    y = packed.rounded((tmp6).broadcast_to(xindex.shape))\n"
     assert approximated(line.replace("bfloat16", "float16")) == line.replace("bfloat16", "float16")
+
+
+def test_extremes_are_comparisons():
+    """Whichever of their forms an Inductor writes; what does not propagate NaN stays."""
+    assert compared("tmp3 = tl.maximum(tmp1, tmp2, tl.PropagateNan.ALL)") == "tmp3 = tiles.larger(tmp1, tmp2)"
+    assert compared("tmp3 = triton_helpers.minimum(tmp1, tmp2)") == "tmp3 = tiles.smaller(tmp1, tmp2)"
+    assert compared("rows = tl.minimum(M - first, 128)") == "rows = tl.minimum(M - first, 128)"

@@ -111,7 +111,7 @@ def test_autotuning_times_dense_products_on_them(monkeypatch, fused_ones_timed):
         monkeypatch.setattr(AlgorithmSelectorCache, "do_autotuning", timings)
         monkeypatch.setattr(Scheduler, "benchmark_codegened_module", fused)
         monkeypatch.setattr(winners, "autotune_select_algorithm", select)
-        monkeypatch.setitem(driver._CONFIG, "benchmark_epilogue_fusion", fused_ones_timed)
+        monkeypatch.setitem(driver._CONFIG, winners.BENCHMARKED, fused_ones_timed)
         model = nn.Sequential(layer, nn.GELU()) if fused_ones_timed else layer
         mxcompile.codegen(model, x, target="sm_100", training=False, policy=POLICY)
     assert put_off == [fused_ones_timed]

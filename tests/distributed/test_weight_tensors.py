@@ -168,6 +168,13 @@ def cast_of(_: nn.Module, name: str, elem: torch.dtype, rounding: str) -> TileCa
     return TileCast(name=f"blocks.0.{name}.weight", elem_dtype=elem, rounding=rounding)
 
 
+def test_weights_inside_wrappers_of_blocks_travel_too():
+    model, plain = model_of.build(), model_of.gather(model_of.build(), mesh=mesh(1))
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    assert model_of.gather(model, mesh=mesh(1)) == plain
+    assert isinstance(model.blocks[0]._checkpoint_wrapped_module.up.weight, MasterWeight)
+
+
 def test_weights_that_something_else_reads_stay():
     model = model_of.build()
 

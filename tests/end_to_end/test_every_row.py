@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.one_linear import cast, expected, policy, run
 from helpers.reference import sqnr_db
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import mxcompile
-from mxcompile.formats import PRECISIONS, Choices, Operands
-from mxcompile.formats.encoding import rounded_tensors
-from mxcompile.formats.hadamard import SIGNS, transformed
+from mxcompile.formats import PRECISIONS
+from mxcompile.formats.hadamard import SIGNS
 
 K, N = 45, 37
 """Multiples of no block."""
@@ -43,38 +43,6 @@ COMPILED = [
     "nvfp4 squares",
     "nvfp4 hadamard",
 ]
-
-
-def policy(use: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-
-
-def operands(use: dict[str, Any]) -> Operands:
-    rule = mxcompile.Policy.from_dict(policy(use)).rules[0].use
-    assert rule.fprop is not None
-    return rule.fprop.formats(rule.formats.over(Choices()))
-
-
-def cast(x: Tensor, dim: int, operand: str, use: dict[str, Any], *, wgrad: bool = False) -> Tensor:
-    fmt = operands(use).of(operand, wgrad=wgrad)
-    source = x if fmt.hadamard is None else transformed(x, dim, fmt.hadamard)
-    return rounded_tensors(source, dim, fmt).double()
-
-
-def expected(x: Tensor, w: Tensor, dy: Tensor, use: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward and both gradients of a linear layer, each operand cast along its own contraction."""
-    y = cast(x, -1, "x", use) @ cast(w, -1, "w", use).t()
-    dx = cast(dy, -1, "dy", use) @ cast(w, -2, "w", use)
-    kept = cast(x, -1, "x", use).float() if use.get("saved") == "transcode" else x
-    dw = cast(dy, -2, "dy", use, wgrad=True).t() @ cast(kept, -2, "x", use, wgrad=True)
-    return y, dx, dw
-
-
-def run(call: Any, weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight.grad = x.clone().requires_grad_(), None
-    y = call(x)
-    y.backward(dy)
-    return y.detach(), x.grad, weight.grad
 
 
 def linear() -> nn.Linear:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.one_linear import ByHand, run
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -16,41 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import mxcompile
 from mxcompile import ops
 
-MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
 
 def policy(**use: Any) -> dict[str, Any]:
     use = {"precision": "fp8", "grad_dtype": "e5m2", **(use or {"scaling": "delayed", "history": 3})}
     return {"version": 1, "rules": [{"match": {"name": "*"}, "use": use}]}
-
-
-class ByHand:
-    """One linear layer in FP64 from FP8 operands; histories are lists, the newest first."""
-
-    def __init__(self, weight: Tensor, length: int, margin: int = 0, decay: float | None = None) -> None:
-        self.weight = weight.detach()
-        self.length, self.margin, self.decay = length, margin, decay
-        self.seen: dict[str, list[float]] = {"x": [], "w": [], "dy": []}
-
-    def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        now, before = float(value.abs().max()), self.seen[name]
-        if self.decay is None:
-            amax = max(before, default=0.0) * 2.0**self.margin
-            self.seen[name] = [now, *before][: self.length]
-        else:
-            amax = now if not before else self.decay * before[0] + (1 - self.decay) * now
-            self.seen[name] = [amax]
-        scale = torch.tensor(amax, dtype=torch.float32) / MAX[dtype] if amax else torch.tensor(1.0)
-        over = (value / scale).clamp(-MAX[dtype], MAX[dtype])
-        return over.to(dtype).double() * scale.double()
-
-    def step(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x8, w8 = (
-            self.cast("x", x, torch.float8_e4m3fn),
-            self.cast("w", self.weight, torch.float8_e4m3fn),
-        )
-        dy8 = self.cast("dy", dy, torch.float8_e5m2)
-        return x8 @ w8.t(), dy8 @ w8, dy8.t() @ x8
 
 
 def steps(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -58,14 +28,6 @@ def steps(count: int) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     sizes = [1.0, 8.0, 0.5, 0.25, 0.1, 4.0][:count]
     return [(torch.randn(24, 40) * size, torch.randn(24, 16) * size / 100) for size in sizes]
-
-
-def run(model: Any, weight: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.clone().requires_grad_()
-    y = model(x)
-    weight.grad = None
-    y.backward(dy)
-    return y.detach(), x.grad, weight.grad
 
 
 def compiled(model: nn.Module, options: dict[str, Any], backend: str = "eager") -> Any:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.eager_backend import EagerBackend
+from helpers.one_linear import ByHand
 from helpers.reference import sqnr_db
 from test_distributed import RANKS, two_ranks
-from test_histories import ByHand, policy
+from test_histories import policy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -13,12 +13,18 @@ from helpers.eager import reference_linears
 from helpers.eager_backend import EagerBackend
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config, list_mode_options
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile import Backend
+from mxcompile.compiler import inductor
+from mxcompile.errors import OptionError
 
+ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 LINEARS = 7  # of a block
 Grads = dict[str, Tensor]
 
@@ -162,6 +168,97 @@ def test_max_autotune():
     assert [g.precision for g in report.gemms] == ["mxfp8"] * 2
     assert sqnr_db(expected, y) > 60
     assert torch.equal(y, valued)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [mode if mode == "lite" else pytest.param(mode, marks=pytest.mark.slow) for mode in list_mode_options()],
+)
+def test_every_mode_quantizes(mode: str):
+    """Also the one that turns Inductor's passes off, of which the report then says that they ran."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)), features(5, WIDTH)
+    eager = copy.deepcopy(model)
+    y, gradients = train(torch.compile(model, backend="mxfp8", mode=mode), model, x)
+    (report,) = mxcompile.reports()
+    with reference_linears(eager, report):
+        expected, reference = train(eager, eager, x)
+    assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 5
+    assert all(gemm.kernel for gemm in report.gemms)
+    assert sqnr_db(expected, y) > 60
+    assert worst(reference, gradients)[0] > 60
+    assert [warning for warning in report.summary.warnings if "use_joint_graph_passes=True" in warning] == (
+        [*report.summary.warnings] if mode == "lite" else []
+    )
+    assert bool(report.summary.warnings) == (mode == "lite")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["use_joint_graph_passes", "use_post_grad_passes"])
+def test_a_setting_that_turns_the_passes_off_does_not(setting: str):
+    model, x = nn.Linear(WIDTH, WIDTH), features(5, WIDTH)
+    with config.patch({setting: False}):
+        torch.compile(model, backend="mxfp8", options={"policy": ALL, "strict": True})(x)
+    (report,) = mxcompile.reports()
+    assert {gemm.precision for gemm in report.gemms} == {"mxfp8"}
+    assert f"{setting}=True" in str(report)
+    with pytest.raises(OptionError, match=f"mxcompile needs Inductor's {setting}=True"):
+        Backend(inductor={setting: False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting", ["freezing", "cpp_wrapper", "fallback_random", "force_disable_caches", "graph_partition"]
+)
+def test_a_setting_that_takes_other_ways_through_inductor_quantizes(setting: str):
+    model, x = nn.Linear(WIDTH, WIDTH), features(5, WIDTH)
+    options = {"policy": ALL, "strict": True, "inductor": {setting: True}}
+    with torch.no_grad():
+        y = torch.compile(model, backend="mxfp8", options=options)(x)
+        (report,) = mxcompile.reports()
+        with reference_linears(model, report):
+            expected = model(x)
+    assert {gemm.precision for gemm in report.gemms} == {"mxfp8"}
+    assert sqnr_db(expected, y) > 60
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_without_the_passes_is_said(strict: bool, monkeypatch: pytest.MonkeyPatch):
+    """As it would be under a setting of a later release that turns them off."""
+    monkeypatch.setattr(inductor, "NEEDED", {})
+    compiled = torch.compile(nn.Linear(8, 8), backend=Backend(mode="lite", policy=ALL, strict=strict))
+    if strict:
+        with pytest.raises(BackendCompilerFailed, match="Inductor ran no pass of mxcompile"):
+            compiled(torch.ones(3, 8))
+        return
+    compiled(torch.ones(3, 8))
+    (report,) = mxcompile.reports()
+    (warning,) = report.summary.warnings
+    assert "ran no pass of mxcompile over a graph of the model" in warning
+
+
+class Counting(CustomGraphPass):
+    """A pass of a user's, which counts its graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+def test_passes_of_the_user_run_wherever_they_are_set():
+    model, x = nn.Linear(WIDTH, WIDTH), features(5, WIDTH)
+    keys = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
+    for among_options in (False, True):
+        passes = {key: Counting() for key in keys}
+        torch._dynamo.reset()
+        with torch.no_grad(), config.patch({} if among_options else passes):
+            given = passes if among_options else {}
+            torch.compile(model, backend="mxfp8", options={"policy": ALL, "inductor": given})(x)
+        assert [each.graphs for each in passes.values()] == [1, 1]
 
 
 class Flex(nn.Module):

@@ -66,8 +66,7 @@ class EagerBackend:
 
         guard(compilation, example_inputs)
         compiled = self._compiled(gm, example_inputs, compilation)
-        compilation.lowered = True  # there is nothing to lower, and nothing to look up
-        compiled = publish(compilation, gm, example_inputs, compiled)
+        compiled = publish(compilation, None, compiled)
         compiled = watched(
             compiled, compilation, example_inputs, lambda one: self._compiled(copied(gm), example_inputs, one)
         )

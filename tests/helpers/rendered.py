@@ -50,11 +50,10 @@ def rendered(function: Function, inputs: Sequence[Tensor], target: Target) -> st
         written.append(source.value)
         return SimpleNamespace(call=lambda _: None, __file__=__file__)
 
-    hooks = pipeline.config_patches(target, "", lambda _: None, {})
     with (
         mock.patch.dict(TARGETS, {target.name: target}),
         stand_in(target),
-        config.patch(_CONFIG | hooks),
+        config.patch(_CONFIG | pipeline.config_patches(target, "", lambda _: None, {})),
         mock.patch.object(GraphLowering, "compile_to_module", keep),
         torch.no_grad(),
     ):

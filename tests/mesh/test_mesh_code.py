@@ -37,7 +37,7 @@ def test_code_of_a_rank_is_that_of_its_shards():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"parallel": "fsdp"}, "give mesh"),
+        ({"parallel": "fsdp"}, "give `mesh`"),
         ({"parallel": "fsdp", "mesh": "pp=2,dp=2"}, "leave the axis pp out"),
         ({"parallel": "fsdp", "mesh": "ep=2"}, "needs a mesh with the axis"),
     ],

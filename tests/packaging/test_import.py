@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
 
 import mxcompile
 
@@ -22,6 +25,26 @@ def python(*lines: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def _is_installed() -> bool:
+    try:
+        metadata.distribution("mxcompile")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+installed = pytest.mark.skipif(not _is_installed(), reason="mxcompile is not installed, only on the path")
+
+UNINSTALL = (
+    "from importlib.metadata import Distribution",
+    "every = Distribution.discover.__func__",
+    "others = lambda *a, **k: (d for d in every(*a, **k) if d.name != 'mxcompile')",
+    "Distribution.discover = classmethod(others)",
+)
+"""Lines after which a fresh interpreter finds the package on its path, and no metadata of it."""
+
+
+@installed
 def test_import_loads_nothing_else():
     """Not even torch, which a user of the command line's help does not wait for."""
     found = python(
@@ -43,6 +66,7 @@ def test_an_unknown_name_is_an_attribute_error():
     assert python(*lines) == ["False True"]
 
 
+@installed
 def test_the_backend_is_found_without_an_import():
     """Dynamo knows the name from the entry point, and loads the module when it is asked for."""
     lines = (
@@ -54,6 +78,16 @@ def test_the_backend_is_found_without_an_import():
     assert python(*lines) == ["True False", "mxcompile.compiler.backend mxfp8"]
 
 
+@pytest.mark.parametrize("before", ["", "torch._dynamo.list_backends()"], ids=["new", "listed"])
+def test_a_checkout_that_is_not_installed_has_the_backend_once_it_is_imported(before: str):
+    """Also where Dynamo has already looked for entry points."""
+    ask = "print('mxfp8' in torch._dynamo.list_backends())"
+    lookup = "print(torch._dynamo.lookup_backend('mxfp8').__module__)"
+    found = python(*UNINSTALL, "import torch._dynamo", before, "import mxcompile", ask, lookup)
+    assert found == ["True", "mxcompile.compiler.backend"]
+
+
+@installed
 def test_import_changes_nothing():
     """Neither how Python imports nor what the package is; torch is as without it, whichever comes first."""
     lines = ("import sys", "before = [*sys.meta_path]", "import mxcompile", "print(before == sys.meta_path)")
@@ -76,6 +110,7 @@ def test_no_public_name_is_the_name_of_a_module():
     assert set(mxcompile.__all__) & modules == set()
 
 
-def test_without_torch_the_package_still_imports():
+@pytest.mark.parametrize("before", [(), UNINSTALL], ids=["installed", "checkout"])
+def test_without_torch_the_package_still_imports(before: tuple[str, ...]):
     lines = ("import sys", "sys.modules['torch'] = None", "import mxcompile", "print(mxcompile.__version__)")
-    assert python(*lines)
+    assert python(*before, *lines)

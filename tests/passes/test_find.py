@@ -11,7 +11,7 @@ from mxcompile.models.names import GraphInput
 from mxcompile.passes.find import Find
 from mxcompile.policy import Gemm
 
-INPUTS = GraphInput(), GraphInput(path="up.weight", static=True)
+INPUTS = GraphInput(), GraphInput(path="model.layers.0.up.weight", static=True)
 ROWS, N, K = 5, 6, 7
 
 
@@ -20,12 +20,12 @@ def layer(*, numbered: bool = True) -> list[fx.Node]:
     hand = Hand()
     x, w, dy = hand.input("x", ROWS, K), hand.input("w", N, K), hand.input("tangents_1", ROWS, N)
     y = hand.call(aten.mm.default, x, hand.call(aten.permute.default, w, [1, 0]))
-    y.meta["nn_module_stack"] = {"": ("L['self'].up", "torch.nn.modules.linear.Linear")}
+    y.meta["nn_module_stack"] = {"": ("model.layers.0.up", "torch.nn.modules.linear.Linear")}
     dx = hand.call(aten.mm.default, dy, w)
     dw = hand.call(aten.mm.default, hand.call(aten.permute.default, dy, [1, 0]), x)
     for node in (y, dx, dw):
         node.meta |= {"seq_nr": 3} if numbered else {}
-    Find(inputs=INPUTS, prefix="model.layers.0").apply(hand.output(y, dx, dw))
+    Find(inputs=INPUTS).apply(hand.output(y, dx, dw))
     return [y, dx, dw]
 
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import mxcompile
-from mxcompile.models.names import user_path
+from mxcompile.compiler.locate import steps_of
 
 
 @pytest.mark.parametrize(
-    ("raw", "path"),
+    ("source", "steps"),
     [
         ("L['self'].layers.0.fc", "layers.0.fc"),
         ("L['self']._modules['layers']._modules['0']._parameters['weight']", "layers.0.weight"),
@@ -19,14 +19,15 @@ from mxcompile.models.names import user_path
         ("L['s'].d.a-b.c d(e)", "d.a-b.c d(e)"),
         ("getattr(getattr(L['s'].d, 'a-b').x, '0')[1]", "d.a-b.x.0.1"),
         ("L['stages'][0].fc", "0.fc"),
-        ("_orig_mod._fsdp_wrapped_module.layers.0", "layers.0"),
+        ("L['self']._orig_mod._fsdp_wrapped_module.layers.0", "layers.0"),
         ("L['self']", ""),
-        ("L['self']._modules['layers'][0].forward.args[0].__self__._modules['fc']", "layers.0.fc"),
-        ("L['fn'].__self__.fc", "fc"),
+        ("G['fn'].__self__.fc", "fc"),
     ],
 )
-def test_source_names_become_paths(raw: str, path: str) -> None:
-    assert user_path(raw) == path
+def test_source_has_the_steps_behind_its_variable(source: str, steps: str) -> None:
+    variable, *found = steps_of(source)
+    assert ".".join(found) == steps
+    assert variable in source
 
 
 class Keyed(nn.Module):

@@ -140,8 +140,7 @@ def scramble(graph: fx.Graph) -> None:
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             if node.meta.get(key):
                 node.meta[key] = {
-                    k: ("L['self']." + nonsense(path), nonsense(str(kind)))
-                    for k, (path, kind) in node.meta[key].items()
+                    k: (nonsense(path), nonsense(str(kind))) for k, (path, kind) in node.meta[key].items()
                 }
         node.meta.pop("stack_trace", None)
         if node.op != "output":

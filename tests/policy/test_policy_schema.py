@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from policy_cases import CORPUS, VALID
@@ -16,6 +15,7 @@ from mxcompile.errors import PolicyError
 from mxcompile.policy import Policy, json_schema, schema
 from mxcompile.policy.yaml_data import YamlProblem, load
 
+jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(json_schema.PATH.read_text(encoding="utf-8")))
 
 NOT_STRUCTURE = (

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from made_reports import kept, report, whole_report
 
@@ -21,6 +20,7 @@ from mxcompile.report.record import SCHEMA, Part
 from mxcompile.report.schema import CHOICES, SCHEMA_FILE, json_schema
 
 REPORTS = [whole_report(), report(kept()), Report.of([], target="", policy="")]
+jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
 
 

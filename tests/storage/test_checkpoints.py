@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 
@@ -437,6 +438,16 @@ def test_a_compiled_model_is_saved_and_loaded_as_itself(tmp_path):
     mxcompile.save_quantized(torch.compile(model, backend="eager"), tmp_path / "out")
     mxcompile.load_quantized(tmp_path / "out", torch.compile(fresh := small("meta"), backend="eager"))
     assert same(fresh, model)
+
+
+def test_a_model_of_compiled_blocks_has_the_names_of_the_plain_model_in_files(tmp_path):
+    plain, fresh = stored(), small("meta")
+    model = copy.deepcopy(plain)
+    for each in (model, fresh):
+        each[0] = torch.compile(each[0], backend="eager")
+    mxcompile.save_quantized(model, tmp_path / "out")
+    assert same(mxcompile.load_quantized(tmp_path / "out", small("meta")), plain)
+    assert same(mxcompile.load_quantized(tmp_path / "out", fresh), model)
 
 
 def test_an_existing_directory_stays(tmp_path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 import pickle
+import platform
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -25,7 +27,8 @@ from tqdm import tqdm
 
 import mxcompile
 from mxcompile import MXTensor
-from mxcompile.checkpoint.convert import _Work, convert
+from mxcompile.checkpoint import publish
+from mxcompile.checkpoint.convert import convert
 from mxcompile.checkpoint.files import INDEX
 from mxcompile.cli import main
 from mxcompile.errors import CheckpointError
@@ -287,18 +290,17 @@ def test_what_is_refused(source, tmp_path, how, capsys):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_written_is_one_line_and_goes_on_later(source, tmp_path, monkeypatch, capsys):
-    """A file system that takes no more, and places that are none: what was done until then is kept."""
+def test_what_cannot_be_written_is_one_line_and_leaves_nothing(source, tmp_path, monkeypatch, capsys):
+    """A file system that takes no more, and places that are none."""
     chosen_once(monkeypatch, source)
-    convert(source, tmp_path / "expected", progress=False)
     (tmp_path / "file").touch()
-    limit, done = resource.getrlimit(resource.RLIMIT_FSIZE), _Work.do
+    limit, written = resource.getrlimit(resource.RLIMIT_FSIZE), publish.write_tensors
 
-    def then_full(work: _Work, file: Path) -> None:
-        done(work, file)
+    def then_full(*tensors) -> None:
+        written(*tensors)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
 
-    monkeypatch.setattr(_Work, "do", then_full)
+    monkeypatch.setattr("mxcompile.checkpoint.convert.write_tensors", then_full)
     try:
         for target, reason in (
             ("out", "File too large"),
@@ -312,53 +314,66 @@ def test_what_cannot_be_written_is_one_line_and_goes_on_later(source, tmp_path, 
             assert "Traceback" not in said
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.journal.json").exists()
-    monkeypatch.setattr(_Work, "do", done)
-    convert(source, tmp_path / "out", progress=False)
-    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["expected", "file", "in", "out"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "in"]
 
 
 def chosen_once(monkeypatch, source: Path) -> None:
     """Trace the model once for all conversions of `source`."""
     from mxcompile.checkpoint import plan
 
-    found = plan.chosen_weights(plan._of_config(source, plan.read_json(source / "config.json")).model, None)
-    monkeypatch.setattr(plan, "chosen_weights", lambda *_: found)
+    weights = plan.planned_weights(plan._of_config(source, plan.read_json(source / "config.json")).model)
+    monkeypatch.setattr(plan, "planned_weights", lambda *_: weights)
 
 
-@pytest.mark.parametrize("layout", ["torchao", "compressed-tensors"])
-def test_of_a_conversion_broken_off_nothing_stray_is_published(source, tmp_path, monkeypatch, layout):
-    """Neither what another job left is mixed in, nor the temporary files of a writer that was killed."""
+def leftover(target: Path, process: int, machine: str = "") -> Path:
+    """The directory in which a process writes `target`, with a file that is not whole."""
+    folder = target.with_name(f".{target.name}.{machine or platform.node()}.{process}.partial")
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_directories_of_killed_conversions_are_removed(source, tmp_path, monkeypatch, caplog):
+    """Those of this machine; another machine's is reported."""
     chosen_once(monkeypatch, source)
-
-    def broken_off(work: _Work) -> None:
-        (work._partial / ".tmpIsSqKo").touch()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_Work, "finish", broken_off)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", layout=layout, progress=False)
-    monkeypatch.undo()
-    chosen_once(monkeypatch, source)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    own = [leftover(tmp_path / "out", process) for process in (dead.pid, os.getpid())]
+    far, other = leftover(tmp_path / "out", dead.pid, "far"), leftover(tmp_path / "out.2", dead.pid)
     convert(source, tmp_path / "out", progress=False)
-    convert(source, tmp_path / "expected", progress=False)
-    assert digests(tmp_path / "out") == digests(tmp_path / "expected")
+    assert not any(folder.exists() for folder in own)
+    assert sorted(tmp_path.iterdir()) == sorted([far, other, source, tmp_path / "out"])
+    assert [message for message in caplog.messages if str(far) in message]
+    assert "model.safetensors" not in {file.name for file in (tmp_path / "out").iterdir()}
 
 
-def test_two_do_not_write_one_place(source, tmp_path, monkeypatch):
+def test_a_place_that_a_running_process_writes_is_refused(source, tmp_path, monkeypatch):
     chosen_once(monkeypatch, source)
-    lock = tmp_path / ".out.lock"
-    with lock.open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)  # which a shared one would let in
-        with pytest.raises(CheckpointError, match="another conversion is writing it"):
-            convert(source, tmp_path / "out", progress=False)
-    assert sorted(file.name for file in tmp_path.iterdir()) == [lock.name, "in"]
+    folder = leftover(tmp_path / "out", os.getppid())
+    with pytest.raises(CheckpointError, match=f"out: process {os.getppid()} is writing it"):
+        convert(source, tmp_path / "out", progress=False)
+    assert sorted(tmp_path.iterdir()) == [folder, source]
+
+
+def test_a_conversion_that_is_overtaken_leaves_the_result(source, tmp_path, monkeypatch):
+    """Of another machine, say, which this one cannot see."""
+    chosen_once(monkeypatch, source)
+    written = publish.write_json
+
+    def overtaken(file: Path, value: object) -> None:
+        written(file, value)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out/theirs").touch()
+
+    monkeypatch.setattr("mxcompile.checkpoint.convert.write_json", overtaken)
+    with pytest.raises(CheckpointError, match="out: Directory not empty"):
+        convert(source, tmp_path / "out", progress=False)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "out"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_it_leaves_nothing_broken_and_goes_on(source, tmp_path, monkeypatch):
+def test_killed_at_any_point_it_leaves_nothing_broken(source, tmp_path, monkeypatch):
     chosen_once(monkeypatch, source)
     torch.set_num_threads(1)
     before = digests(source)
@@ -367,53 +382,32 @@ def test_killed_at_any_point_it_leaves_nothing_broken_and_goes_on(source, tmp_pa
     whole = time.perf_counter() - start
     expected = digests(tmp_path / "expected")
     out, generator = tmp_path / "out", random.Random(0)
-    killed = resumed = 0
+    killed = unfinished = 0
     while killed < 100:
         child = os.fork()
         if child == 0:
-            tqdm.set_lock(
-                threading.RLock()
-            )  # its own is one semaphore of all: killed with it, all would wait
+            # tqdm's own lock is one semaphore of all processes: if its holder is killed, all others wait
+            tqdm.set_lock(threading.RLock())
             try:
                 convert(source, out, progress=False)
             finally:
                 os._exit(0)
-        time.sleep(moment := generator.uniform(0, 1.2 * whole))
+        time.sleep(generator.uniform(0, 1.2 * whole))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert digests(source) == before
-        if os.WIFSIGNALED(status):
-            killed += 1
-            resumed += (tmp_path / ".out.journal.json").exists()
+        killed += os.WIFSIGNALED(status)
+        partial = [*tmp_path.glob(".out.*.partial")]
+        assert len(partial) <= 1, "each conversion removes the directory of the one before"
+        unfinished += bool(partial)
         if out.exists():
             assert digests(out) == expected
-        if not os.WIFSIGNALED(status):
-            whole = min(whole, moment)  # the first may have waited for a disk
-            assert out.exists()
-            for file in (out, *tmp_path.glob(".out*")):
-                os.system(f"rm -rf '{file}'")
-    if not out.exists() or (tmp_path / ".out.journal.json").exists():
-        convert(source, out, progress=False)
+            shutil.rmtree(out)
+    assert unfinished > 10, "kills fell before the first file was written"
+    convert(source, out, progress=False)
     assert digests(out) == expected
-    assert resumed > 10, "kills fell before the first file was done"
-    assert not list(tmp_path.glob(".out.partial"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["expected", "in", "out"]
     assert isinstance(mxcompile.load_quantized(out).model.layers[0].mlp.up_proj.weight, MXTensor)
-
-
-def test_a_lock_that_its_holder_took_away_is_not_held(tmp_path, monkeypatch):
-    """Two would hold one place: whoever opened the lock before that, and whoever makes the next."""
-    taken = fcntl.flock
-
-    def late(handle, how):
-        (tmp_path / ".out.lock").unlink()
-        taken(handle, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with (
-        pytest.raises(CheckpointError, match="another conversion is writing it"),
-        _Work(None, tmp_path / "out", "").alone(),  # type: ignore[arg-type]
-    ):
-        raise AssertionError
 
 
 def test_a_bare_file_with_a_model(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import TOKENS, Block, Model, dense_copy, quantized, stored_names
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,6 +45,15 @@ def test_blocks_are_stored_and_the_rest_is_not():
     long = tuple(dataclasses.replace(each, name=f"decoder.{each.name}." * 9) for each in table.weights)
     lines = str(mxcompile.StoredWeights(weights=long)).splitlines()
     assert max(map(len, lines)) <= 120
+
+
+def test_weights_inside_wrappers_of_blocks_are_stored_under_the_users_names():
+    model, plain = Model(), quantized(Model())[1]
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    _, table = quantized(model)
+    assert table == plain
+    assert len(stored_names(model)) == 6
 
 
 def test_of_repeated_blocks_every_one_is_stored():
@@ -280,16 +290,16 @@ def test_on_the_meta_device():
 
 @pytest.mark.parametrize("how", [{}, {"elem_dtype": FP4, "rounding": "two-level"}], ids=["mxfp8", "nvfp4"])
 def test_a_large_weight_is_cast_inpieces(how):
-    from mxcompile.serving import weights
+    from mxcompile.storage import cast
 
     x = torch.randn(5, 300, 70) * torch.exp2(torch.randint(-9, 9, (5, 300, 70)).float())
     for dim in range(3):
         expected = mxcompile.quantize(x[:4], block_dim=dim, **how)
-        pieces = len(list(weights.pieces(x, dim)))
+        pieces = len(list(cast.pieces(x, dim)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weights, "_CHUNK", 1000)
-            assert len(list(weights.pieces(x, dim))) > pieces
-            found = weights.cast(x[:4], dim, expected.form)
+            patch.setattr(cast, "_CHUNK", 1000)
+            assert len(list(cast.pieces(x, dim))) > pieces
+            found = cast.cast(x[:4], dim, expected.form)
         assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(found.scale_bytes, expected.scale_bytes)
         assert torch.equal(found.dequantize(), expected.dequantize())

@@ -103,7 +103,8 @@ def test_quotients_beside_what_fp8_rounds_at(elem: str, dtype: torch.dtype):
 @ELEM
 def test_scales_known_before(elem: str):
     """What is larger saturates, what is not finite becomes NaN: every BF16 value under every scale."""
-    fmt, scale = Format.of(f"{elem} tensor nearest delayed:4:0"), scales(8)[:-1:20]
+    fmt = Format.of(f"{elem} tensor nearest delayed:4:0")
+    scale = torch.cat([scales(8)[:-1:20], torch.tensor([torch.nan])])
     x = all_bf16().repeat(len(scale), 1)
     wanted = torch.cat(
         [encode_with(row[None], s.reshape(1, 1), -1, fmt) for row, s in zip(x, scale, strict=True)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.sweep import at_tokens
 from mxcompile.formats import Operands, is_quantized, labels
 from mxcompile.lowering.targets import TARGETS
+from mxcompile.offline.roofline import estimate
 from mxcompile.policy.presets import PRESETS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.fold import Row, fold

@@ -16,15 +16,15 @@ from torch import nn
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.memory import with_memory
 from mxcompile.analysis.explain.rank import explain_rank
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.analysis.explain.tracer import Explainer
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, of_device
 from mxcompile.mesh.built import Factory, named_inputs
 from mxcompile.mesh.report import RankReport
 from mxcompile.models.arguments import ModelInput
-from mxcompile.plan.repeats import some_or_all
+from mxcompile.offline.roofline import estimate
 from mxcompile.policy import Policy
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
@@ -125,9 +125,9 @@ def explain(
             microbatches=microbatches,
         )
     if links is not None or node is not None:
-        raise OptionError("links are between the ranks of a mesh: give mesh, such as dp=128,tp=8")
+        raise OptionError("links are between the ranks of a mesh: give `mesh`, such as dp=128,tp=8")
     if schedule is not None or microbatches is not None:
-        raise OptionError("a schedule is of the ranks of a mesh: give mesh, such as pp=4,dp=8")
+        raise OptionError("a schedule is of the ranks of a mesh: give `mesh`, such as pp=4,dp=8")
     assert isinstance(model, nn.Module)
     parts = some_or_all(
         model, lambda leave_out: Explainer(model, options, training, leave_out).run(args, named)

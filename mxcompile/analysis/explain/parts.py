@@ -9,15 +9,15 @@ from torch import fx
 
 from mxcompile.formats import KEPT
 from mxcompile.graph.opsets import packet
-from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, gradient_tags, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import joined
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
 from mxcompile.passes.follow import Follow
-from mxcompile.passes.record import records
+from mxcompile.passes.record import record_of, records
 from mxcompile.plan.plan import Layers
-from mxcompile.policy import Choice, Code, Gemm, Reason
+from mxcompile.policy import Choice, Code, Reason
 from mxcompile.report import GemmRecord
 
 
@@ -72,8 +72,6 @@ def eager_records(
 
 def _step(tag: GemmTag, fprop: GemmRecord) -> Iterator[GemmRecord]:
     """`fprop` and the products that are its gradients, with the names that `find` gives them."""
-    second = Gemm.WGRAD if tag.kind in (Kind.LINEAR, Kind.CONVOLUTION) else Gemm.DGRAD
-    m, n, k = fprop.m, fprop.n, fprop.k
     yield fprop
-    yield dataclasses.replace(fprop, gemm=str(Gemm.DGRAD), n=k, k=n)
-    yield dataclasses.replace(fprop, gemm=str(second), m=n, n=k, k=m)
+    for gradient in gradient_tags(tag):
+        yield dataclasses.replace(record_of(gradient), dtype=fprop.dtype)

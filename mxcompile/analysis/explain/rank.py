@@ -17,8 +17,8 @@ from torch import nn
 
 from mxcompile.analysis.explain.advice import advised
 from mxcompile.analysis.explain.rank_tracer import BF16, FP8, RankTracer
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.mesh.built import Factory, RankModel, rank_model
@@ -31,7 +31,9 @@ from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.mesh.shards import shards, unmatched
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Rates
-from mxcompile.plan.repeats import LeaveOut, some_or_all
+from mxcompile.offline.roofline import estimate
+from mxcompile.plan.plan import Plan
+from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
 from mxcompile.report import Part, Report
 from mxcompile.rules import check_mistakes
@@ -65,7 +67,23 @@ def explain_rank(
     shape = MeshShape.parse(mesh)
     speeds = _links(links, node, options.target)
     order = _schedule(shape, schedule, microbatches)
-    with rank_model(model, args, kwargs, shape, parallel) as here:
+    given = model, args, kwargs, shape, parallel
+    report, plan = apart(partial(_traced, given, options, speeds, order, others, training=training))
+    check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
+    return report
+
+
+def _traced(
+    given: tuple[nn.Module | Factory, Sequence[Any], Mapping[str, Any], MeshShape, str | None],
+    options: Options,
+    speeds: Links | None,
+    order: Schedule | None,
+    others: Sequence[Policy],
+    *,
+    training: bool,
+) -> tuple[RankReport, Plan]:
+    """The report of a rank, `given` to `rank_model`, and the plan of the whole model."""
+    with rank_model(*given) as here:
         axes = Axes(here.mesh)
         tracing = partial(_of_policy, here, axes, order, training=training)
         rank, parts = tracing(options)
@@ -83,8 +101,8 @@ def explain_rank(
             slowest = max(numbers, key=lambda number: works[0][number].us(speeds, rates))
             step = StepTime.of([each[slowest] for each in works], speeds, chip)
         sent = rank.work(slowest).sent
-    check_mistakes(options.policy, plan.records(options.policy), strict=options.strict)
-    return RankReport(
+    shape = given[3]
+    rank_report = RankReport(
         mesh=str(shape),
         ranks=shape.ranks,
         report=advised(estimate(report)),
@@ -95,6 +113,7 @@ def explain_rank(
         pipeline=None if rank.stages is None else Pipeline.of(rank.stages, memories, slowest),
         warnings=(*unmatched(report.gemms, plan.by_name), *rank.unreduced()),
     )
+    return rank_report, plan
 
 
 def _beside(policy: Policy, others: Sequence[Policy], chip: Target) -> list[Policy]:
@@ -112,7 +131,9 @@ def _schedule(shape: MeshShape, name: str | None, microbatches: int | None) -> S
         return Schedule.parse(name, ranks, microbatches)
     for word, value in {"schedule": name, "microbatches": microbatches}.items():
         if value is not None:
-            raise OptionError(f"{word} is of a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8")
+            raise OptionError(
+                f"`{word}` is of a pipeline: give the mesh an axis {PIPELINE}, such as pp=4,dp=8"
+            )
     return None
 
 
@@ -120,7 +141,7 @@ def _links(links: str | None, node: int | None, target: str) -> Links | None:
     """The links that a user gave. Raises `OptionError` for some that are not valid, or of no use."""
     if links is None:
         if node is not None:
-            raise OptionError("node says which ranks share a link: give links, such as nvlink=900,net=50")
+            raise OptionError("`node` says which ranks share a link: give `links`, such as nvlink=900,net=50")
         return None
     chip = TARGETS.get(target)
     if chip is None or chip.peak is None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxcompile.analysis.explain.roofline import estimate
 from mxcompile.errors import OptionError
 from mxcompile.formats import labels
+from mxcompile.offline.roofline import estimate
 from mxcompile.policy import ATTENTION_PRODUCTS
 from mxcompile.report import GemmRecord, Report
 from mxcompile.report.forms.tables import drawn

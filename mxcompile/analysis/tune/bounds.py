@@ -21,14 +21,14 @@ class Bounds:
 
     def __post_init__(self) -> None:
         if self.min_sqnr is None and self.max_loss_gap is None:
-            raise OptionError("tune needs a bound: min_sqnr (in dB), max_loss_gap (a share), or both")
+            raise OptionError("tune needs a bound: `min_sqnr` (in dB), `max_loss_gap` (a share), or both")
         if self.min_sqnr is not None and not (_is_number(self.min_sqnr) and math.isfinite(self.min_sqnr)):
-            raise OptionError(f"min_sqnr is a finite number of dB, found {shown(self.min_sqnr)}")
+            raise OptionError(f"`min_sqnr` is a finite number of dB, found {shown(self.min_sqnr)}")
         if self.max_loss_gap is not None and not (
             _is_number(self.max_loss_gap) and 0 < self.max_loss_gap < math.inf
         ):
             raise OptionError(
-                f"max_loss_gap is a positive share (0.002 for 0.2 %), found {shown(self.max_loss_gap)}"
+                f"`max_loss_gap` is a positive share (0.002 for 0.2 %), found {shown(self.max_loss_gap)}"
             )
 
     def allows_sqnr(self, sqnr_db: float) -> bool:
@@ -43,8 +43,8 @@ class Bounds:
         """Raise `ModelError` if the loss is bounded and the model, whose loss is `reference`, has none."""
         if self.max_loss_gap is not None and reference is None:
             raise ModelError(
-                "max_loss_gap needs a loss: let the model return a scalar or an output with .loss,"
-                " or pass loss_fn"
+                "`max_loss_gap` needs a loss: let the model return a scalar or an output with .loss;"
+                " in Python, loss_fn can make one"
             )
 
     def allow(self, numerics: Numerics) -> bool:

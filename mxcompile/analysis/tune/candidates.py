@@ -1,7 +1,7 @@
 """The candidates of a layer in a mix of precisions, the cost of each, and the policy of a mix.
 
 A candidate is a precision's word or a preset's: what it asks of the three GEMMs of a layer. Its cost is the
-roofline's estimate of the layer's GEMMs and casts on a target (see `analysis/explain/roofline.py`), 0 where
+roofline's estimate of the layer's GEMMs and casts on a target (see `offline/roofline.py`), 0 where
 the target has no data sheet, then the bytes of the operands.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxcompile.analysis.explain.roofline import estimate, operand_bytes
 from mxcompile.errors import OptionError, not_allowed
 from mxcompile.formats import (
     KEPT,
@@ -24,6 +23,7 @@ from mxcompile.formats import (
     Precision,
     is_quantized,
 )
+from mxcompile.offline.roofline import estimate, operand_bytes
 from mxcompile.policy import Gemm, Layer, Match, Policy, Rule, Use
 from mxcompile.policy.patterns import literal
 from mxcompile.policy.presets import PRESETS

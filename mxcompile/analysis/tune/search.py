@@ -77,10 +77,7 @@ def tune(
         "loss_fn": loss_fn,
     }
     named = keywords("tune", model, inputs, kwargs, given)
-    if isinstance(among, str):
-        raise OptionError(f"among is a list of precisions and presets, found {among!r}: write [{among!r}]")
-    if target != AUTO and not among:
-        raise OptionError("target estimates the costs of a mix: name the precisions to mix, among=[…]")
+    check_mix(among, target)
     start = Policy.resolve(policy)
     candidates = [Candidate.of(word, start.base.formats) for word in dict.fromkeys(among)]
     chip = check(target) if among else ""
@@ -91,6 +88,14 @@ def tune(
     if among and not tuned.target:
         return dataclasses.replace(tuned, notes=(_BY_BYTES,))
     return tuned
+
+
+def check_mix(among: Sequence[str], target: str) -> None:
+    """Raises `OptionError` for one precision in the place of a list, and for a target without a mix."""
+    if isinstance(among, str):
+        raise OptionError(f"`among` is a list of precisions and presets, found {among!r}: write [{among!r}]")
+    if target != AUTO and not among:
+        raise OptionError("`target` estimates the costs of a mix: name the precisions to mix in `among`")
 
 
 class _Search:

@@ -33,11 +33,17 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
     sentences = _stored(gemms)
     if summary.flop_share < LITTLE:
         sentences += _reasons(gemms, summary.flop_share)
-    unknown = Counter(" ".join(gemm.facts) for gemm in gemms if is_unknown(gemm))
+    unknown = Counter(_unknown_name(gemm) for gemm in gemms if is_unknown(gemm))
     if unknown:
-        named = _listed(f"opaque operator {name} (×{number})" for name, number in unknown.most_common())
+        named = _listed(
+            f"{name} (×{number})" if number > 1 else name for name, number in unknown.most_common()
+        )
         sentences.append(f"not in the share, since their FLOPs are unknown: {named}")
     return sentences
+
+
+def _unknown_name(gemm: GemmRecord) -> str:
+    return gemm.name if gemm.code == Code.NO_PLAN else f"opaque operator {' '.join(gemm.facts)}"
 
 
 def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
@@ -69,14 +75,14 @@ def _weight(gemm: GemmRecord) -> int:
 
 
 def is_unknown(gemm: GemmRecord) -> bool:
-    """Whether nothing is known of the FLOPs of `gemm`, which an opaque operator hides."""
-    return gemm.code == Code.UNCOUNTED
+    """Whether nothing is known of the FLOPs of `gemm`, which an opaque operator or a missing plan hides."""
+    return gemm.code in (Code.UNCOUNTED, Code.NO_PLAN)
 
 
 def unknown_words(gemms: Iterable[GemmRecord]) -> str:
-    """For a headline: ``, 3 operators uncounted``; "" if there are none."""
+    """For a headline: ``, 3 products of unknown FLOPs not in it``; "" if there are none."""
     unknown = sum(is_unknown(gemm) for gemm in gemms)
-    return f", {count(unknown, 'operator')} of unknown FLOPs not in it" if unknown else ""
+    return f", {count(unknown, 'product')} of unknown FLOPs not in it" if unknown else ""
 
 
 def _reasons(gemms: Sequence[GemmRecord], share: float) -> list[str]:

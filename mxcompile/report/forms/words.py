@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
+from mxcompile.policy import Code
 from mxcompile.report.fold import Row
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat
 
@@ -41,8 +42,9 @@ def duration(us: float) -> str:
 
 
 def size(gemm: GemmRecord) -> str:
-    """``64×96×32``, ``8·64×96×32`` for a batch of 8."""
-    sizes = f"{gemm.m}×{gemm.n}×{gemm.k}"
+    """``64×96×32``, ``8·64×96×32`` for a batch of 8, ``?×96×32`` for an unknown number of rows."""
+    rows = "?" if gemm.code == Code.NO_PLAN else gemm.m
+    sizes = f"{rows}×{gemm.n}×{gemm.k}"
     return f"{gemm.batch}·{sizes}" if gemm.batch > 1 else sizes
 
 

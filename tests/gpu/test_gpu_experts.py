@@ -19,12 +19,6 @@ ALL = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 EXPERTS, WIDTH, HIDDEN = 4, 144, 208
 
 
-@pytest.fixture(autouse=True)
-def _needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device")
-
-
 class Experts(nn.Module):
     """down(gelu(up x)) of each expert, by the products `multiply` makes."""
 

@@ -26,8 +26,6 @@ SHAPES = [(1, 4096, 4096), (16, 1000, 1040), (33, 130, 100), (300, 520, 4096), (
 @pytest.fixture
 def chip():
     """What the device is; tensors are made there."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device")
     target = targets.of_device(torch.device("cuda"))
     assert not pipeline.obstacles(target)
     torch.set_default_device("cuda")
@@ -84,6 +82,82 @@ def test_quantize(shape, dtype, layout, scales, chip):
         is_nan = reference.to(F32).isnan()
         assert torch.equal(tensor.to(F32).isnan(), is_nan)
         assert ((tensor.view(torch.uint8) == reference.view(torch.uint8)) | is_nan).all()
+
+
+def assert_same_bits(found, wanted):
+    """Results of casts, NaN where the other is NaN; those that were not asked for are empty."""
+    for tensor, reference in zip(found, wanted, strict=True):
+        assert (tensor.shape, tensor.dtype) == (reference.shape, reference.dtype)
+        is_nan = reference.to(F32).isnan()
+        assert torch.equal(tensor.cpu().to(F32).isnan(), is_nan)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[reference.element_size()]
+        assert ((tensor.cpu().view(bits) == reference.view(bits)) | is_nan).all()
+
+
+FORMS = [
+    ("values", "values"),
+    ("values", "codes"),
+    ("codes", "values"),
+    ("none", "codes"),
+    ("squares", "none"),
+]
+
+
+@pytest.mark.parametrize("forms", FORMS, ids="/".join)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 160), (2048, 4096), (333, 1031)], ids=str)
+def test_casts_of_emulated_products(shape, dtype, forms, chip):
+    """What products that are emulated read and keep, every element type and rounding."""
+    if chip.native:
+        pytest.skip(f"{chip.name} has an MX GEMM: its casts are those of test_quantize")
+    kinds = [(elem.dtype, str(rounding)) for elem in ELEM_TYPES.values() for rounding in Rounding]
+
+    def every(x):
+        made = [part for kind in kinds for part in ops.quantize_operands(x, None, *kind, dtype, *forms)]
+        return [part for part in made if part.numel()]
+
+    x = special(spread(*shape)).to(dtype)
+    assert_same_bits(generated(every, x), every(x.cpu()))
+
+
+def test_casts_of_two_matrices_are_those_of_each(chip):
+    if chip.native:
+        pytest.skip(f"{chip.name} has an MX GEMM: its casts are those of test_quantize")
+    how = torch.float8_e4m3fn, "rceil", BF16, "values", "codes"
+
+    def both(x, y):
+        return [part for part in ops.quantize_operands(x, y, *how) if part.numel()]
+
+    x, y = special(spread(320, 416)).to(BF16), spread(320, 416).to(BF16)
+    assert_same_bits(generated(both, x, y), both(x.cpu(), y.cpu()))
+
+
+FP8_WORDS = [
+    *(f"{elem} {extent} nearest" for elem in ("e4m3", "e5m2") for extent in ("tensor", "channel", "1x128")),
+    *("e4m3 1x128 pow2", "e4m3 128x128 nearest", "e4m3 tensor nearest delayed:4:0"),
+]
+
+
+@pytest.mark.parametrize("word", FP8_WORDS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (2048, 4096), (333, 1040)], ids=str)
+def test_fp8_casts(shape, dtype, word, chip):
+    """Elements in both layouts, their scales, and the largest magnitude, of casts with FP32 scales."""
+    if not chip.fp8_tiles:
+        pytest.skip(f"{chip.name} has no FP8 GEMM")
+
+    def every(x, scale):
+        if "128" in word:
+            made = ops.encode_blocks(x, word, True, True, False)
+        else:
+            known = "delayed" in word
+            row, column = (scale, scale) if known else ops.scales(x, word, True, "channel" in word)
+            column = column if "channel" in word else row
+            made = row, column, *ops.encode_layouts(x, word, row, column, False, True)
+        return [part for part in made if part.numel()]
+
+    x, scale = spread(*shape).to(dtype), torch.full((1, 1), 0.37)
+    assert_same_bits(generated(every, x, scale), every(x.cpu(), scale.cpu()))
 
 
 @pytest.mark.parametrize("majorness", [(True, True), (True, False), (False, False)], ids=str)

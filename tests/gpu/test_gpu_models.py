@@ -18,12 +18,6 @@ import mxcompile
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device")
-
-
 def on(device: str, case: Case) -> Case:
     """`case` with its model and inputs on `device`."""
     kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), case.kwargs)

@@ -20,12 +20,6 @@ POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 MODE = "max-autotune-no-cudagraphs"
 
 
-@pytest.fixture(autouse=True)
-def _needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device")
-
-
 class Layers(nn.Module):
     """x + down(gelu(up(x))): each cast is read by one product."""
 

@@ -17,12 +17,6 @@ pytestmark = pytest.mark.gpu
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 
-@pytest.fixture(autouse=True)
-def _needs_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA or ROCm device")
-
-
 def compiled(model, **keywords):
     backend = mxcompile.Backend(policy=POLICY, **keywords)
     return torch.compile(copy.deepcopy(model).to("cuda"), backend=backend, fullgraph=True)

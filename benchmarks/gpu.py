@@ -1,0 +1,282 @@
+"""All that a GPU can show, each part in a process of its own: what `make gpu` runs.
+
+Parts come in the order of how much truth a minute of them buys: whether values are right, then the layer,
+casts, decoding, training, loss curves, the rates that estimates rest on, products of libraries. A part that
+fails, or is stopped at its limit, takes no other with it, and what it has measured by then is written: rows
+go to ``$OUT``, or to ``benchmarks/results``, as they are made, and a part's output to a log beside them. At
+the end stands a summary: what was right, wrong or not reached, and measured times beside their estimates.
+
+It needs a checkout, PyTorch, Triton, transformers and pytest, and nothing installed: no network, no git.
+Without a GPU every part says so. Usage: python benchmarks/gpu.py [--minutes 8] [--compile h100] [PART …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+NO_DEVICE = "no CUDA or ROCm device"
+RIGHT, WRONG, FAILED, STOPPED, NOT_REACHED = "right", "wrong", "failed", "stopped", "not reached"
+_LEAST_S = 10.0
+"""No part starts with less time than that."""
+
+_GRACE_S = 5.0
+"""From the polite end of a part to the other."""
+
+_WORKERS, _LONG_S = 6, 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part. command: behind the interpreter. seconds: its limit. rows: the file of its rows, "" without."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    rows: str = ""
+
+
+def _script(name: str, seconds: float, script: str, *arguments: str) -> Part:
+    command = str(BENCHMARKS / f"{script}.py"), *arguments
+    return Part(name=name, command=command, seconds=seconds, rows=script)
+
+
+def _tests() -> Part:
+    """Kernels first; beside each other where pytest can and there are processors for it."""
+    folder = ROOT / "tests" / "gpu"
+    order = ("kernels", "products", "models", "decode", "experts", "autotuning")
+    files = [str(folder / f"test_gpu_{name}.py") for name in order]
+    workers = min(_WORKERS, (os.cpu_count() or 1) // 2)
+    parallel = ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
+    command = "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", *parallel, *files
+    return Part(name="tests", command=command, seconds=200)
+
+
+PARTS = (
+    _tests(),
+    _script("layer", 180, "gpu_layer"),
+    _script("casts", 100, "gpu_kernels", "--part", "casts"),
+    _script("decode", 180, "gpu_kernels", "--part", "decode"),
+    _script("training", 180, "gpu_training"),
+    _script("curves", 180, "gpu_curves"),
+    _script("rates", 60, "gpu_rates"),
+    _script("gemms", 240, "gpu_gemms"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a part ended. rows: that it has written. counts: of tests, by their outcome. why: of a failure."""
+
+    part: str
+    word: str
+    seconds: float = 0.0
+    rows: Sequence[dict[str, Any]] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """What is wrong, in words."""
+        named = (" ".join(str(row.get(key, "")) for key in ("kernel", "shape", "wrong")) for row in self.rows)
+        return [words for row, words in zip(self.rows, named, strict=True) if "wrong" in row]
+
+    def summary(self) -> dict[str, Any]:
+        """A line of the table."""
+        failed = self.counts.get("FAILED", 0) + self.counts.get("ERROR", 0)
+        return {
+            "part": self.part,
+            "outcome": f"{self.word}: {self.why}" if self.why else self.word,
+            "seconds": f"{self.seconds:.0f}",
+            "right": len(self.rows) - len(self.wrong) + self.counts.get("PASSED", 0),
+            "wrong": len(self.wrong) + failed,
+            "skipped": self.counts.get("SKIPPED", 0),
+        }
+
+
+def folder() -> Path:
+    """Where rows and logs go."""
+    made = Path(os.environ.get("OUT") or BENCHMARKS / "results")
+    made.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def environment() -> dict[str, str]:
+    """What a part runs with: the checkout on its path, no network, its output as it comes."""
+    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OUT": str(folder()),
+    }
+
+
+def run(part: Part, limit_s: float, more: Sequence[str] = ()) -> Outcome:
+    """Run `part`, at most `limit_s`. more: arguments of scripts, not of tests."""
+    command = [sys.executable, *part.command, *(more if part.rows else ())]
+    log, start = folder() / f"gpu_{part.name}.log", time.monotonic()
+    before = _lines(part)
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    rows = [*_rows(_lines(part)[len(before) :])]
+    found = Outcome(part=part.name, word="", rows=rows, counts=_counts(text))
+    word, why = _word(code, found, text)
+    seconds = time.monotonic() - start
+    return Outcome(part=part.name, word=word, seconds=seconds, rows=rows, counts=found.counts, why=why)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of the part: the workers of compilers and of pytest as well."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _lines(part: Part) -> list[str]:
+    path = folder() / f"{part.rows}.jsonl"
+    return path.read_text(encoding="utf-8").splitlines() if part.rows and path.exists() else []
+
+
+def _rows(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows; a line that was cut off is none."""
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+_TEST = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+
+
+def _counts(text: str) -> dict[str, int]:
+    """Outcomes in a log of ``pytest -v``, whose lines have a test and how much of all is done."""
+    words = [
+        match[1]
+        for line in text.splitlines()
+        if "::" in line and "%]" in line and (match := _TEST.search(line))
+    ]
+    return {word: words.count(word) for word in dict.fromkeys(words)}
+
+
+def _word(code: int | None, found: Outcome, text: str) -> tuple[str, str]:
+    """How a part ended, and why if that is not said by its rows."""
+    if code is None:
+        return STOPPED, "at its limit"
+    if found.wrong or found.counts.get("FAILED") or found.counts.get("ERROR"):
+        return WRONG, ""
+    if code:
+        last = (text.strip().splitlines() or [""])[-1]
+        return FAILED, f"status {code}, {last[:80]}"
+    if NO_DEVICE in text and not found.rows and not found.counts.get("PASSED"):
+        return NO_DEVICE, ""
+    return RIGHT, ""
+
+
+def run_all(parts: Sequence[Part], minutes: float | None, more: Sequence[str]) -> list[Outcome]:
+    """Run `parts` one after the other, as many as fit."""
+    start, outcomes = time.monotonic(), []
+    for part in parts:
+        left = float("inf") if minutes is None else minutes * 60 - (time.monotonic() - start) - _GRACE_S
+        if left < _LEAST_S:
+            outcomes.append(Outcome(part=part.name, word=NOT_REACHED))
+            continue
+        outcomes.append(run(part, min(left, part.seconds), more))
+        line = outcomes[-1].summary()
+        print(f"{line['part']}: {line['outcome']}, {line['right']} right, {line['wrong']} wrong", flush=True)
+    return outcomes
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as lines of cells of one width."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def beside(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Measured times beside their estimates, and rates beside the table's; of a layer no single kernels."""
+    return [
+        {
+            "part": row["part"],
+            "what": f"{row['kernel']} {row['shape']}",
+            "measured": row.get("time_us", row.get("rate")),
+            "predicted": row.get("predicted_us", row.get("predicted")),
+            "range": "–".join(
+                f"{end:g}" for end in row.get("predicted_range_us", row.get("predicted_range", []))
+            ),
+            "÷ baseline": f"{1 / row['ratio']:.3f}" if row.get("ratio") else "",
+        }
+        for outcome in outcomes
+        for row in outcome.rows
+        if row["part"] != "kernels" and ("predicted_us" in row or "predicted" in row)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"all, or some of {', '.join(names)}")
+    parser.add_argument("--minutes", type=float, help="that all parts may take together")
+    parser.add_argument("--rates", help="a file of the part `rates`, by which estimates are reckoned")
+    parser.add_argument("--compile", metavar="CHIP", help="compile for a chip that is not here; time nothing")
+    parser.add_argument("--small", action="store_true", help="few, small sizes: to try the parts")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(names):
+        parser.error(f"no part {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the part as well
+    chosen = [part for part in PARTS if part.name in (options.parts or names)]
+    if options.compile:  # takes long, and is another file's rows
+        chosen = [replace(part, seconds=_LONG_S, rows=part.rows and "gpu_predicted") for part in chosen]
+    more = ["--small"] if options.small else []
+    for name in ("rates", "compile"):
+        if value := getattr(options, name):
+            more += [f"--{name}", value]
+    outcomes = run_all(chosen, options.minutes, more)
+    print(f"\nrows and logs are in {folder()}")
+    for outcome in outcomes:
+        for words in outcome.wrong:
+            print(f"wrong in {outcome.part}: {words[:300]}")
+    print(f"\n{table(beside(outcomes))}\n\n{table([outcome.summary() for outcome in outcomes])}")
+    sys.exit(any(outcome.word in (WRONG, FAILED) for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

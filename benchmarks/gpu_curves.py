@@ -1,0 +1,93 @@
+"""Loss curves of the demo's model on the GPU of this machine: MXFP8 and FP8 beside BF16, seed by seed.
+
+A row for each run: validation losses in nats a byte by step, and how far the last lies from BF16's. A gap of
+more than 1 % is called wrong; in `parity.py`, on a CPU, chance moves the gap of a seed by 0.1 to 0.2 %.
+Without a GPU it says so and measures nothing. Usage: python benchmarks/gpu_curves.py [--steps 1000]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import common  # noqa: F401 - with the package `demo`
+import demo
+import gpu_common
+import torch
+from demo.training import build_model
+from gpu_predicted import BF16, Program, Row
+
+import mxcompile
+from mxcompile.lowering.targets import of_chip
+from mxcompile.offline import Rates
+
+POLICIES = ("nvidia", "fp8_delayed")
+MOST = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveProgram(Program):
+    """A run by the preset that `kernel` names."""
+
+    settings: demo.Settings
+
+    def code(self, target: str) -> mxcompile.CodegenResult:
+        """What `target` would launch in a step."""
+        settings = replace(self.settings, device="meta")
+        tokens = torch.empty(settings.batch, settings.length, dtype=torch.int64, device="meta")
+        return mxcompile.codegen(
+            build_model(settings), target=target, policy=self.kernel, kwargs={"input_ids": tokens}
+        )
+
+    def measure(self, _: Rates, __: int) -> Iterator[Row]:
+        """The curve."""
+        run, base = curve(self.kernel, self.settings), curve(BF16, self.settings)
+        gap = run.final / base.final - 1
+        found = {
+            **self.about,
+            "time_us": round(run.step_ms * 1e3),
+            "validation": {step: round(loss, 4) for step, loss in run.validation.items()},
+            "first_losses": [round(loss, 4) for loss in run.train[:10]],
+            "gap": round(gap, 5),
+        }
+        wrong = {} if abs(gap) <= MOST else {"wrong": f"the loss lies {gap:+.2%} from BF16's"}
+        yield {**found, **wrong}
+
+
+@functools.cache
+def text() -> demo.Text:
+    """To train on."""
+    return demo.standard_library()
+
+
+@functools.cache
+def curve(policy: str, settings: demo.Settings) -> demo.TrainingRun:
+    """One run."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {} if policy == BF16 else {"backend": "mxfp8", "options": {"policy": policy}}
+    compiled = functools.partial(torch.compile, **options)
+    return demo.train(policy, settings, text(), compiled, lambda *_: None)
+
+
+def main() -> None:
+    parser = gpu_common.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    options = parser.parse_args()
+    settings = demo.Settings(
+        layers=4, width=512, heads=8, feed_forward=1408, length=256, steps=options.steps, device="cuda"
+    )
+    if options.small:
+        settings = demo.Settings(device="cuda", steps=20)
+
+    def programs(target: str) -> Iterator[CurveProgram]:
+        shape = f"llama {settings.layers}×{settings.width}, {settings.steps} steps"
+        for name in (BF16, *(name for name in POLICIES if name == "nvidia" or of_chip(target).fp8_tiles)):
+            yield CurveProgram(part="curves", kernel=name, shape=shape, settings=settings)
+
+    gpu_common.run("gpu_curves", options, programs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What is expected of a GPU, written down before anything is measured on it.
+
+A `Program` is something that a benchmark of a GPU times. Without the GPU it can be compiled for it: the work
+of its launches, from machine code, goes into ``results/gpu_predicted.jsonl`` with the versions of PyTorch and
+Triton, whose code differs. Times follow from the work by the rates of a chip (`mxcompile.offline.rates`).
+Usage: python benchmarks/gpu_predicted.py --write        tables into the page that shows them
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import torch
+import triton
+from tabulate import tabulate
+
+from mxcompile.lowering.targets import of_chip
+from mxcompile.offline import CodegenResult, Range, Rates, Work
+from mxcompile.offline.estimate import ratio, total
+
+NAME = "gpu_predicted"
+Row = dict[str, Any]
+Stack = tuple[str, str]
+"""Versions of PyTorch, without its build, and of Triton."""
+
+LAYER = "layer"
+BF16 = "bf16"
+CHIPS = ("h100", "h200")
+PAGE = common.ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- predicted: begin -->", "<!-- predicted: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchWork:
+    """kind: of the launch. kernel: its name. work: what it has to do."""
+
+    kind: str
+    kernel: str
+    work: Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Something that is timed. part: of the benchmarks. kernel, shape: what it is, and of which size.
+
+    beside: work of kernels that are not in its code, on a chip.
+    """
+
+    part: str
+    kernel: str
+    shape: str
+    beside: Work | None = None
+
+    def code(self, target: str) -> CodegenResult:
+        """What `target` would launch."""
+        raise NotImplementedError
+
+    def measure(self, rates: Rates, repeats: int) -> Iterable[Row]:
+        """A row, or several, of what the GPU of this machine takes."""
+        raise NotImplementedError
+
+    @property
+    def about(self) -> Row:
+        """What tells it from other programs."""
+        return {"part": self.part, "kernel": self.kernel, "shape": self.shape}
+
+    def compiled(self, chip: str) -> Row:
+        """Its code for `chip`, as a row: the work of each launch, and what could go wrong with a kernel."""
+        result = self.code(chip)
+        launches = [(each.kind, each.kernel, each.work) for each in result.launches if each.work]
+        launches += [("rest", "beside", self.beside)] if self.beside else []
+        own = [kernel.binary for kernel in result.kernels if kernel.own]
+        return {
+            "target": result.target,
+            **self.about,
+            "launches": len(launches),
+            "problems": list(result.problems),
+            "spill_bytes": max((binary.spill_bytes for binary in own), default=0),
+            "registers": max((binary.registers for binary in own), default=0),
+            "works": [[kind, kernel, work.as_data()] for kind, kernel, work in launches],
+        }
+
+    def works(self, rates: Rates) -> tuple[LaunchWork, ...]:
+        """The work of each launch: as it is written down for these versions, or else of code made now."""
+        row = written().get((installed(), rates.target.name, *self.about.values()))
+        return works_of(row or self.compiled(rates.target.name))
+
+    def expected(self, time_us: float, rates: Rates) -> Row:
+        """The estimate beside a measured time."""
+        works = [each.work for each in self.works(rates)]
+        estimate = Range.of(lambda moved: total(works, moved), rates)
+        return {
+            "predicted_us": round(estimate.centre, 2),
+            "predicted_range_us": [round(estimate.low, 2), round(estimate.high, 2)],
+            "over_predicted": round(time_us / estimate.centre, 3) if estimate.centre else None,
+        }
+
+    def num_bytes(self, rates: Rates) -> float:
+        """What its launches move at least."""
+        return sum(each.work.num_bytes for each in self.works(rates))
+
+
+def installed() -> Stack:
+    """The versions that are installed."""
+    return _plain(torch.__version__), triton.__version__
+
+
+def _plain(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def works_of(row: Row) -> tuple[LaunchWork, ...]:
+    """The work that a row has."""
+    return tuple(LaunchWork(kind=kind, kernel=name, work=Work(**work)) for kind, name, work in row["works"])
+
+
+@functools.cache
+def written() -> dict[tuple[Any, ...], Row]:
+    """The newest row of each program by versions, target, part, kernel and shape."""
+    return {
+        ((_plain(row["torch"]), row["triton"]), row["target"], row["part"], row["kernel"], row["shape"]): row
+        for row in common.read(NAME)
+    }
+
+
+def layers() -> dict[tuple[Stack, str], dict[str, list[Work]]]:
+    """By versions and target, the work of a layer under each policy."""
+    found: dict[tuple[Stack, str], dict[str, list[Work]]] = {}
+    for (stack, target, part, policy, _), row in written().items():
+        if part == LAYER:
+            found.setdefault((stack, target), {})[policy] = [each.work for each in works_of(row)]
+    return found
+
+
+def layer_table() -> Iterator[dict[str, str]]:
+    """Steps of a layer over BF16's, by policy and chip, for each pair of versions."""
+    made = {key: works for key, works in layers().items() if BF16 in works}
+    policies = dict.fromkeys(policy for works in made.values() for policy in works)
+    for policy in policies:
+        row = {"policy": f"`{policy}`"}
+        for chip in CHIPS:
+            rates = Rates.of(of_chip(chip))
+            for ((torch_version, triton_version), target), works in sorted(made.items()):
+                if target == rates.target.name:
+                    column = f"{chip.upper()}, torch {torch_version}, Triton {triton_version}"
+                    row[column] = _over(works, policy, rates) if policy in works else ""
+        yield row
+
+
+def _over(works: dict[str, list[Work]], policy: str, rates: Rates) -> str:
+    if policy != BF16:
+        return ratio(works[policy], works[BF16], rates).text(".2f")
+    return Range.of(lambda moved: total(works[BF16], moved), rates).text(",.0f") + " µs"
+
+
+def other_table() -> Iterator[dict[str, str]]:
+    """Every other program, for the versions that most rows have."""
+    for ((torch_version, triton_version), target, part, kernel, shape), row in written().items():
+        if part == LAYER:
+            continue
+        works = [each.work for each in works_of(row)]
+        times = {}
+        for chip in CHIPS:
+            rates = Rates.of(of_chip(chip))
+            if target == rates.target.name:
+                estimate = Range.of(lambda moved, works=works: total(works, moved), rates)
+                times[f"{chip.upper()}, µs"] = estimate.text(",.0f" if estimate.centre >= 100 else ".1f")
+        versions = f"{torch_version}, {triton_version}"
+        yield {"part": part, "what": kernel, "shape": shape, "torch, Triton": versions, **times}
+
+
+def page() -> str:
+    """The tables."""
+    tables = (list(layer_table()), sorted(other_table(), key=lambda row: (row["part"], row["torch, Triton"])))
+    return "\n\n".join(tabulate(t, headers="keys", tablefmt="github", disable_numparse=True) for t in tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    if parser.parse_args().write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{page()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    print(page())
+
+
+if __name__ == "__main__":
+    main()

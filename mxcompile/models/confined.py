@@ -1,0 +1,211 @@
+"""A forked child that changes nothing but its own memory, and stays clear of what a fork leaves broken.
+
+    open files         read at the same place, through descriptions of their own, which move apart
+    files to write     /dev/null; directories are not made, files not removed
+    processes, sockets `PermissionError`
+    shared memory      a copy; a large region cannot be written
+    CUDA, threads      CUDA's answers from before the fork; one thread
+
+The limit is native code that opens files by itself: its writes fail, but it may leave an empty file. Linux
+alone has the /proc that this needs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import fcntl
+import io
+import os
+import random
+import resource
+import signal
+import stat
+import sys
+import sysconfig
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+_CPU_S = 600
+"""How long the child may compute. On fake tensors a loop may wait for a value that never comes."""
+_COPIED_BYTES = 1 << 26
+"""Size of the largest region of shared memory that is copied."""
+_MAP_FIXED, _PR_SET_PDEATHSIG = 0x10, 1
+_CHANGES = frozenset(
+    [
+        "os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link",
+        "os.lockf", "os.mkdir", "os.posix_spawn", "os.remove", "os.removexattr", "os.rename", "os.rmdir",
+        "os.setxattr", "os.spawn", "os.symlink", "os.system", "os.truncate", "os.utime", "pty.spawn",
+        "signal.pthread_kill", "socket.bind", "socket.connect", "socket.sendmsg", "socket.sendto",
+        "sqlite3.connect", "subprocess.Popen", "syslog.syslog",
+    ]
+)  # fmt: skip
+"""The audit events of what a child may not do."""
+_OF_FILES = "chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink"
+"""Functions of `os` that do nothing in a child."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_CUDA = (
+    "current_device", "get_device_capability", "get_device_name", "get_device_properties", "is_bf16_supported"
+)  # fmt: skip
+"""What code asks of CUDA without tensors on it."""
+_TOOLS = tuple(
+    str(Path(spec.origin).parent)
+    for name in ("mxcompile", "torch", "triton", "filelock")
+    if (spec := find_spec(name)) is not None and spec.origin is not None
+)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Before:
+    """The state before a fork of what a fork changes: Python's generator, and the answers of CUDA."""
+
+    random: Any
+    cuda: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> Before:
+        """Returns the state of this process."""
+        names = _CUDA if torch.cuda.is_initialized() else ()
+        return cls(random=random.getstate(), cuda={name: getattr(torch.cuda, name)() for name in names})
+
+
+def confine(before: Before, sink: int, *, tools: bool) -> None:
+    """Confine this process, a child that is just forked.
+
+    Args:
+        before: The state of the parent.
+        sink: The descriptor that stays open, for the answer.
+        tools: Whether torch and Triton may write their caches and start compilers.
+    """
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    _limit(resource.RLIMIT_CPU, _CPU_S)
+    _limit(resource.RLIMIT_CORE, 0)
+    if not tools:
+        _limit(resource.RLIMIT_FSIZE, 0)
+    _replace_descriptors(sink)
+    _copy_shared_memory(libc)
+    sys.stdin, sys.stdout, sys.stderr = (Path(os.devnull).open(mode) for mode in "rww")  # noqa: SIM115
+    sys.dont_write_bytecode = True
+    _guard_files(tools=tools)
+    torch.set_num_threads(1)  # the threads of libgomp are not here, and it would wait for them
+    random.setstate(before.random)
+    for name, answer in before.cuda.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    vars(fake_tensor)["init_gpu_context"] = lambda _: None
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _replace_descriptors(sink: int) -> None:
+    """Give every open file a description of its own, which cannot be written; others become /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor in (sink, null):
+            continue
+        own = null
+        with suppress(OSError):
+            is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if is_read and descriptor > 2 and _is_on_disk(os.fstat(descriptor).st_mode):
+                own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+                os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(own, descriptor)
+        if own != null:
+            os.close(own)
+
+
+def _is_on_disk(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _copy_shared_memory(libc: ctypes.CDLL) -> None:
+    """Put a copy in the place of every region of memory that other processes see and that can be written."""
+    libc.mmap.restype = ctypes.c_void_p
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        region, access, _, _, _, *path = line.split(maxsplit=5)
+        if access[1] != "w" or access[3] != "s" or _is_a_device(*path):
+            continue
+        start, end = (int(bound, 16) for bound in region.split("-"))
+        address, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+        if size.value > _COPIED_BYTES:
+            libc.mprotect(address, size, PROT_READ)
+            continue
+        content = ctypes.string_at(start, size.value)
+        kind = MAP_PRIVATE | MAP_ANONYMOUS | _MAP_FIXED
+        libc.mmap(address, size, PROT_READ | PROT_WRITE, kind, -1, ctypes.c_long(0))
+        ctypes.memmove(start, content, size.value)
+
+
+def _is_a_device(path: str = "") -> bool:
+    return path.startswith("/dev/") and not path.startswith(("/dev/shm/", "/dev/zero"))
+
+
+def _guard_files(*, tools: bool) -> None:
+    """Let files be opened for writing in name only, and refuse all other changes."""
+
+    def is_free() -> bool:
+        return tools and is_tool(_caller())
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[0] != os.devnull and bool((args[2] or 0) & _WRITES)
+        if (writes or event in _CHANGES) and not is_free():
+            raise PermissionError(f"{event} on fake tensors, in a process that leaves no trace")
+
+    own_open, own_os_open, own_save = builtins.open, os.open, torch.save
+
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int) or not set(mode) & set("wax+") or is_free():
+            return own_open(file, mode, *args, **kwargs)
+        kwargs.pop("opener", None)
+        return own_open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+
+    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if not flags & _WRITES or is_free():
+            return own_os_open(path, flags, *args, **kwargs)
+        return own_os_open(os.devnull, flags & os.O_ACCMODE)
+
+    def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(file, str | os.PathLike):  # which it would open in C++
+            own_save(value, file, *args, **kwargs)
+
+    def or_nothing(change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: change(*args, **kwargs) if is_free() else None
+
+    builtins.open = io.open = open_file
+    os.open = open_descriptor
+    torch.save = save  # type: ignore[assignment]
+    for name in _OF_FILES:
+        setattr(os, name, or_nothing(getattr(os, name)))
+    sys.addaudithook(refuse)
+
+
+def is_tool(path: str) -> bool:
+    """Whether the file at `path` is of mxcompile, or of a library that compiles."""
+    return path.startswith(_TOOLS)
+
+
+def _caller() -> str:
+    """The file of the innermost running function outside of the standard library and this file."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path: str = frame.f_code.co_filename
+        is_standard = path.startswith(("<", _STANDARD_LIBRARY)) and "-packages/" not in path
+        if path != __file__ and not is_standard:
+            return path
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,166 @@
+"""The plan of stored weights: which weights of a model a policy stores, how, and why not the others.
+
+    model ─▶ trace without gradients (compiler/uses) ─▶ casts of each weight (passes/weights) ─▶ plan
+
+So a weight is stored exactly where ``backend="mxfp8"`` would cast it in forward, in that format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from mxcompile.compiler.uses import uses
+from mxcompile.errors import ModelError, PolicyError
+from mxcompile.formats import is_quantized, stored_precision
+from mxcompile.models.example_inputs import example_inputs
+from mxcompile.models.names import user_path
+from mxcompile.passes.weights import OTHER_FORMAT, WeightUse, weight_uses
+from mxcompile.policy import Layer, Policy, Role
+from mxcompile.rules import check_mistakes
+from mxcompile.storage.weights import StoredWeight
+
+TABLE = "it is the table of an embedding"
+"""Why a weight is not stored."""
+
+UNSEEN = WeightUse(
+    path="", layer="", role="other", reason="no product of the traced call reads it as a matrix"
+)
+"""The use of a weight that a trace does not reach."""
+
+
+def planned_weights(
+    model: nn.Module,
+    policy: Policy | str | dict[str, Any] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, StoredWeight]:
+    """Returns the decision of a policy for each matrix of a model. Rules that do nothing are warned about.
+
+    Args:
+        model: The model; nothing in it changes.
+        policy: A preset, file, dict or `Policy`; by default the preset ``inference``.
+        args: Positional arguments of a call of the model; their values are not read. A Hugging Face or timm
+            model needs neither these nor `kwargs`.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        The weights of linear layers and embeddings, then all other matrices, by path.
+
+    Raises:
+        ModelError: The model is sharded, or cannot be traced.
+        PolicyError: The policy quantizes weights, but none to a format in which they can be stored.
+    """
+    _refuse_sharded(model)
+    if not args and not kwargs:
+        kwargs = example_inputs(model)
+    policy = Policy.resolve("inference" if policy is None else policy)
+    model_uses = uses(model, policy, args, kwargs or {}, weight_uses, training=False)
+    by_path = model_uses.by_path
+    tables = {path: _table(path) for path, each in by_path.items() if any(use.is_lookup for use in each)}
+    check_mistakes(policy, model_uses.gemms, strict=False, tables=[*tables.values()])
+    named = chain(model.named_buffers(), model.named_parameters(remove_duplicate=False))
+    values = {user_path(name): value for name, value in named}
+    weights = {
+        path: _planned(path, values[path], own_uses, _asking(policy, tables.get(path)))
+        for path, own_uses in by_path.items()
+        if path in values
+    }
+    if not any(weight.stored for weight in weights.values()):
+        precisions = {gemm.precision for gemm in model_uses.gemms if is_quantized(gemm.precision)}
+        others = {OTHER_FORMAT.format(word) for word in precisions}
+        if others := others & {weight.reason for weight in weights.values()}:
+            raise PolicyError(f"{policy.label} stores no weight: {'; '.join(sorted(others))}")
+    rest = {user_path(name): value for name, value in model.named_parameters() if value.ndim > 1}
+    unseen = {path: weight_of(path, value, UNSEEN) for path, value in rest.items() if path not in weights}
+    return weights | unseen
+
+
+def weight_of(name: str, value: Tensor, use: WeightUse) -> StoredWeight:
+    """Returns the record of the weight `name`, stored as `use` casts it.
+
+    Args:
+        name: Name of the weight.
+        value: A tensor of its shape and dtype.
+        use: The use that decides.
+    """
+    return StoredWeight(
+        name=name,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        role=use.role,
+        reason=use.reason,
+        form=use.form,
+        block_dim=use.block_dim - use.rank if use.form is not None else -1,
+    )
+
+
+def common_cast(own_uses: Sequence[WeightUse]) -> WeightUse:
+    """Returns a use that stands for all uses of a weight; it has no format unless they share one cast."""
+    keeping = next((use for use in own_uses if use.form is None), None)
+    if keeping is not None:
+        return keeping
+    if len({(use.block_dim, use.form, use.square) for use in own_uses}) > 1:
+        return replace(own_uses[0], form=None, reason="its layers cast it in different ways")
+    return own_uses[0]
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for path, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
+            raise ModelError(
+                f"{path} is sharded (a DTensor): store the weights before the model is sharded,"
+                " or load a checkpoint that holds them stored"
+            )
+
+
+def _table(path: str) -> Layer:
+    """An embedding as rules see layers; its sizes are not sizes of a product."""
+    name = path.rpartition(".")[0]
+    return Layer(name=name, role=Role.EMBEDDING, module="Embedding", m=1, n=1, k=1)
+
+
+def _asking(policy: Policy, table: Layer | None) -> str:
+    """The rule that asks for `table` to be quantized, as a reason says it; "" if none does."""
+    if table is None:
+        return ""
+    index = next((i for i, rule in enumerate(policy.rules) if rule.match.fits(table)), None)
+    return "" if index is None or not policy.rules[index].use.quantizes else f"policy: rule {index + 1}"
+
+
+def _planned(path: str, value: Tensor, own_uses: Sequence[WeightUse], asking: str) -> StoredWeight:
+    """Returns the decision for one weight: it is stored if all that reads it makes one and the same cast.
+
+    Args:
+        path: Path of the weight.
+        value: The weight.
+        own_uses: Everything that reads it.
+        asking: The rule that asks for it as an embedding to be quantized, "" if none does.
+    """
+    own_uses = [_along_rows(use) for use in own_uses]
+    layers = [use for use in own_uses if not use.is_lookup]
+    keeps_table = 0 < len(layers) < len(own_uses) and not asking and all(use.form for use in layers)
+    if keeps_table:
+        own_uses = layers
+    use = common_cast(own_uses)
+    reason = use.reason
+    if keeps_table and use.form is not None:
+        reason += "; the embedding keeps its table"
+    elif use in own_uses and use.form is None:  # this use keeps the weight; others may want it stored
+        wanted = asking or next((each.reason for each in own_uses if each.form is not None), "")
+        if wanted:
+            reason = f"{wanted}, but {TABLE if use.is_lookup else f'{use.layer} keeps it'}"
+    return replace(
+        weight_of(path, value, use), reason=reason, keeps_table=keeps_table and use.form is not None
+    )
+
+
+def _along_rows(use: WeightUse) -> WeightUse:
+    """`use`, without a cast if its scales are of square tiles."""
+    if not use.square or use.form is None:
+        return use
+    return replace(use, form=None, reason=OTHER_FORMAT.format(stored_precision(use.form)))

@@ -1,0 +1,103 @@
+"""Casts to `MXTensor`s: of a tensor whole (`quantize`), or of some rows at a time (`cast`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxcompile.formats import Format, num_blocks, stored_form
+from mxcompile.formats.encoding import encode_stored, gain, tensor_amax
+from mxcompile.formats.numerics import check_source
+from mxcompile.storage.tensor import MXTensor
+
+_CHUNK = 1 << 19
+"""Elements cast at once: a few temporaries of 2 MiB."""
+
+
+def quantize(
+    x: Tensor,
+    *,
+    block_dim: int = -1,
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    rounding: str = "rceil",
+) -> MXTensor:
+    """Cast `x` to MXFP8, MXFP4 or NVFP4 in blocks of 32, of NVFP4 16, along `block_dim`.
+
+    Elements round to nearest even and saturate. A block that holds NaN or Inf becomes NaN; of NVFP4 the whole
+    tensor does.
+
+    Args:
+        x: A tensor of any float dtype (FP64 is rounded to FP32 first), any rank ≥ 1 and any length, for FP4
+            an even one. A short last block is a block.
+        block_dim: The dimension that blocks run along.
+        elem_dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2``, or ``torch.float4_e2m1fn_x2`` for FP4.
+        rounding: Rounding of the scale: ``rceil`` (arXiv 2506.08027), ``floor`` (OCP MX v1.0), ``ceil``,
+            ``even``; or ``two-level`` for NVFP4, whose E4M3 scales follow from the amax of `x` too.
+
+    Returns:
+        A tensor that stands for values in the dtype of `x`, without gradient.
+
+    Raises:
+        FormatError: The dtype, the dimension or the length does not fit.
+    """
+    check_source(x, block_dim)
+    form = stored_form(elem_dtype, rounding)
+    qdata, scale_bytes, whole = encode_stored(x.detach(), block_dim, form)
+    scale = scale_bytes.view(form.scale.stored_dtype)
+    return MXTensor(qdata.view(elem_dtype), scale, block_dim, x.dtype, whole)
+
+
+def cast(x: Tensor, block_dim: int, form: Format) -> MXTensor:
+    """Returns `x` in `form`, as `quantize` does, with temporaries of a few rows."""
+    dim = block_dim % x.ndim
+    result = empty(x.shape, dim, form, x.dtype, x.device)
+    amax = None
+    if form.two_level:
+        largest = [tensor_amax(x[rows]) for rows in pieces(x, dim)] or [tensor_amax(x)]
+        amax = torch.cat(largest).amax().reshape(1)
+    for rows in pieces(x, dim):
+        encoded = encode_stored(x[rows], dim, form, amax)
+        result.qdata[rows] = encoded.elements
+        result.scale_bytes[rows] = encoded.scale_bytes
+    if result.global_scale is not None and amax is not None:
+        result.global_scale.copy_(gain(amax, form).reshape(result.global_scale.shape))
+    return result
+
+
+def empty(
+    shape: Sequence[int], dim: int, form: Format, dtype: torch.dtype, device: torch.device | str
+) -> MXTensor:
+    """Returns a stored weight of `shape` without values: blocks along `dim`, standing for `dtype`."""
+    whole = torch.empty([1] * len(shape), dtype=torch.float32, device=device) if form.two_level else None
+    elements, blocks = list(shape), list(shape)
+    elements[dim] //= form.elem.per_byte
+    blocks[dim] = num_blocks(blocks[dim], form.tile.along)
+    qdata = torch.empty(elements, dtype=form.stored_dtype, device=device)
+    scale = torch.empty(blocks, dtype=form.scale.stored_dtype, device=device)
+    return MXTensor(qdata, scale, dim % len(elements) - len(elements), dtype, whole)
+
+
+def pieces(x: Tensor, dim: int) -> Iterator[tuple[slice, ...]]:
+    """Yields parts of `x` of some `_CHUNK` elements, whole along `dim`."""
+    other = max((d for d in range(x.ndim) if d != dim), key=lambda d: x.shape[d], default=None)
+    if other is None:
+        yield (slice(None),)
+        return
+    step = max(1, _CHUNK // max(1, x.numel() // max(1, x.shape[other])))
+    for start in range(0, x.shape[other], step):
+        yield (*[slice(None)] * other, slice(start, start + step))
+
+
+def sqnr_db(x: Tensor, stored: MXTensor) -> float | None:
+    """Returns the ratio of signal to error of `stored`, which stands for `x`, in dB; None if it is exact."""
+    signal = error = 0.0
+    for rows in pieces(x, stored.block_dim % x.ndim):
+        source = x[rows].double()
+        part: Any = stored[rows]
+        signal += source.square().sum().item()
+        error += (source - part.dequantize(torch.float32)).square().sum().item()
+    return 10 * math.log10(signal / error) if error > 0 and signal > 0 else None

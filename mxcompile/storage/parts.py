@@ -1,0 +1,64 @@
+"""The parts of an `MXTensor`: the format and the shape that follow from its elements and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mxcompile.errors import FormatError
+from mxcompile.formats import TWO_LEVEL, Format, Rounding, num_blocks, stored_form
+
+
+def checked_form(
+    qdata: Tensor, scale: Tensor, block_dim: int, dtype: torch.dtype, global_scale: Tensor | None
+) -> Format:
+    """Returns the format of an `MXTensor` of parts. Raises `FormatError` if they do not belong together."""
+    form = stored_form(qdata.dtype, Rounding.RCEIL if global_scale is None else TWO_LEVEL)
+    if scale.dtype is not form.scale.stored_dtype:
+        what = "without" if global_scale is None else "beside"
+        raise FormatError(f"scale must be {form.scale.stored_dtype} {what} a global scale, not {scale.dtype}")
+    if not -qdata.ndim <= block_dim < qdata.ndim:
+        raise FormatError(f"block_dim {block_dim} is outside qdata of {qdata.ndim} dimensions")
+    expected = list(qdata.shape)
+    expected[block_dim] = num_blocks(expected[block_dim] * form.elem.per_byte, form.tile.along)
+    if list(scale.shape) != expected:
+        raise FormatError(
+            f"scale has shape {tuple(scale.shape)}; qdata {tuple(qdata.shape)} in blocks"
+            f" of {form.tile.along} along dimension {block_dim} needs {tuple(expected)}"
+        )
+    if scale.device != qdata.device:
+        raise FormatError(f"qdata is on {qdata.device}, scale on {scale.device}")
+    if not dtype.is_floating_point:
+        raise FormatError(f"an MXTensor stands for floating-point values, not {dtype}")
+    if global_scale is not None:
+        _check_global(global_scale, qdata, block_dim)
+    return form
+
+
+def _check_global(global_scale: Tensor, qdata: Tensor, block_dim: int) -> None:
+    if global_scale.dtype is not torch.float32:
+        raise FormatError(f"global_scale must be torch.float32, not {global_scale.dtype}")
+    if global_scale.device != qdata.device:
+        raise FormatError(f"qdata is on {qdata.device}, global_scale on {global_scale.device}")
+    whole = list(qdata.shape)
+    whole[block_dim] = 1
+    fits = global_scale.ndim == qdata.ndim and all(
+        own in (1, size) for own, size in zip(global_scale.shape, whole, strict=True)
+    )
+    if not fits:
+        raise FormatError(
+            f"global_scale has shape {tuple(global_scale.shape)}; qdata {tuple(qdata.shape)} in blocks along"
+            f" dimension {block_dim} takes one number, or sizes 1 or those of {tuple(whole)}"
+        )
+
+
+def unpacked_layout(qdata: Tensor, block_dim: int, per_byte: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns shape and strides of the elements in `qdata`, where bytes hold `per_byte` along `block_dim`."""
+    if per_byte == 1:
+        return qdata.shape, qdata.stride()
+    dim, shape, strides = block_dim % qdata.ndim, list(qdata.shape), list(qdata.stride())
+    shape[dim] *= per_byte
+    inner = strides[dim]
+    return shape, [stride * per_byte if stride > inner else stride for stride in strides]

@@ -1,0 +1,138 @@
+"""The record of a stored weight, on its whole way, and the table of all weights of a model.
+
+policy ─▶ decision for a parameter ─▶ tensor of a checkpoint ─▶ tensors of a file ─▶ row of the table
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mxcompile.formats import Format, labels, stored_precision
+from mxcompile.report.fold import spelled
+from mxcompile.report.forms.tables import Table, drawn, fitted
+from mxcompile.report.forms.words import byte_count
+from mxcompile.storage.cast import empty
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeight:
+    """One weight: the format in which it is stored, or the reason why it is not quantized.
+
+    Attributes:
+        name: Path of the parameter, or name of the weight in its checkpoint.
+        shape: Shape of the values.
+        dtype: Dtype of the values; None if the checkpoint does not give it.
+        role: Role of its layers, the first if they have several.
+        reason: Why the weight is stored quantized, or why not.
+        form: Format of its codes and scales; None for a weight that is not quantized.
+        block_dim: Negative dimension of the values that blocks run along.
+        keeps_table: Whether the parameter stays beside the stored copy, because an embedding reads it.
+        num_global_scales: Number of global scales, if the format has any; experts can have one each.
+        sqnr_db: Ratio of signal to error of the stored values, if it was measured.
+        tensors: Names of the file's tensors that hold it: elements, then scales, then the global scale.
+        is_read: Whether the model has a place for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    role: str = ""
+    reason: str = ""
+    form: Format | None = None
+    block_dim: int = -1
+    keeps_table: bool = False
+    num_global_scales: int = 1
+    sqnr_db: float | None = None
+    tensors: tuple[str, ...] = ()
+    is_read: bool = True
+
+    @property
+    def stored(self) -> bool:
+        """Whether the weight is stored quantized."""
+        return self.form is not None
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision in which the weight is stored, "" if it is not."""
+        return "" if self.form is None else str(stored_precision(self.form))
+
+    @property
+    def bytes_bf16(self) -> int:
+        """Bytes of the values in BF16."""
+        return 2 * torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales, or of the values of a weight that is not quantized."""
+        dtype = self.dtype or torch.bfloat16
+        dense = dtype.itemsize * torch.Size(self.shape).numel()
+        if self.form is None:
+            return dense
+        stored = empty(self.shape, self.block_dim, self.form, dtype, "meta")
+        more = 0 if stored.global_scale is None else (self.num_global_scales - 1) * 4
+        return stored.stored_bytes + more + dense * self.keeps_table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row of the table as JSON data."""
+        return {
+            "name": self.name, "role": self.role, "shape": [*self.shape], "stored": self.stored,
+            "reason": self.reason, "num_bytes": self.num_bytes, "bytes_bf16": self.bytes_bf16,
+            "sqnr_db": self.sqnr_db, "precision": self.precision,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """The outcome for each weight of a model's linear layers and embeddings; printed, equal ones in a row."""
+
+    weights: tuple[StoredWeight, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored weights."""
+        return sum(weight.num_bytes for weight in self.weights if weight.stored)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """Bytes of the stored weights in BF16."""
+        return sum(weight.bytes_bf16 for weight in self.weights if weight.stored)
+
+    def __str__(self) -> str:
+        stored = [weight for weight in self.weights if weight.stored]
+        share = f", {self.num_bytes / self.bytes_bf16:.1%} of what they take in BF16" if stored else ""
+        counted = f"{len(stored)} of {len(self.weights)} weights"
+        precisions = labels(weight.precision for weight in stored)
+        head = f"{counted} in {precisions}: {byte_count(self.num_bytes)}{share}"
+        if stored and len(stored) < len(self.weights):
+            every = sum(weight.num_bytes for weight in self.weights)
+            bf16 = sum(weight.bytes_bf16 for weight in self.weights)
+            head += f"\nall {len(self.weights)} weights: {byte_count(every)}, {every / bf16:.1%} of BF16"
+        return f"{head}\n\n{drawn(fitted(self._table(), ('weight', 'reason')))}" if self.weights else head
+
+    def _table(self) -> Table:
+        alike: dict[tuple[object, ...], list[StoredWeight]] = {}
+        for weight in self.weights:
+            key = weight.role, weight.shape, weight.precision, weight.reason
+            alike.setdefault(key, []).append(weight)
+        measured = any(weight.sqnr_db is not None for weight in self.weights)
+        rows = [_row(group, measured) for group in alike.values()]
+        return [[*rows[0]], *([*row.values()] for row in rows)]
+
+
+def _row(group: list[StoredWeight], measured: bool) -> dict[str, str]:
+    first = group[0]
+    row = {
+        "weight": spelled(weight.name for weight in group),
+        "role": first.role,
+        "shape": "×".join(map(str, first.shape)),
+        "stored": first.precision or "as it was",
+        "bytes": byte_count(sum(weight.num_bytes for weight in group)),
+        "reason": first.reason,
+    }
+    if measured:
+        worst = min((w.sqnr_db for w in group if w.sqnr_db is not None), default=None)
+        row["worst SQNR"] = "" if worst is None else f"{worst:.1f} dB"
+    return row

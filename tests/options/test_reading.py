@@ -1,0 +1,173 @@
+"""Options are read when ``torch.compile`` is called: what changes later changes nothing that is compiled."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mxcompile import Backend
+from mxcompile.compiler import backend
+from mxcompile.compiler.options import Options
+from mxcompile.errors import OptionError
+
+QUANTIZED, KEPT = "version: 1\npreset: nvidia\n", "version: 1\npreset: bf16\n"
+
+
+class Mlp(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    """The options of each graph that Dynamo asks the backend to compile; none is."""
+    found: list[Options] = []
+
+    def kept(gm: Any, _: Any, options: Options, *_others: Any, **_names: Any) -> Any:
+        found.append(options)
+        return gm.forward
+
+    monkeypatch.setattr(backend, "compile_graph", kept)
+    return found
+
+
+def compiled(options: Any, **settings: Any) -> Any:
+    return torch.compile(Mlp(), backend="mxfp8", options=options, **settings)
+
+
+X = torch.zeros(4, 64)
+
+
+def presets(found: list[Options]) -> list[str]:
+    return [options.policy.base.name for options in found]
+
+
+def test_an_edited_policy_file_is_a_new_policy(asked: list[Options], tmp_path: Path):
+    """Of the same name, for a model of the same class; what it says twice is compiled once."""
+    path = tmp_path / "policy.yaml"
+    for text in (QUANTIZED, KEPT, KEPT, QUANTIZED):
+        path.write_text(text, encoding="utf-8")
+        compiled({"policy": str(path)})(X)
+    assert presets(asked) == ["nvidia", "bf16"]
+
+
+def test_a_policy_file_is_read_before_the_first_call(asked: list[Options], tmp_path: Path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(QUANTIZED, encoding="utf-8")
+    run = compiled({"policy": path})
+    path.write_text("no policy", encoding="utf-8")
+    run(X)
+    run(torch.zeros(7, 64))
+    assert set(presets(asked)) == {"nvidia"}
+    assert len(asked) == 2  # for another number of rows
+
+
+def _set_preset(options: dict[str, Any]) -> None:
+    options["policy"]["preset"] = "bf16"
+
+
+def _set_rule(options: dict[str, Any]) -> None:
+    options["policy"]["rules"][0]["use"]["fprop"] = "bf16"
+
+
+def _set_option(options: dict[str, Any]) -> None:
+    options["strict"] = True
+
+
+def _set_inductor(options: dict[str, Any]) -> None:
+    options["inductor"]["aot_inductor.metadata"]["key"] = "another"
+
+
+@pytest.mark.parametrize("change", [_set_preset, _set_rule, _set_option, _set_inductor])
+def test_a_changed_dict_is_for_later_models(change: Callable[[Any], None], asked: list[Options]):
+    rule = {"match": {"name": "up"}, "use": {"fprop": "mxfp8"}}
+    options = {
+        "policy": {"version": 1, "preset": "nvidia", "rules": [rule]},
+        "inductor": {"aot_inductor.metadata": {"key": "one"}},
+    }
+    before = compiled(options)
+    expected = Options.parse(None, copy.deepcopy(options))
+    change(options)
+    before(X)
+    compiled(options)(X)
+    assert asked == [expected, Options.parse(None, options)]
+    assert asked[0] != asked[1]
+
+
+def test_models_with_equal_options_share_code(asked: list[Options], tmp_path: Path):
+    """By content, from wherever it comes."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(QUANTIZED, encoding="utf-8")
+    for policy in (path, str(path), "nvidia", {"version": 1, "preset": "nvidia"}):
+        compiled({"policy": policy})(X)
+    assert len(asked) == 1
+
+
+def test_a_copy_of_a_compiled_model_has_its_options(asked: list[Options]):
+    policy = {"version": 1, "preset": "hybrid"}
+    run = compiled({"policy": policy})
+    policy["preset"] = "bf16"
+    copy.deepcopy(run)(X)
+    assert presets(asked) == ["hybrid"]
+
+
+@pytest.mark.parametrize("settings", [{"options": {"polcy": "nvidia"}}, {"mode": "max-autotun"}], ids=str)
+def test_a_mistake_ends_the_call_of_torch_compile(settings: dict[str, Any]):
+    with pytest.raises(OptionError):
+        torch.compile(Mlp(), backend="mxfp8", **settings)
+
+
+def test_a_backend_has_options_of_its_own():
+    settings = {"aot_inductor.metadata": {"key": "one"}}
+    value = Backend(inductor=settings)
+    settings["aot_inductor.metadata"]["key"] = "another"
+    assert dict(value.options.inductor) == {"aot_inductor.metadata": {"key": "one"}}
+    with pytest.raises(OptionError, match=r"options: give Backend\(…\)"):
+        value(torch.fx.symbolic_trace(nn.Identity()), [X], options={"strict": True})
+
+
+def test_other_backends_get_what_they_are_given():
+    given: list[Any] = []
+
+    def other(gm: Any, _: Any, **arguments: Any) -> Any:
+        given.append(arguments)
+        return gm.forward
+
+    options = {"policy": "of its own"}
+    torch.compile(Mlp(), backend=other, options=options)(X)
+    assert given[0]["options"] is options
+
+
+PROGRAM = """
+import pathlib, sys
+import torch
+path = pathlib.Path(sys.argv[1])
+path.write_text("version: 1\\npreset: hybrid\\n")
+run = torch.compile(torch.nn.Linear(64, 64), backend="mxfp8", options={"policy": str(path)})
+path.write_text("version: 1\\npreset: bf16\\n")
+from mxcompile.compiler import backend
+backend.compile_graph = lambda gm, _, options, *others, **names: print(options.policy.base.name) or gm.forward
+run(torch.zeros(4, 64))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_call_of_a_process_is_no_exception(tmp_path: Path):
+    """It loads the backend, too."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "policy.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["hybrid"], done.stderr

@@ -1,0 +1,290 @@
+"""Layers have the names of ``named_modules``, however a forward is written, bound, decorated or called."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mxcompile
+from mxcompile.compiler.locate import Tree
+
+WIDTH = 64
+Forward = Callable[..., Any]
+
+
+def positional(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def by_keyword(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = dict(zip(("self", "x"), args, strict=False)) | kwargs
+        return forward(**bound)
+
+    return wrapper
+
+
+def from_list(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Any:
+        held = [list(args)]
+        return forward(*held[0])
+
+    return wrapper
+
+
+class Descriptor:
+    """A decorator that is a class, and gives partials instead of methods."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return functools.partial(self.forward, owner)
+
+
+DECORATORS: dict[str, Callable[[Forward], Any]] = {
+    "positional": positional,
+    "by keyword": by_keyword,
+    "from a list": from_list,
+    "descriptor": Descriptor,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.norm(x)))
+        here()
+        return x + self.down(h)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: type[Block] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        here()
+        return self.head(x)
+
+
+BREAKS = False
+
+
+def here() -> None:
+    """A place at which the graph is broken, if tests ask for it."""
+    if BREAKS:
+        torch._dynamo.graph_break()
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "broken"])
+def breaks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setitem(globals(), "BREAKS", request.param)
+    return bool(request.param)
+
+
+def decorated(name: str) -> nn.Module:
+    decorate = DECORATORS[name]
+    block = type("DecoratedBlock", (Block,), {"forward": decorate(Block.forward)})
+    stack = type("DecoratedStack", (Stack,), {"forward": decorate(Stack.forward)})
+    return stack(block)
+
+
+def compiled(model: nn.Module, **options: Any) -> set[tuple[str, str]]:
+    """Names and precisions of the layers of `model`, compiled whole."""
+    torch.compile(model, backend=EagerBackend(**options))(torch.randn(32, WIDTH)).sum().backward()
+    return {(gemm.name, gemm.precision) for report in mxcompile.reports() for gemm in report.gemms}
+
+
+def linears(model: nn.Module) -> set[str]:
+    return {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+RULES = [{"match": {"name": "layers.0.*"}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}]
+POLICY = {"version": 1, "rules": RULES}
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: bool) -> None:
+    model = decorated(name)
+    names = linears(model)
+    assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
+    kept = {"layers.0.up", "layers.0.down"}
+    expected = {(path, "bf16" if path in kept else "mxfp8") for path in names}
+    assert compiled(model, policy=POLICY, strict=True) == expected
+
+
+class Replaced(Stack):
+    """Blocks whose ``forward`` is replaced on the instance: a closure, a method, a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = self.layers
+        inner = first.forward
+        first.forward = lambda *args: inner(*args)  # type: ignore[method-assign]
+        second.forward = types.MethodType(type(second).forward, second)  # type: ignore[method-assign]
+        self.layers.append(third := Block())
+        third.forward = functools.partial(type(third).forward, third)  # type: ignore[method-assign]
+
+
+class Borrowing(nn.Module):
+    """Calls the forward of another module, had as a method, by an object, by a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.run = self.blocks[0].forward
+        self.holder = types.SimpleNamespace(inner=[self.blocks[1]])
+
+    @property
+    def last(self) -> nn.Module:
+        return self.blocks[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.holder.inner[0](self.run(x)))
+        return out
+
+
+class Recomputed(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Functional(nn.Module):
+    """Layers that a decorated function runs, which has the module as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    @positional
+    def forward(self, x: Tensor) -> Tensor:
+        return both(self.second, both(self.first, x))
+
+
+@positional
+def both(block: Block, x: Tensor) -> Tensor:
+    h = F.linear(x, block.up.weight).relu()
+    here()
+    return F.linear(h, block.down.weight)
+
+
+@pytest.mark.parametrize("kind", [Replaced, Borrowing, Functional])
+def test_layers_that_other_code_runs_keep_their_names(kind: type[nn.Module], breaks: bool) -> None:
+    model = kind()
+    names = linears(model)
+    explained = {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms}
+    assert explained == {name for name, _ in compiled(model)} == names
+
+
+def test_checkpoint_around_decorated_forwards_keeps_names() -> None:
+    kind = type("DecoratedRecomputed", (Recomputed,), {"forward": positional(Recomputed.forward)})
+    model = kind(type("DecoratedBlock", (Block,), {"forward": positional(Block.forward)}))
+    assert {name for name, _ in compiled(model)} == linears(model)
+
+
+class Unregistered(nn.Module):
+    """Blocks in a plain list, which is no module: their paths are the steps to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.tail = [Block(), Block()], nn.Linear(WIDTH, WIDTH)
+
+    @positional
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.tail(x)
+
+
+def test_layers_of_modules_in_a_plain_list_are_named_by_it(breaks: bool) -> None:
+    model = Unregistered()
+    names = {f"blocks.{index}.{layer}" for index in range(2) for layer in ("up", "down")} | {"tail"}
+    explained = {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms}
+    assert explained == {name for name, _ in compiled(model)} == names
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(WIDTH, WIDTH)
+
+    @positional
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_layer_with_two_paths_has_the_first() -> None:
+    assert {name for name, _ in compiled(Shared())} == {"first"}
+
+
+def test_function_of_two_models_names_layers_by_its_variables() -> None:
+    encoder, decoder = Block(), Block()
+
+    @torch.compile(backend=EagerBackend())
+    def step(x: Tensor, encoder: nn.Module) -> Tensor:
+        out: Tensor = decoder(encoder(x))
+        return out
+
+    step(torch.randn(32, WIDTH), encoder)
+    found = {gemm.name for report in mxcompile.reports() for gemm in report.gemms}
+    assert found == {"encoder.up", "encoder.down", "decoder.up", "decoder.down"}
+
+
+def test_function_of_one_model_behind_a_decorator_names_layers_by_the_model() -> None:
+    model = Stack()
+
+    @torch.compile(backend=EagerBackend())
+    @positional
+    def step(held: dict[str, Any], x: Tensor) -> Tensor:
+        out: Tensor = held["models"][0](x)
+        return out
+
+    step({"models": (model,)}, torch.randn(32, WIDTH))
+    assert {gemm.name for report in mxcompile.reports() for gemm in report.gemms} == linears(model)
+
+
+def test_dynamo_still_says_which_module_an_entry_of_a_stack_is() -> None:
+    """The key of an entry is the module's ``id``: without it, names would follow from Dynamo's text alone."""
+    model, stacks = decorated("positional"), []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        stacks.extend(node.meta.get("nn_module_stack") for node in gm.graph.nodes)
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.randn(32, WIDTH))
+    innermost = {next(reversed(stack)).partition("@")[0] for stack in stacks if stack}
+    assert innermost >= {str(id(module)) for module in model.modules() if isinstance(module, nn.Linear)}
+
+
+def test_tree_has_what_modules_hold_in_containers_once_a_module_is_missed() -> None:
+    model = Unregistered()
+    model.deep = {"a": [(nn.Linear(4, 4),)]}  # type: ignore[assignment]
+    tree = Tree(model)
+    assert "blocks.0" not in tree.modules
+    assert list(tree.paths(model.deep["a"][0][0])) == ["deep.a.0.0"]
+    assert {"blocks.0", "blocks.0.up", "blocks.1.down", "deep.a.0.0"} <= set(tree.modules)
+    assert list(tree.paths(nn.Linear(4, 4))) == []
