@@ -13,6 +13,7 @@ from torch import fx
 
 from mxcompile.formats import Format
 from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Sent
+from mxcompile.report.record import flops_of
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -57,8 +58,8 @@ class GemmTag:
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
     operand are: "x", "w" or "dy". stored: format of a weight that is stored quantized. recast: whether the
     GEMM casts such a weight again. block: where the layer lies among the model's repeated ones. batch, m, n,
-    k: sizes, symbolic ones by their hint, None for one that depends on data. role, evidence: from `classify`. whole: n and k of the layer of
-    which this GEMM computes a shard or a part, from the model's plan; None where the graph shows all of it.
+    k: sizes, symbolic ones by their hint, None for one that depends on data. role, evidence: from `classify`.
+    whole: n and k of the layer of which this GEMM computes a shard or a part; None where it computes all.
     choice, formats (of the operands; None unless the GEMM is quantized), saved, sent: from `decide`. kernel:
     from the lowering. fallbacks: from there too, the reasons why a kernel that is for such a GEMM does not
     run it. gradients: of a forward GEMM in a plan, whether its first and its second operand need gradients.
