@@ -35,7 +35,7 @@ from mxcompile.policy import Gemm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """What a backward product is: gradient `gemm` of the product `forward`. tensors: of its operands."""
+    """A backward product: the gradient `gemm` of the product `forward`. tensors: names of its operands."""
 
     forward: fx.Node
     gemm: Gemm

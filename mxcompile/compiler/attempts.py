@@ -1,4 +1,4 @@
-"""What Dynamo leaves to Python of a model that it compiles: calls past a limit, and frames that it gives up.
+"""Calls and frames that Dynamo leaves to Python in a model that it compiles: past a limit, or given up.
 
     call of the model ─▶ Dynamo tries a frame ─▶ graphs             the backend makes their report
                                               ─▶ limit, or failure  the frame runs as Python, nobody is asked

@@ -27,11 +27,11 @@ class Places:
         ledger: Ledger,
         gemms: tuple[GemmRecord, ...],
         root: nn.Module | None,
-        found: Callable[[str], None],
+        on_other_module: Callable[[str], None],
     ) -> None:
         self._key = key
         self._gemms = gemms
-        self._found = found
+        self._on_other_module = on_other_module
         self._part: Part | None = None
         self._places: list[tuple[Ledger, int | None]] = [(ledger, None)]
         self._ran: set[str] = set()
@@ -59,7 +59,7 @@ class Places:
         """The module at `path` of the first model runs the code; None if it is not known which does."""
         self._is_sure = path is not None and (self._is_sure or not self._ran)
         if path and self._ran and path not in self._ran:
-            self._found(path)
+            self._on_other_module(path)
         self._ran.add(path or "")
         if self._settled and self._part is not None:
             self.put(self._part)

@@ -111,7 +111,7 @@ def _adopt(gm: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
 
 
 def _moves(first: Sequence[str], here: Sequence[str]) -> Mapping[str, str]:
-    """What the paths of this call have in the place of those of the first call, without equal ends."""
+    """Returns the beginning of each path of the first call that differs, and its replacement in this call."""
     moved = {}
     for old, new in zip(first, here, strict=True):
         steps, others = old.split("."), new.split(".")

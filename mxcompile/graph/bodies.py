@@ -29,8 +29,9 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
     if node.op != "call_function":
         return []
     owner = node.graph.owning_module
-    found = (getattr(owner, str(read.target), None) for read in node.all_input_nodes if read.op == "get_attr")
-    return [body for body in found if isinstance(body, fx.GraphModule)]
+    names = (str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
+    values = (getattr(owner, name, None) for name in names)
+    return [body for body in values if isinstance(body, fx.GraphModule)]
 
 
 def is_body(graph: fx.Graph) -> bool:
@@ -110,30 +111,30 @@ class _Copy:
         """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""
         if whole.op != "placeholder":
             return self._call(aten.select.int, whole, 0, 0, like=like)
-        made = self._flat.placeholder(like.name)
-        made.meta = {**whole.meta, "val": like.meta["val"]}
-        return made
+        first = self._flat.placeholder(like.name)
+        first.meta = {**whole.meta, "val": like.meta["val"]}
+        return first
 
     def _result(self, node: fx.Node, returned: Mapping[fx.Node, list[list[Any]]]) -> fx.Node | None:
-        """What stands for `node`, if it is a result of one of the calls whose bodies return `returned`."""
+        """Returns the value of `node`, a result of a call whose bodies return `returned`, else None."""
         if node.target is not operator.getitem or (call := argument(node)) not in returned:
             return None
         place: Any = node.args[1]
-        found = [results[place] for results in returned[call] if place < len(results)]
-        found = [one for one in found if tensor(one) is not None]
-        whole = [one for one in found if _shape(one) == _shape(node)]
+        results = [values[place] for values in returned[call] if place < len(values)]
+        results = [result for result in results if tensor(result) is not None]
+        whole = [result for result in results if _shape(result) == _shape(node)]
         if whole:
             either: fx.Node = whole[0]
             for other in whole[1:]:
                 either = self._call(aten.where.self, either, either, other, like=node)
             return either
-        slices = [one for one in found if _shape(one) == _shape(node)[1:]]
+        slices = [result for result in results if _shape(result) == _shape(node)[1:]]
         return self._call(aten.stack.default, slices[:1], like=node) if slices else None
 
     def _call(self, target: Any, *args: Any, like: fx.Node) -> fx.Node:
-        made = self._flat.call_function(target, args)
-        made.meta["val"] = like.meta["val"]
-        return self._noted(made, like)
+        call = self._flat.call_function(target, args)
+        call.meta["val"] = like.meta["val"]
+        return self._noted(call, like)
 
     def _noted(self, copied: fx.Node, node: fx.Node) -> fx.Node:
         copied.meta[OWNER_KEY] = self._owner or node

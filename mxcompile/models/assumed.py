@@ -135,7 +135,7 @@ class Assuming(FakeTensorMode):
         return result
 
     def _called(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-        """What `func`, which calls graphs, returns for fakes. Torch looks up its rule by the very class."""
+        """Returns the result of `func`, which calls graphs, on fakes. Torch looks up its rule by class."""
         rules: Any = func.python_key_table
         known: Any = registered_hop_fake_fns
         before = self.shape_env

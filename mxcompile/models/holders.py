@@ -31,11 +31,11 @@ class Holders:
 
         Returns whether there are any.
         """
-        found = {
+        holders = {
             id(parameter): (weakref.ref(module), name)
             for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None and (only is None or parameter is only)
         }
-        self._known.update(found)
-        return bool(found)
+        self._known.update(holders)
+        return bool(holders)
