@@ -29,7 +29,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
 from mxcompile.passes.flow import DERIVATIVE, Depends, dependencies, graph_input, stored, stored_as
@@ -192,5 +192,5 @@ def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
 
 
 def _sized(tag: GemmTag, sizes: Sizes) -> GemmTag:
-    batch, m, n, k = map(hint, sizes)
+    batch, m, n, k = map(known, sizes)
     return replace(tag, batch=batch, m=m, n=n, k=k)

@@ -53,8 +53,8 @@ class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
     tree: of the model. inputs: what each is. matrices: paths of the parameters and buffers of more than one
-    dimension. holder: without a root, the one module that all parameters are read through, None if there are
-    several. prefix: path of the module that most of them are read through. owner: the source of that module,
+    dimension. holder: without a root, the one module that all parameters are read through or that is called
+    with parameters from elsewhere (``functional_call``), None if there are several. prefix: path of the module that most of them are read through. owner: the source of that module,
     in Dynamo's terms; None if it is the model or not known. module: path of the module whose code the frame
     is.
     """
@@ -70,7 +70,7 @@ class Located:
                 name = name_of(each)
                 if name not in self._objects:
                     self._objects[name] = frame.evaluate(name)
-        self.holder = self._one_module(source for source, _ in given)
+        self.holder = self._one_module(source for source, _ in given) or _called(gm, frame)
         self.tree = Tree(root or self.holder)
         known = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._known = {steps_of(name): paths for name, paths in known.items() if paths}
@@ -157,6 +157,14 @@ class Located:
             if _is_module(value) and (paths := self.tree.paths(value)):
                 return each, paths[0]
         return None, None
+
+
+def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:
+    """The module that the code of `gm` calls, if it calls just one."""
+    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
+    outermost = {raw for stack in stacks if stack for raw, _ in [next(iter(stack.values()))]}
+    module = frame.evaluate(outermost.pop()) if len(outermost) == 1 else None
+    return module if _is_module(module) else None
 
 
 def _is_module(value: object) -> bool:
