@@ -115,8 +115,8 @@ class _Gradients(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, meta, noted = kwargs or {}, traceback.current_meta, "custom"  # what torch copies to nodes
-        before = meta.get(noted)
-        meta[noted] = {**(before or {}), _KEY: _autograd_of(func, args, kwargs)}
+        before = meta.get(noted, {})
+        meta[noted] = {**before, _KEY: _autograd_of(func, args, kwargs)}
         try:
             return func(*args, **kwargs)
         finally:
