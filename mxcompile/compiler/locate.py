@@ -54,9 +54,9 @@ class Located:
 
     tree: of the model. inputs: what each is. matrices: paths of the parameters and buffers of more than one
     dimension. holder: without a root, the one module that all parameters are read through or that is called
-    with parameters from elsewhere (``functional_call``), None if there are several. prefix: path of the module that most of them are read through. owner: the source of that module,
-    in Dynamo's terms; None if it is the model or not known. module: path of the module whose code the frame
-    is.
+    with parameters from elsewhere (``functional_call``), None if there are several. prefix: path of the
+    module that most of them are read through. owner: the source of that module, in Dynamo's terms; None if it
+    is the model or not known. module: path of the module whose code the frame is.
     """
 
     def __init__(
