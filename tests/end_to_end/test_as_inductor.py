@@ -169,26 +169,6 @@ def test_operators_of_pytorch(name: str):
     assert count
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_operators_without_a_product_are_left_out():
-    known = operators()
-    assert set(NAMES) <= set(known)
-    for name in known.keys() - set(NAMES):
-        assert not [*_products(known[name])], name
-
-
-def _products(operator: Any) -> Iterator[str]:
-    """The products that the samples of `operator` run."""
-    try:
-        for function, given in samples(operator):
-            with Products() as products:
-                call(function, given)
-            yield from products.seen
-    except Exception:  # a sample that raises, as some do to be caught
-        return
-
-
 SHAPES = {
     "mm": [
         ((5, 1), (1, 3)),
