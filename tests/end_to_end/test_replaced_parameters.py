@@ -75,7 +75,7 @@ def test_a_converted_model_is_used_as_it_is(monkeypatch):
 def test_the_history_of_a_layer_goes_on_with_its_next_parameter(way: str):
     model = Net()
     call = trained(model, DELAYED)
-    history, size = model.b.weight_amax_history, float(model.b.weight.abs().max())
+    history, size = model.b.weight_amax_history, model.b.weight.detach().abs().max().item()
     fresh = nn.Parameter(torch.full((64, 64), 3.0))
     if way == "swap":
         torch.utils.swap_tensors(model.b.weight, fresh)

@@ -102,7 +102,8 @@ def test_libraries_are_heard_and_the_program_is_not(caplog):
         logging.getLogger("model").info("called")
         warnings.warn("of the model", stacklevel=1)
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), warnings.catch_warnings():
+        warnings.simplefilter("default")
         isolated(forward, tools=True)
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
         ("mxcompile.test", "planned 3 layers")
