@@ -182,7 +182,7 @@ class RankTracer(Explainer):
         return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
 
     def _waits(self, stages: Stages, rank: int) -> Waits:
-        """What `rank` of a pipeline waits for."""
+        """Returns what decides how long `rank` of a pipeline waits."""
         send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
         return Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
 
