@@ -19,20 +19,20 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
-from mxcompile.mesh.copied import rank_copy
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.live import Live, live
 from mxcompile.mesh.memory import Memory, memory
 from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
 from mxcompile.mesh.pipeline import rank_memory
 from mxcompile.mesh.schedule import Schedule
-from mxcompile.mesh.shape import PIPELINE
 from mxcompile.mesh.stages import Stages
 from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork, Waits
 from mxcompile.offline.graph_work import Works, works
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
+from mxcompile.ranks.copied import rank_copy
+from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.ranks.shape import PIPELINE
 from mxcompile.report.fold import spelled
 
 BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
