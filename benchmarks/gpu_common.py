@@ -20,7 +20,7 @@ from torch import Tensor
 from mxcompile import ops
 from mxcompile.formats import ScaleLayout
 from mxcompile.lowering import pipeline, targets
-from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline import Rates
 

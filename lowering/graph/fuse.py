@@ -22,7 +22,7 @@ from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering.graph.lowering_pass import NO_REASONS, NativePass, Reasons
 from mxcompile.lowering.templates.configs import autotuning
-from mxcompile.lowering.templates.fused_tiles import Tiles, tiles
+from mxcompile.lowering.templates.fused_tiles import Choices, tiles
 from mxcompile.ops.view import Cast, Product, result_of
 
 
@@ -39,12 +39,12 @@ class Fuse(NativePass):
         for node in list(graph.nodes):
             cast = cast_of(node)
             if cast is not None:
-                tile_sizes = tiles(self.target.name, *map(hint, value_of(node).shape))
+                tile_sizes = tiles(self.target, *map(hint, value_of(node).shape))
                 if tile_sizes:
                     self._fuse(build, Product.read(node), cast, tile_sizes)
         return NO_REASONS
 
-    def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Tiles) -> None:
+    def _fuse(self, build: Builder, product: Product, cast: Cast, tile_sizes: Choices) -> None:
         node, right = product.node, product.sides[1]
         competing = product.sides[0] if autotuning() else ()
         how = cast.elem_dtype, cast.rounding, product.out_dtype
@@ -58,7 +58,7 @@ class Fuse(NativePass):
                 build.graph.erase_node(result)
 
 
-def _config(tile_sizes: Tiles, competes: bool) -> str:
+def _config(tile_sizes: Choices, competes: bool) -> str:
     """The tile the template takes, or that Inductor is to choose, also the other form."""
     if competes:
         return f"autotuned of {len(tile_sizes) + 1}"

@@ -23,9 +23,9 @@ from mxcompile import ops
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import hint, is_empty, set_tag, tags_of, tensor, value_of
 from mxcompile.lowering import optional
+from mxcompile.lowering.chips.tiles import MatmulConfig, TiledConfig
 from mxcompile.lowering.graph.epilogue import has_epilogue
 from mxcompile.lowering.graph.lowering_pass import EMPTY, NativePass, Reasons
-from mxcompile.lowering.kernels.configs import MatmulConfig, TiledConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import configs, defaults
 from mxcompile.ops.view import Product
@@ -63,7 +63,7 @@ class Native(NativePass):
 
     def _config(self, node: fx.Node) -> str:
         """The template and its tile, or that Inductor is to choose them."""
-        tiled, tiles = self._tiled(node), configs.products(self.target.name, _rows(node))
+        tiled, tiles = self._tiled(node), configs.products(self.target, _rows(node))
         if configs.autotuning():
             others = 0 if tiled and _is_grouped(node) else len(tiles)
             return f"{_name(node)} autotuned of {len(tiled) + others}"

@@ -29,9 +29,9 @@ from torch.utils._sympy.functions import FloorDiv
 from mxcompile import ops
 from mxcompile.formats import BLOCK, ScaleLayout, elem_type
 from mxcompile.formats.scale_tiles import TILE_ROWS
+from mxcompile.lowering.chips.tiles import Absent
 from mxcompile.lowering.inductor import casts
 from mxcompile.lowering.inductor.tiling import tiled_size
-from mxcompile.lowering.kernels.configs import QUANTIZE, Absent
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call, configs, packing
 from mxcompile.lowering.templates.producers import ProducingTemplate, leaves_room
@@ -197,7 +197,7 @@ def _target(x: ir.TensorBox, layout: str | None) -> Target | None:
     if len(x.get_size()) < 2 or x.get_device_or_error().type != "cuda":
         return None
     target = of_device(x.get_device_or_error())
-    if isinstance(QUANTIZE.get(target.name, Absent(reason="")), Absent):
+    if isinstance(target.tiles.quantize, Absent):
         return None
     known = V.graph.sizevars.statically_known_equals
     empty = any(known(size, 0) for size in x.get_size())

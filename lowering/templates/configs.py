@@ -14,58 +14,35 @@ from typing import Any
 import torch
 from torch._inductor import config
 
-from mxcompile.lowering.kernels.configs import (
-    QUANTIZE,
-    SCALED_MM,
-    SCALED_MM_TILED,
+from mxcompile.lowering.chips.tiles import (
     Absent,
+    ChipTiles,
     MatmulConfig,
     ScaledChoices,
     TileConfig,
     TiledConfig,
-    chosen,
-    tiled_configs,
-    tiled_default,
 )
+from mxcompile.lowering.kernels.configs import chosen, tiled_configs, tiled_default
 from mxcompile.lowering.targets import Target
 
 _WARPS = 8  # an epilogue holds more than the accumulator: half of it a thread leaves room for that
 
 _ANY = MatmulConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=2)
 
-_TCGEN05_MORE = (
-    MatmulConfig(block_m=128, block_n=128, block_k=256, num_warps=8, num_stages=2),
-    MatmulConfig(block_m=128, block_n=64, block_k=128, num_warps=4, num_stages=4),
-)
 
-_MORE: dict[str, tuple[MatmulConfig, ...]] = {
-    "sm_100": _TCGEN05_MORE,
-    "sm_103": _TCGEN05_MORE,
-    "sm_120": (
-        MatmulConfig(block_m=64, block_n=128, block_k=128, num_warps=4, num_stages=3),
-        MatmulConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3),
-    ),
-    "gfx950": (
-        MatmulConfig(block_m=256, block_n=128, block_k=128, num_warps=8, num_stages=2),
-        MatmulConfig(block_m=128, block_n=64, block_k=256, num_warps=8, num_stages=2),
-    ),
-}
-"""What autotuning tries beside the defaults, for many rows."""
-
-
-def products(name: str, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
-    """Whether to swap the operands of a product with `rows` rows, and its tile, on the target called `name`.
+def products(target: Target, rows: int, *, gathered: bool = False) -> list[tuple[bool, MatmulConfig]]:
+    """Whether to swap the operands of a product with `rows` rows, and its tile, on `target`.
 
     The default; where Inductor is told to autotune, others after it. gathered: whether an operand has to be
     read byte by byte.
     """
-    choices = _products(name, rows, gathered)
+    choices = _products(target.tiles, rows, gathered)
     return list(choices) if autotuning() else [next(choices)]
 
 
-def _products(name: str, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
-    row = SCALED_MM.get(name)
-    if row is None or isinstance(row, Absent):
+def _products(tiles: ChipTiles, rows: int, gathered: bool) -> Iterator[tuple[bool, MatmulConfig]]:
+    row = tiles.scaled_mm
+    if isinstance(row, Absent):
         yield False, _ANY
     elif rows <= row.few_rows:
         yield row.swap_few, row.few
@@ -73,7 +50,7 @@ def _products(name: str, rows: int, gathered: bool) -> Iterator[tuple[bool, Matm
         yield False, row.gathered
     else:
         yield False, replace(row.many, num_warps=_WARPS)
-        for tile in _MORE.get(name, ()):
+        for tile in tiles.more_scaled_mm:
             yield False, tile
 
 
@@ -82,15 +59,12 @@ def tiled_products(target: Target, m: int, n: int, k: int) -> list[TiledConfig]:
 
     The default of its plain form first.
     """
-    row = SCALED_MM.get(target.name)
-    tensor_memory = not isinstance(SCALED_MM_TILED.get(target.name, _NONE), Absent)
+    row = target.tiles.scaled_mm
+    tensor_memory = not isinstance(target.tiles.scaled_mm_tiled, Absent)
     if not tensor_memory or not isinstance(row, ScaledChoices) or m <= row.few_rows:
         return []
     default = tiled_default(target, m, n, k)
     return [default, *(tile for tile in tiled_configs(target) if tile != default)]
-
-
-_NONE = Absent(reason="no row")
 
 
 def tiled_groups(target: Target, average: int, m: int, n: int, k: int) -> list[TiledConfig]:
@@ -197,7 +171,7 @@ def cast(target: Target, layout: str, *, packed: bool = False) -> TileConfig:
     """
     if layout == "two":
         return _OF_TWO if packed else replace(_OF_TWO, block_n=64, num_warps=2)
-    tile = chosen(QUANTIZE, "quantize", target).of(layout)
+    tile = chosen(target.tiles.quantize, "quantize", target).of(layout)
     warps = ceil(tile.block_m * tile.block_n / (_PER_THREAD * (2 if packed else 1))) // target.warp_size
     return replace(tile, num_warps=warps if packed else max(tile.num_warps, warps))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mxcompile.formats import Format
-from mxcompile.lowering.kernels.configs import TiledConfig
+from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.targets import Target
 
 VENDOR, SPECIALIZED, PERSISTENT, POINTERS = "vendor", "specialized", "persistent", "pointers"
@@ -69,15 +69,6 @@ are written and read again, at 0.78 of the memory's rate.
 """
 
 
-LONG_K_OF_NVFP4 = {"sm_100": 7168, "sm_103": 7168, "sm_120": 4096}
-"""The same of NVFP4, by target.
-
-Of shared memory ours needs 2.25 cycles for each k on a B200, and the matrix units 1.0: it reaches at most
-0.44 of the data sheet's rate, and the library's 0.57. On an RTX 5090 it is 0.52 and 0.80, as published. The
-other kernel moves 4 bytes an element of the result for an activation and 6 for a residual.
-"""
-
-
 def precision_of(forms: Sequence[Format]) -> str:
     """The precision of a product of packed operands in `forms`, or of FP8 ones, which have none."""
     if not forms:
@@ -119,11 +110,11 @@ def _large_and_long(product: MXProduct, target: Target) -> bool:
 
 
 def _large_and_longer(product: MXProduct, target: Target) -> bool:
-    return product.is_large(target) and product.k >= LONG_K_OF_NVFP4.get(target.name, 0)
+    return product.is_large(target) and product.k >= target.long_k
 
 
-def _large_alone_on_b200(product: MXProduct, target: Target) -> bool:
-    return _large_alone(product, target) and target.name == "sm_100"
+def _large_alone_in_library(product: MXProduct, target: Target) -> bool:
+    return _large_alone(product, target) and target.groups_in_library
 
 
 TABLE = (
@@ -200,7 +191,7 @@ TABLE = (
         kind=ROWS,
         precisions=frozenset({MXFP8}),
         when="large, nothing fused behind it, on `sm_100`",
-        holds=_large_alone_on_b200,
+        holds=_large_alone_in_library,
         form=VENDOR,
         reason="torchao trains experts by it, 1.4 to 1.8 times as fast as BF16 on a B200 for Llama 4's sizes"
         " (published); ours has not been timed. Its machine code is for that chip alone, as far as is known",

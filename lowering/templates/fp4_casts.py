@@ -29,9 +29,10 @@ from mxcompile import ops
 from mxcompile.formats import Format, ScaleLayout
 from mxcompile.formats.hadamard import WIDTH
 from mxcompile.formats.scale_tiles import TILE_BLOCKS, TILE_ROWS
+from mxcompile.lowering.chips.tiles import Absent
 from mxcompile.lowering.inductor import general
 from mxcompile.lowering.inductor.tiling import tiled_size
-from mxcompile.lowering.kernels.configs import FP4_CAST, Absent, chosen
+from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.producers import ComparingTemplate
@@ -282,7 +283,7 @@ def lower_hadamard_largest(x: ir.TensorBox, signs: int) -> Results:
 def lower_largest(x: ir.TensorBox) -> ir.TensorBox:
     """The largest magnitude of a tensor, of every tile first if no loop of Inductor's computes the tensor."""
     target = of_device(x.get_device_or_error())
-    if isinstance(FP4_CAST.get(target.name, Absent(reason="")), Absent) or not _is_given(x):
+    if isinstance(target.tiles.fp4_cast, Absent) or not _is_given(x):
         return general.lower_largest(x)
     (result,) = _largest(x, 0)
     return result
@@ -323,7 +324,7 @@ def _tile(target: Target, block: int, x: Any, *, halve: bool = False) -> dict[st
 
     halve: whether a thread has half as many elements, which leaves registers for a producer.
     """
-    tile = chosen(FP4_CAST, "an FP4 cast", target)
+    tile = chosen(target.tiles.fp4_cast, "an FP4 cast", target)
     known = V.graph.sizevars.statically_known_multiple_of
     (m, n), size = x.get_size()[-2:], x.get_dtype().itemsize
     even = known(m, tile.rows) and known(n, tile.columns)

@@ -29,8 +29,9 @@ from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
 from mxcompile.formats import Format, Tile
+from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor.general import fp32_scale_of
-from mxcompile.lowering.kernels.configs import FP8_CAST, TileConfig, chosen
+from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.producers import ComparingTemplate
@@ -213,7 +214,7 @@ def _parts(x: ir.TensorBox, *, rows: bool, columns: bool) -> tuple[ir.TensorBox 
     """Largest magnitudes of parts of rows and of columns, or of parts of the matrix if of neither."""
     x = realize_inputs(x)
     (m, n), target = x.get_size(), of_device(x.get_device_or_error())
-    tile = chosen(FP8_CAST, "an FP8 cast", target).amax
+    tile = chosen(target.tiles.fp8_cast, "an FP8 cast", target).amax
     down, across = CeilDiv(m, tile.block_m), CeilDiv(n, tile.block_n)
     others = [_empty(x, [down, n], _F32)] if rows and columns else []
     shape = [m if rows else down, n if columns and not rows else across]
@@ -277,7 +278,7 @@ def _cast(
     """
     x = realize_inputs(x)
     form, (m, n), target = Format.of(fmt), x.get_size(), of_device(x.get_device_or_error())
-    tiles = chosen(FP8_CAST, "an FP8 cast", target)
+    tiles = chosen(target.tiles.fp8_cast, "an FP8 cast", target)
     tile = tiles.blocks if own else tiles.cast
     stored = ops.FNUZ[form.elem.dtype] if fnuz else form.elem.dtype
     other = [_empty(x, [n, m], stored)] if rows and columns else []

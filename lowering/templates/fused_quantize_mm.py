@@ -175,7 +175,7 @@ def _choices(
     target, sizes = of_device(layout.device), V.graph.sizevars
     rows, columns = sizes.optimization_hint(m), sizes.optimization_hint(n)
     # none if the size was not known before, or if the option `target` named another chip than this
-    tile_sizes = tiles(target.name, rows, columns) or products(target.name, rows)[:1]
+    tile_sizes = tiles(target, rows, columns) or products(target, rows)[:1]
     for swap, tile in tile_sizes:
         yield {
             **blocks(tile, swap=swap),

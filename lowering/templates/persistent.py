@@ -13,8 +13,8 @@ from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.utils import get_num_sms
 from torch._inductor.virtualized import V
 
+from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.kernels import scratch
-from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.templates import configs
 from mxcompile.lowering.templates.examples import ProductKernel
 

@@ -24,8 +24,8 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import CeilDiv
 
 from mxcompile import ops
+from mxcompile.lowering.chips.tiles import TiledConfig
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.kernels.configs import TiledConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
     call,

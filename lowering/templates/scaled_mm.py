@@ -24,8 +24,8 @@ from torch._inductor.select_algorithm import TritonTemplate, realize_inputs
 from torch._inductor.virtualized import V
 
 from mxcompile import ops
+from mxcompile.lowering.chips.tiles import MatmulConfig
 from mxcompile.lowering.graph.epilogue import has_epilogue
-from mxcompile.lowering.kernels.configs import MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import (
     call,
@@ -219,7 +219,7 @@ def _choices(
     for config in tiled:
         yield scaled_mm_tiled.TEMPLATE, {**shared, **scaled_mm_tiled.arguments(operands, config)}
     if defaults.POINTERS in tried:
-        for swap, tile in configs.products(target.name, m, gathered=_gathered(operands)):
+        for swap, tile in configs.products(target, m, gathered=_gathered(operands)):
             arguments = _arguments(operands, layout, tile, swap=swap)
             yield TEMPLATE, {**shared, **arguments, "WORDS": not target.tmem_columns}
     if defaults.VENDOR in tried and library is not None:

@@ -23,10 +23,10 @@ from torch._inductor.virtualized import ops as inductor
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, ModularIndexing
 
 from mxcompile.formats import BLOCK, Format, Rounding, Tile
+from mxcompile.lowering.chips.tiles import TileConfig
 from mxcompile.lowering.inductor import elements
 from mxcompile.lowering.inductor.blocks import Index, as_float
 from mxcompile.lowering.inductor.casts import inverse_scale_value, scale_value
-from mxcompile.lowering.kernels.configs import TileConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.ops.watch import FIELDS, LENGTH

@@ -14,7 +14,7 @@ from torch._inductor import ir
 from torch._inductor.select_algorithm import TritonTemplate
 from torch._inductor.virtualized import V
 
-from mxcompile.lowering.kernels.configs import MatmulConfig
+from mxcompile.lowering.chips.tiles import MatmulConfig
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.coding import GAIN, Coding
@@ -87,7 +87,7 @@ def _tiles(operands: Sequence[Any], layout: ir.Layout, rows: Any) -> Iterator[di
     """The arguments that `TILE` needs, for each configuration to try; the default alone unless autotuning."""
     a, *_ = operands
     sizes = V.graph.sizevars
-    for swap, tile in products(of_device(layout.device).name, sizes.optimization_hint(rows)):
+    for swap, tile in products(of_device(layout.device), sizes.optimization_hint(rows)):
         yield {
             **blocks(tile, swap=swap),
             "WHOLE_K": sizes.statically_known_multiple_of(a.get_size()[-1], tile.block_k),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._inductor import config
 
-from mxcompile.lowering.kernels.configs import WEIGHT_ONLY_MM, Absent, MatmulConfig, WeightOnlyChoices
+from mxcompile.lowering.chips.tiles import Absent, MatmulConfig, WeightOnlyChoices
 from mxcompile.lowering.targets import Target
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -70,7 +70,7 @@ class WeightOnlyForm:
 
 def row_of(target: Target) -> WeightOnlyChoices | None:
     """The chip's row of the table, if it has one."""
-    row = WEIGHT_ONLY_MM.get(target.name)
+    row = target.tiles.weight_only_mm
     return None if isinstance(row, Absent) else row
 
 

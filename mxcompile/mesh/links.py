@@ -22,8 +22,9 @@ import re
 from dataclasses import dataclass
 
 from mxcompile.errors import OptionError, not_allowed, shown
+from mxcompile.lowering.chips.peak import Rate
 from mxcompile.mesh.collectives import Collective
-from mxcompile.offline.rates import Rate, Rates
+from mxcompile.offline.rates import Rates
 
 NVLINK, NET = "nvlink", "net"
 NODE = 8

@@ -41,7 +41,6 @@ _PADDED = 16  # a mask's rows start on multiples of this many elements in memory
 CUDNN, FLASH = "cudnn", "flash"
 """Backends of an attention without a mask."""
 
-_PREFERS_CUDNN = ("sm_90", "sm_100", "sm_103")
 _CUDNN_HEAD = 128
 
 
@@ -52,7 +51,7 @@ def attention_backend(target: Target, asked: str = "auto") -> str:
         raise OptionError(not_allowed("attention", asked, allowed))
     if asked != "auto":
         return asked
-    return CUDNN if target.name in _PREFERS_CUDNN else FLASH
+    return CUDNN if target.prefers_cudnn else FLASH
 
 
 def move(graph: fx.Graph, device: torch.device, attention: str = FLASH) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.rates import Range, Rates
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mxcompile.formats import BLOCK
-from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import Target
 from mxcompile.offline.binary import Binary
 from mxcompile.offline.estimate import Work

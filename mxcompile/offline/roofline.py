@@ -20,7 +20,7 @@ import dataclasses
 from collections import Counter
 
 from mxcompile.formats import BLOCK, AmaxKind, Format, Rounding, ScaleType, is_quantized
-from mxcompile.lowering.peaks import Peak
+from mxcompile.lowering.chips.peak import Peak
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.report import STORED, GemmRecord, OperandFormat, Report
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mxcompile.errors import TargetError
-from mxcompile.lowering.peaks import PEAKS
 from mxcompile.lowering.targets import CHIPS, TARGETS, of_chip, of_device
 from mxcompile.offline import Rates
 from mxcompile.offline.standin import stand_in
@@ -27,9 +26,12 @@ def test_an_unknown_chip_is_an_error():
         of_chip("h300")
 
 
-def test_every_data_sheet_is_of_a_chip_that_has_a_name():
-    assert set(PEAKS) <= set(CHIPS)
-    assert all(target.peak in PEAKS.values() for target in TARGETS.values() if target.device == "cuda")
+def test_every_gpu_has_a_data_sheet_and_a_name():
+    gpus = [target for target in TARGETS.values() if target.device == "cuda"]
+    assert all(target.peak is not None and target.peaks for target in gpus)
+    assert len(CHIPS) == sum(len(target.peaks) for target in gpus)
+    assert [*TARGETS][:4] == ["cpu", "cpu_bf16", "cpu_fp32", "sm_80"]
+    assert [*TARGETS][-2:] == ["gfx942", "gfx950"]
 
 
 @pytest.mark.parametrize(("gib", "chip"), [(79.1, "H100"), (93.1, "H100"), (139.8, "H200")])

@@ -119,7 +119,7 @@ def test_where_the_library_of_nvfp4_overtakes_an_epilogue(target, ours):
     activation, residual = (
         num_bytes / (rates["memory"] * peak.bandwidth_gbs * 1e3) / lost_us for num_bytes in (4, 6)
     )
-    assert activation < defaults.LONG_K_OF_NVFP4[target] < residual
+    assert activation < TARGETS[target].long_k < residual
 
 
 def test_every_kind_ends_with_what_runs_anything():

@@ -10,7 +10,6 @@ from modules import each
 from mxcompile import ops
 from mxcompile.formats import E4M3, E5M2, ELEM_TYPES, Rounding
 from mxcompile.formats.encoding import quantize_tensors
-from mxcompile.lowering.kernels.configs import FUSED_QUANTIZE_MM
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
 
@@ -23,8 +22,8 @@ PLAIN = (E4M3.dtype, "rceil")
 def _many_rows_too(monkeypatch):
     """Which only autotuning tries."""
 
-    def tiles(name, rows, _):
-        row = FUSED_QUANTIZE_MM[name]
+    def tiles(target, rows, _):
+        row = target.tiles.fused_quantize_mm
         return [(row.swap_few, row.few) if rows <= row.few_rows else (False, row.many)]
 
     monkeypatch.setattr(fused_quantize_mm, "tiles", tiles)

@@ -18,8 +18,8 @@ from mxcompile import ops
 from mxcompile.errors import TargetError
 from mxcompile.formats import ELEM_TYPES, Rounding, ScaleLayout, num_blocks
 from mxcompile.formats.scale_tiles import tiled_length
-from mxcompile.lowering.kernels import configs
-from mxcompile.lowering.kernels.configs import tiled_configs
+from mxcompile.lowering.chips.tiles import NO_ROW, Absent
+from mxcompile.lowering.kernels.configs import chosen, tiled_configs
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.lowering.templates import configs as choices
 from mxcompile.lowering.templates import scaled_grouped_mm_tiled, vendor
@@ -291,30 +291,31 @@ def test_scaled_mm_tiled(form, config, monkeypatch):
     assert ("setmaxnreg" in text) == config.warp_specialize
 
 
-TABLES = {
-    "quantize": (configs.QUANTIZE, NATIVE),
-    "fp4_cast": (configs.FP4_CAST, FP4),
-    "scaled_mm": (configs.SCALED_MM, NATIVE),
-    "scaled_mm_tiled": (configs.SCALED_MM_TILED, TENSOR_MEMORY),
-    "fused_quantize_mm": (configs.FUSED_QUANTIZE_MM, NATIVE),
-    "weight_only_mm": (configs.WEIGHT_ONLY_MM, GPUS),
+SERVED = {
+    "quantize": NATIVE,
+    "fp4_cast": FP4,
+    "scaled_mm": NATIVE,
+    "scaled_mm_tiled": TENSOR_MEMORY,
+    "fused_quantize_mm": NATIVE,
+    "weight_only_mm": GPUS,
 }
 
 
-@pytest.mark.parametrize("family", TABLES)
+@pytest.mark.parametrize("family", SERVED)
 def test_every_target_has_a_config_or_a_reason(family):
-    table, served = TABLES[family]
-    assert set(table) == set(GPUS)
-    for name, row in table.items():
-        assert isinstance(row, configs.Absent) == (name not in served)
+    for name in GPUS:
+        row = getattr(TARGETS[name].tiles, family)
+        assert row is not NO_ROW
+        assert isinstance(row, Absent) == (name not in SERVED[family])
 
 
 def test_a_chip_without_a_row_is_refused():
-    with pytest.raises(TargetError, match="weight_only_mm does not run on sm_75: the table has no row"):
-        configs.chosen(configs.WEIGHT_ONLY_MM, "weight_only_mm", Target(name="sm_75", device="cuda"))
+    chip = Target(name="sm_75", device="cuda")
+    with pytest.raises(TargetError, match="weight_only_mm does not run on sm_75: the chip has no tiles"):
+        chosen(chip.tiles.weight_only_mm, "weight_only_mm", chip)
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if name not in NATIVE])
 def test_absent_targets_say_why(name):
     with pytest.raises(TargetError, match=rf"scaled_mm does not run on {name}: \w+"):
-        configs.chosen(configs.SCALED_MM, "scaled_mm", TARGETS[name])
+        chosen(TARGETS[name].tiles.scaled_mm, "scaled_mm", TARGETS[name])

@@ -10,7 +10,7 @@ from helpers.rendered import compiled
 from torch._inductor import config
 
 from mxcompile import ops
-from mxcompile.lowering.kernels import configs
+from mxcompile.lowering.chips.shared import WEIGHT_ONLY
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import weight_only
 from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, most_rows
@@ -107,6 +107,6 @@ def test_words():
 
 
 def test_limits_are_the_tables():
-    assert most_rows(TARGETS["sm_90"], BF16) == configs.WEIGHT_ONLY_MM["sm_90"].dot_rows
-    assert most_rows(TARGETS["sm_90"], F32) == configs.WEIGHT_ONLY_MM["sm_90"].gemv_rows
+    assert most_rows(TARGETS["sm_90"], BF16) == WEIGHT_ONLY.dot_rows
+    assert most_rows(TARGETS["sm_90"], F32) == WEIGHT_ONLY.gemv_rows
     assert most_rows(TARGETS["cpu"], BF16) == 0

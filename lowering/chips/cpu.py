@@ -1,0 +1,19 @@
+"""A CPU: the one of this machine, and one of either kind."""
+
+from __future__ import annotations
+
+import torch
+
+from mxcompile.lowering.chips.target import Target
+from mxcompile.lowering.cpu.features import features
+
+
+def _cpu(name: str, chips: str, slow_dtypes: frozenset[torch.dtype]) -> Target:
+    return Target(name=name, device="cpu", chips=chips, stores_fp8=True, slow_dtypes=slow_dtypes)
+
+
+TARGETS = (
+    _cpu("cpu", "this machine's CPU", features().slow_dtypes),
+    _cpu("cpu_bf16", "a CPU, its products in BF16", frozenset()),
+    _cpu("cpu_fp32", "a CPU, its products in FP32", frozenset({torch.bfloat16, torch.float16})),
+)

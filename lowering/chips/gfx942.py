@@ -1,0 +1,49 @@
+"""MI300: FP8 products in the FNUZ types, MX products emulated."""
+
+from __future__ import annotations
+
+from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.shared import FP8_CAST, MAMF, UNKNOWN, WEIGHT_ONLY_AMD
+from mxcompile.lowering.chips.target import FP8_TILES, amd
+from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, ChipTiles
+
+TARGETS = (
+    amd(
+        "gfx942",
+        "MI300",
+        processors=304,
+        shared_kib=64,
+        fp8_tiles=FP8_TILES,
+        fp8_fnuz=True,
+        tiles=ChipTiles(
+            quantize=VALUES,
+            fp8_cast=FP8_CAST,
+            fp4_cast=NO_FP4,
+            scaled_mm=EMULATED,
+            scaled_mm_tiled=EMULATED,
+            fused_quantize_mm=EMULATED,
+            weight_only_mm=WEIGHT_ONLY_AMD,
+        ),
+        peak=peak(
+            "MI300X",
+            bf16_tflops=1307,
+            fp32_tflops=163.4,
+            bandwidth_gbs=5300,
+            memory_gb=192,
+            clock_ghz=2.1,
+            fp8_tflops=2615,
+        ),
+        peaks=dict.fromkeys(("mi300", "mi300x", "mi325x")),
+        rates={
+            **shares("aiter #335: norms 3.1 to 3.9 TB/s", memory=(0.58, 0.70, 0.80)),
+            **shares(f"{MAMF}: 668 TFLOPS at the best shape; gn-kernels 660", bf16=(0.44, 0.48, 0.52)),
+            **shares(
+                "gn-kernels: hipBLASLt 1,197 TFLOPS at the best shape; hipBLASLt #1721: 907 at 8192³ at 1"
+                " GHz; scales a row assumed to cost 0.02",
+                fp8_tensor=(0.36, 0.42, 0.46),
+                fp8_channel=(0.34, 0.40, 0.45),
+            ),
+            **shares(UNKNOWN, flash=(0.24, 0.33, 0.42), flash_backward=(0.16, 0.24, 0.32)),
+        },
+    ),
+)

@@ -1,0 +1,83 @@
+"""MI350: MX products, and packed FP4 under E8M0 scales."""
+
+from __future__ import annotations
+
+from mxcompile.formats import ScaleType
+from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.shared import (
+    FP4_CAST,
+    FP8_CAST,
+    FUSED_FEW,
+    MAMF,
+    QUANTIZE,
+    UNKNOWN,
+    WEIGHT_ONLY_AMD,
+)
+from mxcompile.lowering.chips.target import FP8_TILES, amd
+from mxcompile.lowering.chips.tiles import NO_TENSOR_MEMORY, ChipTiles, MatmulConfig, ScaledChoices
+
+_TILES = ChipTiles(
+    quantize=QUANTIZE,
+    fp8_cast=FP8_CAST,
+    fp4_cast=FP4_CAST,
+    scaled_mm=ScaledChoices(
+        many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        few=MatmulConfig(block_m=16, block_n=128, block_k=256, num_warps=4, num_stages=2),
+        few_rows=32,
+        swap_few=False,
+    ),
+    scaled_mm_tiled=NO_TENSOR_MEMORY,
+    fused_quantize_mm=ScaledChoices(
+        many=MatmulConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        few=MatmulConfig(block_m=16, block_n=128, block_k=128, num_warps=4, num_stages=2),
+        few_rows=32,
+        swap_few=False,
+    ),
+    weight_only_mm=WEIGHT_ONLY_AMD,
+    more_scaled_mm=(
+        MatmulConfig(block_m=256, block_n=128, block_k=128, num_warps=8, num_stages=2),
+        MatmulConfig(block_m=128, block_n=64, block_k=256, num_warps=8, num_stages=2),
+    ),
+    more_fused_few=(FUSED_FEW,),
+)
+
+TARGETS = (
+    amd(
+        "gfx950",
+        "MI350",
+        processors=256,
+        shared_kib=160,
+        mma="v_mfma_scale",
+        fp4_scales=frozenset({ScaleType.E8M0}),
+        fp8_tiles=FP8_TILES,
+        encodes_fp8=True,
+        decodes_fp8=True,
+        tiles=_TILES,
+        peak=peak(
+            "MI355X",
+            bf16_tflops=2516,
+            fp32_tflops=157.3,
+            bandwidth_gbs=8000,
+            memory_gb=288,
+            clock_ghz=2.4,
+            mxfp8_tflops=5033,
+            fp4_tflops=10066,
+        ),
+        peaks=dict.fromkeys(("mi350", "mi350x", "mi355x")),
+        rates={
+            **shares("torchao #4290: casts 4.4 to 4.5 TB/s", memory=(0.54, 0.58, 0.64)),
+            **shares(f"{MAMF}: 1,565 TFLOPS at the best shape", bf16=(0.50, 0.56, 0.62)),
+            **shares(
+                "pytorch #193527: FlyDSL 2,336 TFLOPS at 8192³, 0.47; Triton's own assumed to be slower",
+                own_mxfp8=(0.34, 0.40, 0.47),
+                mxfp8=(0.38, 0.44, 0.50),
+            ),
+            **shares(
+                "MSLK #379: dot_scaled of MXFP4 3,300 TFLOPS on a MI350X, 0.36 of its data sheet",
+                own_fp4=(0.28, 0.34, 0.42),
+            ),
+            **shares(UNKNOWN, fp8_tensor=(0.36, 0.44, 0.54), fp8_channel=(0.32, 0.40, 0.50)),
+            **shares(UNKNOWN, flash=(0.22, 0.30, 0.42), flash_backward=(0.14, 0.22, 0.32)),
+        },
+    ),
+)

@@ -1,0 +1,45 @@
+"""ChipTiles and rates that several chips share."""
+
+from __future__ import annotations
+
+from mxcompile.lowering.chips.tiles import (
+    FP4Tile,
+    FP8Choices,
+    MatmulConfig,
+    QuantizeChoices,
+    TileConfig,
+    WeightOnlyChoices,
+)
+
+MAMF = "stas00/ml-engineering, accelerator benchmarks"
+UNKNOWN = "assumed: no measurement of this chip"
+
+# 128 elements a thread: it then holds whole blocks of the columnwise copy, and fewer instructions go to
+# reductions between threads. Both copies need nearly every register there is for that.
+WIDE = TileConfig(block_m=32, block_n=512, num_warps=4)
+NARROW = TileConfig(block_m=32, block_n=256, num_warps=2)
+QUANTIZE = QuantizeChoices(rowwise=WIDE, columnwise=NARROW, both=NARROW)
+
+# 64 elements a thread; 128 spill where both copies have scales of their own
+FP8_CAST = FP8Choices(
+    amax=TileConfig(block_m=64, block_n=256, num_warps=4),
+    cast=TileConfig(block_m=64, block_n=128, num_warps=4),
+    blocks=TileConfig(block_m=128, block_n=128, num_warps=8),
+)
+FP4_CAST = FP4Tile(rows=64, columns=256, num_warps=4)
+FUSED_FEW = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=2)
+
+
+def weight_only(*stages: int) -> WeightOnlyChoices:
+    """Returns the tiles of products with stored weights. stages: of vectors and of matrices."""
+    gemv, dot = stages
+    return WeightOnlyChoices(
+        gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=gemv),
+        dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=dot),
+        packed_gemv=MatmulConfig(block_m=1, block_n=16, block_k=1024, num_warps=4, num_stages=gemv),
+        packed_dot=MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=dot),
+    )
+
+
+WEIGHT_ONLY = weight_only(3, 4)
+WEIGHT_ONLY_AMD = weight_only(2, 2)

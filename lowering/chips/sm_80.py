@@ -1,0 +1,43 @@
+"""A100: no FP8, MX products emulated in BF16."""
+
+from __future__ import annotations
+
+from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.shared import MAMF, WEIGHT_ONLY
+from mxcompile.lowering.chips.target import nvidia
+from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, Absent, ChipTiles
+
+TARGETS = (
+    nvidia(
+        80,
+        "A100",
+        processors=108,
+        shared_kib=163,
+        tiles=ChipTiles(
+            quantize=VALUES,
+            fp8_cast=Absent(reason="no FP8 GEMM to cast for"),
+            fp4_cast=NO_FP4,
+            scaled_mm=EMULATED,
+            scaled_mm_tiled=EMULATED,
+            fused_quantize_mm=EMULATED,
+            weight_only_mm=WEIGHT_ONLY,
+        ),
+        peak=peak(
+            "A100 80GB", bf16_tflops=312, fp32_tflops=19.5, bandwidth_gbs=2039, memory_gb=80, clock_ghz=1.41
+        ),
+        peaks={"a100": None},
+        rates={
+            **shares("Liger-Kernel's benchmarks, norms of 8,192 columns and more", memory=(0.72, 0.80, 0.84)),
+            **shares(
+                f"{MAMF}: 0.87 at the best shape; triton #3551: 0.77 to 0.83",
+                bf16=(0.74, 0.80, 0.87),
+                own_bf16=(0.70, 0.80, 0.88),
+            ),
+            **shares(
+                "FlashAttention-2, arXiv 2307.08691, causal, heads of 128",
+                flash=(0.54, 0.60, 0.65),
+                flash_backward=(0.44, 0.50, 0.56),
+            ),
+        },
+    ),
+)

@@ -1,0 +1,41 @@
+"""L40S, L4 and RTX 40: FP8 products of a library, MX products emulated."""
+
+from __future__ import annotations
+
+from mxcompile.lowering.chips.peak import peak, shares
+from mxcompile.lowering.chips.shared import FP8_CAST, WEIGHT_ONLY
+from mxcompile.lowering.chips.target import nvidia
+from mxcompile.lowering.chips.tiles import EMULATED, NO_FP4, VALUES, ChipTiles
+
+TARGETS = (
+    nvidia(
+        89,
+        "L4, L40S, RTX 40",
+        processors=142,
+        shared_kib=99,
+        tiles=ChipTiles(
+            quantize=VALUES,
+            fp8_cast=FP8_CAST,
+            fp4_cast=NO_FP4,
+            scaled_mm=EMULATED,
+            scaled_mm_tiled=EMULATED,
+            fused_quantize_mm=EMULATED,
+            weight_only_mm=WEIGHT_ONLY,
+        ),
+        peak=peak(
+            "L40S",
+            bf16_tflops=362,
+            fp32_tflops=91.6,
+            bandwidth_gbs=864,
+            memory_gb=48,
+            clock_ghz=2.49,
+            fp8_tflops=733,
+        ),
+        peaks=dict.fromkeys(("l4", "l40", "l40s", "rtx4090")),
+        rates=shares(
+            "pytorch #192799: 86 TFLOPS forward, 24 to 28 both ways over a mix of shapes",
+            flash=(0.24, 0.42, 0.60),
+            flash_backward=(0.08, 0.25, 0.45),
+        ),
+    ),
+)
