@@ -48,6 +48,7 @@ NAMES = (
     "linalg.matrix_norm",
     "linalg.matrix_power",
     "linalg.multi_dot",
+    "linalg.norm",
     "linalg.norm.subgradients_at_zero",
     "linalg.pinv",
     "linalg.pinv.hermitian",
@@ -167,6 +168,26 @@ def test_operators_of_pytorch(name: str):
         check(function, given, expected)
         count += 1
     assert count
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_operators_without_a_product_are_left_out():
+    known = operators()
+    assert set(NAMES) <= set(known)
+    for name in known.keys() - set(NAMES):
+        assert not [*_products(known[name])], name
+
+
+def _products(operator: Any) -> Iterator[str]:
+    """The products that the samples of `operator` run."""
+    try:
+        for function, given in samples(operator):
+            with Products() as products:
+                call(function, given)
+            yield from products.seen
+    except Exception:  # a sample that raises, as some do to be caught
+        return
 
 
 SHAPES = {
