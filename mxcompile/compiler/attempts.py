@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mxcompile.compiler.checks import check_call, tell_left
+from mxcompile.compiler.checks import check_call, check_modules, tell_left
 from mxcompile.compiler.exporting import innermost
 from mxcompile.compiler.frames import TORCH, Frame, Running, frames
 from mxcompile.compiler.options import Options
-from mxcompile.models.names import user_path
+from mxcompile.compiler.runs import Runs
+from mxcompile.models.tree import path_in
+from mxcompile.models.wrappers import users_own
 from mxcompile.report import REGISTRY
 
 _WRAPPER, _WRAPPER_FILE = "compile_wrapper", "_dynamo/eval_frame.py"
@@ -52,10 +54,11 @@ def watch_attempts(options_of: Callable[[Any, Mapping[str, Any]], Options | None
         options = options_of(backend, keywords)
         if options is not None:
             is_error = compiling.get("one_graph") or torch._dynamo.config.fail_on_recompile_limit_hit
-            attempt = _Attempt.of(compiling["code"], compile_id.frame_id, getattr(backend, "root", None))
-            if exceeded and not is_error:
-                attempt.tell_limit(f"{limit} ({getattr(torch._dynamo.config, limit)})", options)
-            _look_at_end(attempt, options, is_past_limit=exceeded)
+            reached = f"{limit} ({getattr(torch._dynamo.config, limit)})" if exceeded and not is_error else ""
+            root = getattr(backend, "root", None)
+            attempt = _Attempt.of(compiling["code"], compile_id.frame_id, root, reached)
+            attempt.tell_limit(options)
+            _look_at_end(attempt, options)
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[attr-defined]
@@ -66,8 +69,9 @@ class _Attempt:
     """An attempt of Dynamo to compile a frame.
 
     code: of the frame. frame_id: Dynamo's number of the frame. num_codes: how many compiled codes it had.
-    root: the model, if any. path: of the module in it whose method this is. call: of `root`, which is going
-    on.
+    root: the model, if any. path: of the module in it whose method this is. is_resumed: whether it is only
+    what follows a graph break. call: of `root`, which is going on. limit: of Dynamo that the frame has
+    reached, "" if none.
     """
 
     code: CodeType
@@ -75,21 +79,24 @@ class _Attempt:
     num_codes: int
     root: nn.Module | None
     path: str | None
+    is_resumed: bool
     call: Running | None
+    limit: str
 
     @classmethod
-    def of(cls, code: CodeType, frame_id: int, known: nn.Module | None) -> _Attempt:
+    def of(cls, code: CodeType, frame_id: int, known: nn.Module | None, limit: str) -> _Attempt:
         """The attempt that is going on. known: the model, if the user has named it."""
         frame = Frame.of()
-        root, own = frame.root(known), frame.locals.get("self")
-        modules = () if root is None else root.named_modules()
+        root = frame.root(known)
         return cls(
             code=code,
             frame_id=frame_id,
             num_codes=_num_codes(code),
             root=root,
-            path=next((user_path(raw) for raw, module in modules if module is own), None),
+            path=None if root is None else path_in(root, frame.locals.get("self")),
+            is_resumed=frame.is_resumed,
             call=None if root is None else frame.call_of(root),
+            limit=limit,
         )
 
     @property
@@ -104,18 +111,24 @@ class _Attempt:
             return type(self.root).__name__
         return f"{self.code.co_qualname} ({file}:{self.code.co_firstlineno})"
 
-    def tell_limit(self, limit: str, options: Options) -> None:
-        """Say that calls which the compiled codes of the frame are not for run as Python."""
-        message = f"{limit} reached by {self._where}: calls of other kinds run outside of compiled code"
-        tell_left(message, options, root=self.root, frame=self.frame_id, path=self.path)
+    def tell_limit(self, options: Options) -> None:
+        """Say, past a limit, that calls which the compiled codes of the frame are not for run as Python."""
+        message = f"{self.limit} reached by {self._where}: calls of other kinds run outside of compiled code"
+        if self.limit:
+            tell_left(message, options, root=self.root, frame=self.frame_id, path=self.path)
 
-    def tell_failure(self, options: Options) -> None:
-        """Say that the frame, if it was compiled before, runs as Python from now on."""
+    def tell_failure(self, options: Options) -> bool:
+        """Say that the frame, if it was compiled before, runs as Python from now on.
+
+        Returns whether that is said, here or before.
+        """
+        if self.limit:
+            return True
         message = (
             f"Dynamo left {self._where} to Python in a call that it could not compile (see"
             " TORCH_LOGS=graph_breaks): since then its calls run outside of compiled code"
         )
-        tell_left(message, options, root=self.root, frame=self.frame_id)
+        return tell_left(message, options, root=self.root, frame=self.frame_id)
 
 
 def _num_codes(code: CodeType) -> int:
@@ -123,26 +136,39 @@ def _num_codes(code: CodeType) -> int:
 
 
 class _End:
-    """Called at the end of a call in which Dynamo tries to compile frames. is_whole: of a call of `root`."""
+    """Called at the end of a call in which Dynamo tries to compile frames.
 
-    def __init__(self, root: nn.Module | None, call: Running | None, options: Options) -> None:
+    root: the model. call: of `root`; the last part of it if `is_whole`, else of a part of `root`.
+    """
+
+    def __init__(
+        self, root: nn.Module | None, call: Running | None, options: Options, *, is_whole: bool
+    ) -> None:
         self.root = root
         self.attempts: list[_Attempt] = []
         self._call = call
         self._options = options
+        self._is_whole = is_whole
+        self._runs = Runs()
 
     def __call__(self) -> None:
+        self._runs.close()
         if sys.exc_info()[0] is not None:  # the call has failed
             return
+        root, call, options = self.root, self._call, self._options
         failed = [attempt for attempt in self.attempts if attempt.has_failed]
-        for attempt in failed:
-            attempt.tell_failure(self._options)
-        root, call = self.root, self._call
-        if root is not None and call is not None and (failed or REGISTRY.knows(root, self._options.group)):
-            check_call(root, self._options, call.args, call.kwargs)
+        told = [attempt.tell_failure(options) for attempt in failed]
+        if root is None or call is None:
+            return
+        if self._is_whole and (failed or REGISTRY.knows(root, options.group)):
+            check_call(root, options, call.args, call.kwargs)
+        if not any(told):
+            starts = [attempt.path for attempt in self.attempts if not attempt.is_resumed]
+            modules = [path for path in starts if path is not None]
+            check_modules(root, options, call.args, call.kwargs, modules, self._runs.layers)
 
 
-def _look_at_end(attempt: _Attempt, options: Options, *, is_past_limit: bool) -> None:
+def _look_at_end(attempt: _Attempt, options: Options) -> None:
     """Look at `attempt` once the call is over that it belongs to."""
     wrapper, is_whole = _wrapper(attempt.root)
     endings = None if wrapper is None else wrapper.f_locals.get("cleanups")
@@ -150,9 +176,8 @@ def _look_at_end(attempt: _Attempt, options: Options, *, is_past_limit: bool) ->
         return
     end = next((end for end in endings if isinstance(end, _End) and end.root is attempt.root), None)
     if end is None:
-        endings.append(end := _End(attempt.root, attempt.call if is_whole else None, options))
-    if not is_past_limit:
-        end.attempts.append(attempt)
+        endings.append(end := _End(attempt.root, attempt.call, options, is_whole=is_whole))
+    end.attempts.append(attempt)
 
 
 def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
@@ -176,4 +201,5 @@ def _wrapper(root: nn.Module | None) -> tuple[FrameType | None, bool]:
 def _is_call_of(root: nn.Module | None, frame: FrameType | None) -> bool:
     if root is None or frame is None or frame.f_code.co_name != "_call_impl":
         return False
-    return frame.f_locals.get("self") is root
+    module = frame.f_locals.get("self")  # torch calls its own modules by the wrapper of torch.compile alone
+    return isinstance(module, nn.Module) and users_own(module) is root

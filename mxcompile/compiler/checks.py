@@ -104,7 +104,6 @@ def check_call(
         return
     if plan is not None:
         device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-        REGISTRY.plan(root, options.group, plan.records(options.policy))
         REGISTRY.open(
             object(),
             Ledger(
@@ -115,6 +114,7 @@ def check_call(
                 model=root,
             ),
         )
+        REGISTRY.plan(root, options.group, plan.records(options.policy))
     named = [part for part in parts if part]
     most = f"does not call {_listed(named)} as modules, or " if named else ""
     _tell(
@@ -124,13 +124,40 @@ def check_call(
     )
 
 
+def check_modules(
+    root: nn.Module,
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[str],
+    ran: set[str],
+) -> None:
+    """Say which layers a call ran outside of compiled code, although they are compiled for other calls.
+
+    args, kwargs: of the call of `root`. modules: paths of modules that are compiled for the call, which have
+    run. ran: the layers that compiled code has computed. Strict mode raises `UnsupportedError`.
+    """
+    plan = known_plan(root)
+    if plan is None:
+        return
+    pending = {gemm.name for gemm in REGISTRY.pending(root, options.group) if gemm.gemm == Gemm.FPROP}
+    expected = {tag.name for tag in _quantized(plan, options) if _is_in(tag.name, modules)}
+    missing = expected - ran - pending
+    missing &= (layers_of_call(root, args, kwargs) or set()) if missing else set()
+    if missing:
+        names = spelled([layer for layer in plan.layers if layer.name in missing])
+        message = f"a call ran these outside of compiled code, as others do not {_SEE}: {names}"
+        _tell(message, options)
+        REGISTRY.note(message, options.group, model=root, frame=None)
+
+
 def tell_left(
     message: str, options: Options, *, root: nn.Module | None, frame: int, path: str | None = None
-) -> None:
+) -> bool:
     """Say `message`, on a frame that runs as Python from now on, in the report and a warning, or raise it.
 
     frame: Dynamo's number. path: of the module of `root` whose method it is, if it runs what that calls too.
-    Nothing is said of a frame without products that are to be quantized.
+    Nothing is said of a frame without products that are to be quantized. Returns whether something is.
     """
     parts = REGISTRY.parts(options.group, frame=frame)
     gemms = [gemm for part in parts for gemm in part.gemms]
@@ -139,9 +166,11 @@ def tell_left(
         known = REGISTRY.parts(options.group, model=root) if is_cut else ()
         own = (gemm for part in known for gemm in part.gemms)
         gemms = [gemm for gemm in own if _is_in(gemm.name, [path])]
-    if any(is_quantized(gemm.precision) for gemm in gemms):
+    is_told = any(is_quantized(gemm.precision) for gemm in gemms)
+    if is_told:
         _tell(message, options)
         REGISTRY.note(message, options.group, model=root, frame=frame)
+    return is_told
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -106,6 +106,11 @@ class Frame:
         return next((one for one in reversed(self.running) if users_own(one.module) is root), None)
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether the frame is only what follows a graph break."""
+        return _AFTER in self.parts
+
+    @property
     def is_stage(self) -> bool:
         """Whether the model is but a stage of a pipeline."""
         return STAGE in self.parts

@@ -39,6 +39,11 @@ class Places:
         if root is not None:
             _PLACES.setdefault(root, WeakSet()).add(self)
 
+    @property
+    def part(self) -> Part:
+        """The part as far as it is known."""
+        return self._part or Part()
+
     def put(self, part: Part) -> None:
         """Make what is known so far known to the process."""
         self._part = part

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.places import Places
 from mxcompile.models.holders import Holders
-from mxcompile.models.names import user_path
+from mxcompile.models.names import joined, user_path
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class, users_own
 
@@ -32,26 +33,53 @@ def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
     """`compiled`, of the graph of `capture`; `places` is told what it runs for."""
     if capture.root is None:
         return compiled
-    own = {user_path(raw) for raw, _ in capture.root.named_parameters(remove_duplicate=False)}
-    position = next((index for index, given in enumerate(capture.inputs) if given.path in own), None)
-    if position is None:
+    modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
+    number = Counter(id(own) for module in modules for own in module._parameters.values())
+    holders = {user_path(raw): number[id(own)] for raw, own in named}
+    own = [index for index, given in enumerate(capture.inputs) if given.path in holders]
+    position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
+    if position is None and not places.part.gemms:
         return compiled
-    return _Noted(compiled, capture.root, capture.tree.modules[capture.prefix], position, places)
+    is_shared = position is not None and holders[capture.inputs[position].path] > 1
+    return Noted(compiled, capture, position, places, is_shared=is_shared)
 
 
-class _Noted:
-    """Compiled code of `module` in `root`, which knows what it has run for.
+class Runs:
+    """The layers that compiled code computes from now on, by name, until `close`."""
 
-    position: of a parameter among its inputs.
+    def __init__(self) -> None:
+        self.layers: set[str] = set()
+        _OPEN.append(self)
+
+    def close(self) -> None:
+        """Take no more layers."""
+        _OPEN.remove(self)
+
+
+_OPEN: list[Runs] = []
+
+
+class Noted:
+    """Compiled code of the graph of `capture`, which knows what it has run for.
+
+    position: of a parameter among its inputs, None if it has none. is_shared: whether several modules hold
+    it, so that it does not tell them apart.
     """
 
     def __init__(
-        self, compiled: Compiled, root: nn.Module, module: nn.Module, position: int, places: Places
+        self, compiled: Compiled, capture: Capture, position: int | None, places: Places, *, is_shared: bool
     ) -> None:
+        root, prefix = capture.root, capture.prefix
+        assert root is not None
         self._compiled = compiled
         self._position = position
+        self._is_shared = is_shared
+        self._name = (
+            "" if position is None else capture.inputs[position].path.removeprefix(prefix).lstrip(".")
+        )
         self._places = places
-        self._part = plain_class(module)
+        self._prefix = prefix
+        self._part = plain_class(capture.tree.modules[prefix])
         self._root = weakref.ref(root)
         self._kind = plain_class(root)
         self._sizes = _sizes(root)
@@ -59,22 +87,57 @@ class _Noted:
         self._models = {self._root}
 
     def __call__(self, *args: Any) -> Any:
-        parameter = args[self._position]
-        if isinstance(parameter, nn.Parameter) and self._holders.holder(parameter) is None:
-            self._meet(parameter)
+        """Run the code."""
+        self.look(args)
         return self._compiled(*args)
+
+    def look(self, args: Sequence[Any]) -> None:
+        """Note a run of the code, or of other code of the same graph, with `args`."""
+        given = None if self._position is None else args[self._position]
+        parameter = given if isinstance(given, nn.Parameter) else None
+        if parameter is not None and self._holders.holder(parameter) is None:
+            self._meet(parameter)
+        if _OPEN:
+            layers = self._layers(parameter)
+            for runs in _OPEN:
+                runs.layers |= layers
+
+    def _layers(self, parameter: nn.Parameter | None) -> set[str]:
+        """The layers that the module which runs the code, with `parameter`, has in it."""
+        callers = [users_own(module) for module in running()]
+        models = dict.fromkeys([self._root(), *reversed(callers)])
+        alike = (model for model in models if model is not None and plain_class(model) is self._kind)
+        paths = (self._path_in(model, parameter) for model in alike)
+        path, prefix = next((path for path in paths if path is not None), self._prefix), self._prefix
+        names = {gemm.name for gemm in self._places.part.gemms}
+        return names if path == prefix else {path + name.removeprefix(prefix) for name in names}
+
+    def _path_in(self, model: nn.Module, parameter: nn.Parameter | None) -> str | None:
+        """The path in `model` of the module that runs the code with `parameter`; None if it is not known."""
+        alike = (module for module in running() if plain_class(module) is self._part)
+        own = next((each for each in alike if parameter is None or self._is_in(each, parameter)), None)
+        path = path_in(model, own)
+        if path is not None or parameter is None or (holder := self._holders.holder(parameter)) is None:
+            return path
+        module, name = holder  # no call is going on of a module that Dynamo has inlined
+        path = joined(path_in(model, module) or "", name)
+        return path.removesuffix(self._name).rstrip(".") if path.endswith(self._name) else None
+
+    def _is_in(self, module: nn.Module, parameter: nn.Parameter) -> bool:
+        """Whether `module` has `parameter` where the graph's own module has its."""
+        named = module.named_parameters(remove_duplicate=False)
+        return any(each is parameter and user_path(raw) == self._name for raw, each in named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._compiled, name)  # how torch serializes it
 
-    def _meet(self, parameter: Tensor) -> None:
+    def _meet(self, parameter: nn.Parameter) -> None:
         """Find the model that `parameter` belongs to, and have it adopt the code if it is another one."""
         root = self._root()
         if root is not None and self._owns(root, parameter):
-            own = next((module for module in running() if plain_class(module) is self._part), None)
-            self._places.note(path_in(root, own))
+            self._places.note(None if self._is_shared else self._path_in(root, parameter))
             return
         callers = [users_own(module) for module in running()]
         owners = [each for each in callers if each is not root and self._owns(each, parameter)]

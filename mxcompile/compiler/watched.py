@@ -24,6 +24,7 @@ from mxcompile.compiler.capture import Capture
 from mxcompile.compiler.compilation import Compilation
 from mxcompile.compiler.frames import running
 from mxcompile.compiler.options import Options
+from mxcompile.compiler.runs import Noted
 from mxcompile.models.tree import path_in
 from mxcompile.models.wrappers import plain_class
 from mxcompile.rules import layers_of
@@ -135,6 +136,8 @@ class _Watched:
         call = self._recorder.begin(self._compiled, self._running, id(self))
         if call is None:
             return self._code(*args)
+        if call.is_sampled and isinstance(self._code, Noted):
+            self._code.look(args)
         with calls.forward(call):
             results = (self._sampled if call.is_sampled else self._code)(*args)
         if not call.is_repeated:

@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from mxcompile.models.names import Stored
 from mxcompile.models.tree import held
 
-_KEY = "mx_differentiated"
+_KEY, _CUSTOM = "mx_differentiated", "custom"
+"""The key in the metadata that torch copies to nodes as they are."""
 _FUNCTION, _CHECKPOINT = "torch/autograd/function.py", "torch/utils/checkpoint.py"
 
 
@@ -82,7 +83,7 @@ def record(
     for node, path in zip(placeholders, state, strict=False):
         node.meta["desc"] = Stored(target=path, others=tuple(paths[id(state[path])][1:]))
     for node, value in zip(placeholders, [*state.values(), *(given[at] for at in places)], strict=True):
-        node.meta["custom"] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
+        node.meta[_CUSTOM] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
     return graph
 
 
@@ -90,7 +91,7 @@ def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
     """Returns for each node of a recorded `graph` whether a backward computes the gradient of its value."""
     by: dict[fx.Node, Differentiated] = {}
     for node in graph.nodes:
-        by[node] = (node.meta.get("custom") or {}).get(_KEY, Differentiated.NO)
+        by[node] = node.meta.get(_CUSTOM, {}).get(_KEY, Differentiated.NO)
         if by[node] in (Differentiated.BY_FUNCTION, Differentiated.AGAIN):  # autograd has not been asked
             needed = any(by[given] is not Differentiated.NO for given in node.all_input_nodes)
             by[node] = by[node] if needed else Differentiated.NO
@@ -114,13 +115,14 @@ class _Gradients(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, meta, noted = kwargs or {}, traceback.current_meta, "custom"  # what torch copies to nodes
-        before = meta.get(noted, {})
-        meta[noted] = {**before, _KEY: _autograd_of(func, args, kwargs)}
+        kwargs, meta = kwargs or {}, traceback.current_meta
+        before = {_CUSTOM: meta[_CUSTOM]} if _CUSTOM in meta else {}
+        meta[_CUSTOM] = {**before.get(_CUSTOM, {}), _KEY: _autograd_of(func, args, kwargs)}
         try:
             return func(*args, **kwargs)
         finally:
-            meta[noted] = before
+            del meta[_CUSTOM]
+            meta.update(before)
 
 
 def _autograd_of(func: Any, args: Any, kwargs: Any) -> Differentiated:

@@ -30,8 +30,7 @@ class Ledger:
 
     group: equal for frames compiled with equal options. model: that the frame is a part of, if known; frames
     of one model and group make one report. frame: equal for compiles of the same code; set by the registry.
-    path: with the rank for ``{rank}``, None where another rank writes it. notes: warnings beside those of the
-    parts.
+    path: with the rank for ``{rank}``, None where another rank writes it.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Ledger:
         self.model = None if model is None else _reference(model)
         self.frame: object = None
         self.parts: list[Part] = []
-        self.notes: dict[str, None] = {}
 
     def of(self, model: nn.Module) -> Ledger:
         """One of the same compile for `model`, without parts."""
@@ -73,6 +71,7 @@ class Registry:
         self._ledgers: dict[object, Ledger] = {}
         self._planned: dict[tuple[weakref.ref[nn.Module], str], tuple[GemmRecord, ...]] = {}
         self._plan_notes: dict[tuple[weakref.ref[nn.Module], str], str] = {}
+        self._notes: dict[tuple[object, str], dict[str, None]] = {}
         self._failing: set[Path] = set()
         self._lock = threading.RLock()
 
@@ -91,15 +90,13 @@ class Registry:
         with self._lock:
             self._planned[_reference(model), group] = tuple(gemms)
             self._plan_notes[_reference(model), group] = note
+            self._rewrite(self._same(group, model=model))
 
     def note(self, text: str, group: str, *, model: nn.Module | None, frame: object) -> None:
         """Put the warning `text` into the report of `model` or, if that is None, of the code `frame`."""
         with self._lock:
-            same = self._same(group, model=model, frame=frame)
-            if same and not any(text in ledger.notes for ledger in same):
-                same[-1].notes[text] = None
-                if same[-1].path is not None:
-                    self._write(same[-1].path)
+            self._notes.setdefault((frame if model is None else _reference(model), group), {})[text] = None
+            self._rewrite(self._same(group, model=model, frame=frame))
 
     def parts(self, group: str, *, model: nn.Module | None = None, frame: object = None) -> list[Part]:
         """Returns what was compiled of `model` or, if that is None, of the code `frame`.
@@ -126,9 +123,13 @@ class Registry:
                 return index
             else:
                 ledger.parts[index] = part
-            if ledger.path is not None:
-                self._write(ledger.path)
+            self._rewrite([ledger])
             return index
+
+    def _rewrite(self, ledgers: Sequence[Ledger]) -> None:
+        for path in {ledger.path for ledger in ledgers}:
+            if path is not None:
+                self._write(path)
 
     def _write(self, path: Path) -> None:
         """Write all that was compiled with the report file `path` to it, or warn."""
@@ -148,7 +149,8 @@ class Registry:
         plans = [(ledger.model, ledger.group) for ledger in ledgers if ledger.model is not None]
         planned = dict.fromkeys(gemm for key in plans for gemm in self._planned.get(key, ()))
         notes = dict.fromkeys(self._plan_notes.get(key, "") for key in plans)
-        notes |= {note: None for ledger in ledgers for note in ledger.notes}
+        for ledger in ledgers:
+            notes |= self._notes.get((ledger.model or ledger.frame, ledger.group), {})
         return Report.of(
             latest([(ledger.frame, ledger.parts) for ledger in ledgers]),
             target=last.target,
@@ -188,6 +190,7 @@ class Registry:
         """Forget all reports."""
         with self._lock:
             self._ledgers.clear()
+            self._notes.clear()
             self._planned = {key: gemms for key, gemms in self._planned.items() if key[0]() is not None}
             self._plan_notes = {key: self._plan_notes[key] for key in self._planned}
             self._failing.clear()

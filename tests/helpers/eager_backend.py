@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+import mxcompile.compiler.backend  # noqa: F401  watches what Dynamo leaves to Python
 from mxcompile.compiler import histories, sharing
 from mxcompile.compiler.capture import captured
 from mxcompile.compiler.checks import check_plan

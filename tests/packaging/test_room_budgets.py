@@ -26,7 +26,7 @@ BUDGETS = {
     "mxcompile/analysis/tune": 800,
     "mxcompile/checkpoint": 1_870,
     "mxcompile/cli": 1_580,
-    "mxcompile/compiler": 4_080,
+    "mxcompile/compiler": 4_210,
     "mxcompile/distributed": 590,
     "mxcompile/formats": 1_440,
     "mxcompile/graph": 1_500,

@@ -1,0 +1,279 @@
+"""Products that Dynamo leaves to Python are in the report with the cause, and an error in strict mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from test_gradients import Multiply
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from ways import Call, front_door, report_of_all, whole
+
+import mxcompile
+from mxcompile.errors import UnsupportedError
+from mxcompile.report.record import NOT_COMPILED
+
+WIDTH = 8
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+OUTSIDE = "ran outside of compiled code"
+
+pytestmark = pytest.mark.usefixtures("said")
+
+
+def batch(rows: int = 4) -> Tensor:
+    return torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH)
+
+
+def step(call: Call, *inputs: Any) -> None:
+    call(*inputs).square().mean().backward()
+
+
+def pending() -> set[tuple[str, str]]:
+    """Name and GEMM of each record without compiled code."""
+    return {(gemm.name, gemm.gemm) for gemm in report_of_all().gemms if gemm.kernel == NOT_COMPILED}
+
+
+def raised(model: nn.Module, *inputs: Any, way: Any = whole, train: bool = False) -> str:
+    """Returns the message of the error that strict mode raises for a call of `model`."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    call = way(model, policy=POLICY, strict=True)
+    with torch.set_grad_enabled(train), pytest.raises(UnsupportedError) as error:
+        call(*inputs)
+    return str(error.value)
+
+
+class WithJvp(Multiply):
+    """Dynamo leaves a Function with a `jvp` to Python, and compiles its forward alone."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class DisabledBackward(Multiply):
+    backward = staticmethod(torch._dynamo.disable(Multiply.backward))
+
+
+class Around(nn.Module):
+    """A product of an autograd.Function between two layers."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.own = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.first(x), self.own.weight).relu())
+
+
+class Alone(Around):
+    """Nothing but the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.own.weight)
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("function", [WithJvp, DisabledBackward])
+def test_own_backward_left_to_python_is_in_the_report(function: Any, way: Any, said: Any):
+    step(way(Around(function), policy=POLICY), batch())
+    assert pending() == {("own", "dgrad"), ("own", "wgrad")}
+    products = {("first", 2), ("own", 3), ("last", 3)}
+    sizes = {"first": WIDTH, "own": 2 * WIDTH, "last": 2 * WIDTH}
+    flops = {name: number * sizes[name] for name, number in products}
+    assert report_of_all().summary.flop_share == pytest.approx(1 - 2 * sizes["own"] / sum(flops.values()))
+    assert any("own (dgrad, wgrad)" in warning for warning in report_of_all().summary.warnings)
+    assert [message.endswith(": own") for message in said()] == [True]
+    assert "gradients" in raised(Around(function), batch(), way=way, train=True)
+
+
+def test_backward_of_a_function_alone_raises_under_strict():
+    assert "gradients of these, but no compiled graph has them" in raised(Alone(WithJvp), batch(), train=True)
+    raised_without = whole(Alone(WithJvp), policy=POLICY, strict=True)
+    with torch.no_grad():
+        raised_without(batch())  # there is no backward
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_training_after_a_call_without_gradients_has_its_backward(first: Any):
+    call = whole(Around(WithJvp), policy=POLICY)
+    with first():
+        call(batch())
+    assert pending() == set()
+    step(call, batch())
+    assert pending() == {("own", "dgrad"), ("own", "wgrad")}
+
+
+class Teacher(Around):
+    """Its first layer runs without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.own(self.first(x))
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+class Again(Around):
+    """Its layers run in reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(Multiply)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize(("make", "way"), [(lambda: Teacher(Multiply), whole), (Again, front_door)])
+def test_backwards_that_are_compiled_or_do_not_run_are_no_error(make: Any, way: Any, said: Any):
+    step(way(make(), policy=POLICY, strict=True), batch())
+    assert pending() == set()
+    assert said() == []
+
+
+class Tail(nn.Module):
+    """Its last layer is in code that Dynamo does not compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    @torch._dynamo.disable
+    def tail(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(x))
+
+
+def in_place(model: nn.Module, **options: Any) -> Call:
+    model.compile(backend=EagerBackend(**options))
+    return model
+
+
+def forward_alone(model: nn.Module, **options: Any) -> Call:
+    model.forward = torch.compile(model.forward, backend=EagerBackend(**options))
+    return model
+
+
+@pytest.mark.parametrize("way", [whole, in_place, forward_alone], ids=lambda way: way.__name__)
+def test_layers_that_ran_outside_raise_without_a_backward(way: Any, said: Any):
+    with torch.no_grad():
+        way(Tail(), policy=POLICY)(batch())
+    assert pending() == {("head", "fprop")}
+    assert len(said()) == 1
+    assert said()[0].endswith(": head")
+    assert OUTSIDE in said()[0]
+    assert OUTSIDE in raised(Tail(), batch(), way=way)
+
+
+class Modes(nn.Module):
+    """A layer that Dynamo compiles in one mode, and whose frame it gives up in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, steps: int = 0) -> Tensor:
+        for _ in range(steps):
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+def test_nothing_compiled_is_said_and_raises(said: Any, tmp_path: Path):
+    with torch.no_grad():
+        whole(Modes(), policy=POLICY, report=tmp_path / "report.txt")(batch(), 2)
+    assert NOT_COMPILED in (tmp_path / "report.txt").read_text()
+    assert pending() == {("layer", "fprop")}
+    assert report_of_all().summary.flop_share == 0
+    assert [message.startswith("nothing of Modes was compiled") for message in said()] == [True]
+    assert "nothing of Modes was compiled" in raised(Modes(), batch(), 2)
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_frame_given_up_later_is_in_the_report(way: Any, said: Any):
+    call = way(Modes(), policy=POLICY)
+    with torch.no_grad():
+        call(batch())
+        assert report_of_all().summary.warnings == ()
+        call(batch(), 2)
+    (warning,) = report_of_all().summary.warnings
+    assert "left Modes.forward" in warning
+    assert warning in said()
+    torch._dynamo.reset()
+    strict = way(Modes(), policy=POLICY, strict=True)
+    with torch.no_grad():
+        strict(batch())
+        with pytest.raises(UnsupportedError, match=r"left Modes\.forward"):
+            strict(batch(), 2)
+
+
+class Debugged(nn.Module):
+    """A flag sends one of its layers where Dynamo compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    @torch._dynamo.disable
+    def traced(self, x: Tensor) -> Tensor:
+        return self.layers[1](x)
+
+    def forward(self, x: Tensor, debug: bool = False) -> Tensor:
+        x = self.layers[0](x)
+        x = self.traced(x) if debug else self.layers[1](x)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_layer_that_another_call_runs_outside_is_in_the_report(way: Any, said: Any):
+    call = way(Debugged(), policy=POLICY)
+    with torch.no_grad():
+        call(batch())
+        assert report_of_all().summary.warnings == ()
+        call(batch(), debug=True)
+        call(batch(), debug=True)
+    (warning,) = report_of_all().summary.warnings
+    assert warning.endswith(": layers.1")
+    assert said() == [warning]
+    torch._dynamo.reset()
+    strict = way(Debugged(), policy=POLICY, strict=True)
+    with torch.no_grad():
+        strict(batch())
+        with pytest.raises(UnsupportedError, match=r"outside of compiled code.*layers\.1"):
+            strict(batch(), debug=True)
+
+
+class Broken(nn.Module):
+    """A graph break that no layer shares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_graph_break_in_a_container_of_torch_raises():
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Broken(), nn.Linear(WIDTH, WIDTH))
+    assert "nothing of Sequential was compiled" in raised(layers, batch())
+
+
+class FailingBackend(EagerBackend):
+    def __call__(self, *_: Any) -> Any:
+        raise RuntimeError
+
+
+def test_suppressed_errors_of_a_backend_raise():
+    call = torch.compile(nn.Linear(WIDTH, WIDTH), backend=FailingBackend(policy=POLICY, strict=True))
+    with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(UnsupportedError, match="nothing"):
+        call(batch())

@@ -1,0 +1,135 @@
+"""A layer that a call does not run is told from one that runs outside of compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_left_to_python import OUTSIDE, POLICY, WIDTH, batch, pending, step
+from torch import Tensor, nn
+from ways import front_door, whole
+
+pytestmark = pytest.mark.usefixtures("said")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Dropping(nn.Module):
+    """LayerDrop: a call runs the layers in `kept`, with a graph break behind each if `broken`."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.broken = broken
+
+    def forward(self, x: Tensor, kept: tuple[int, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number in kept:
+                x = layer(x)
+                if self.broken:
+                    torch._dynamo.graph_break()
+        return x
+
+
+class Random(Dropping):
+    """What is left out follows from random numbers, which no plan knows."""
+
+    def forward(self, x: Tensor, kept: tuple[int, ...]) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if torch.rand([]) + 2 * (number not in kept) > 1.5:
+                continue
+            x = layer(x)
+        return x
+
+
+DROPS = {
+    "front door": (Dropping, front_door),
+    "whole": (Dropping, whole),
+    "whole, broken": (lambda: Dropping(broken=True), whole),
+    "random": (Random, front_door),
+}
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_layer_that_did_not_run_is_not_said_to_have_run(drop: str, said: Any):
+    make, way = DROPS[drop]
+    call = way(make(), policy=POLICY, strict=True)
+    for kept in ((0, 1, 2, 4, 5), (0, 2, 3, 4, 5)):
+        step(call, batch(), kept)
+    assert said() == []
+    layers = {name.rpartition(".")[0] for name, _ in pending()}
+    assert layers <= {"layers.3", "layers.1"}, "the other layers have run in compiled code"
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_calls_of_other_sizes_that_are_compiled_again_are_no_error(way: Any, said: Any):
+    call = way(Dropping(broken=True), policy=POLICY, strict=True)
+    for rows, kept in ((4, (0, 1, 2)), (6, (0, 1, 2)), (9, (0, 2)), (1, (0, 1, 2, 3))):
+        step(call, batch(rows), kept)
+    assert said() == []
+
+
+class DroppingTail(Dropping):
+    """The code that picks layers runs the last one by a method that is not compiled."""
+
+    @torch._dynamo.disable
+    def tail(self, x: Tensor) -> Tensor:
+        return self.layers[5].forward(x)
+
+    def forward(self, x: Tensor, kept: tuple[int, ...]) -> Tensor:
+        return self.tail(super().forward(x, kept))
+
+
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_layer_that_ran_outside_is_told_from_one_that_did_not_run(way: Any, said: Any):
+    with torch.no_grad():
+        way(DroppingTail(), policy=POLICY)(batch(), (0, 1))
+    (message,) = said()
+    assert OUTSIDE in message
+    assert message.endswith(": layers.5.up, layers.5.down")
+
+
+class CutBlock(nn.Module):
+    """Dynamo compiles its first layer, and the second one by another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+class CutBlocks(nn.Module):
+    """Its blocks run the same codes. tied: they share a weight, which tells no block from another."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CutBlock() for _ in range(3))
+        for block in self.blocks if tied else ():
+            block.first.weight = self.blocks[0].first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_blocks_that_run_the_same_codes_are_no_error(way: Any, tied: bool, said: Any):
+    call = way(CutBlocks(tied=tied), policy=POLICY, strict=True)
+    for rows in (4, 6):
+        step(call, batch(rows))
+    assert pending() == set()
+    assert said() == []

@@ -1,0 +1,151 @@
+"""Of a model without a plan, the report says what is not known; strict mode raises."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from ways import by_block, front_door, report_of_all, whole
+
+import mxcompile
+from mxcompile.report import Report
+from mxcompile.report.forms import FORMS
+from mxcompile.report.record import NOT_COMPILED
+
+WIDTH = 8
+POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+
+
+@torch._dynamo.disable
+def plain(x: Tensor) -> Tensor:
+    """Takes no tensors but torch's own, as code in C does; so no plan is made."""
+    if type(x) is not Tensor:
+        raise TypeError(f"not a plain tensor: {type(x).__name__}")
+    return x
+
+
+class Cut(nn.Module):
+    """Layers before, in and behind code that Dynamo leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.shift = nn.Embedding(4, WIDTH), nn.Parameter(torch.zeros(1, WIDTH))
+        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inside = nn.Linear(WIDTH, 2 * WIDTH)
+        self.matrix = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+
+    @torch._dynamo.disable
+    def python(self, x: Tensor) -> Tensor:
+        return plain(self.inside(x)) @ self.matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.python(self.before(x + self.shift)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cut() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def unknown(report: Report) -> dict[str, str]:
+    """The sizes of the records that have no compiled code, as the text shows them, by name."""
+    found = {g.name: (g.m, g.n, g.k) for g in report.gemms if g.kernel == NOT_COMPILED}
+    assert {g.code for g in report.gemms if g.kernel == NOT_COMPILED} <= {"no plan"}
+    return found
+
+
+def test_weights_that_no_graph_reads_are_in_the_report(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "mxcompile"):
+        whole(Cut(), policy=POLICY)(batch()).sum().backward()
+    report = report_of_all()
+    assert unknown(report) == {"inside": (None, 2 * WIDTH, WIDTH), "matrix": (None, 2 * WIDTH, WIDTH)}
+    assert {gemm.name for gemm in report.gemms} == {"before", "behind", "inside", "matrix"}
+    (note,) = report.summary.warnings
+    assert note.startswith("Cut has no plan")
+    assert "not a plain tensor" in note
+    assert "not known" in note
+    assert [r.getMessage() for r in caplog.records if "Cut has no plan" in r.getMessage()]
+
+
+def test_every_form_says_what_is_not_known():
+    whole(Cut(), policy=POLICY)(batch())
+    report = report_of_all()
+    for suffix, form in FORMS.items():
+        text = " ".join(form(report).split())
+        assert "Cut has no plan" in text, suffix
+        assert "inside" in text, suffix
+    for text in (str(report), FORMS[".md"](report)):
+        assert "2 products of unknown FLOPs not in it" in " ".join(text.split())
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("way", [whole, front_door, by_block], ids=lambda way: way.__name__)
+def test_modules_that_share_code_have_records_each(way: Any):
+    way(Stack(), policy=POLICY)(batch()).sum().backward()
+    report = report_of_all()
+    names = {f"blocks.{number}.{name}" for number in range(3) for name in ("inside", "matrix")}
+    assert set(unknown(report)) == names
+    compiled = {gemm.name for gemm in report.gemms} - names
+    assert compiled == {f"blocks.{n}.{name}" for n in range(3) for name in ("before", "behind")}
+
+
+@pytest.mark.parametrize("make", [Cut, Stack])
+@pytest.mark.parametrize("way", [whole, front_door], ids=lambda way: way.__name__)
+def test_strict_raises_for_a_cut_model_without_a_plan(make: Any, way: Any):
+    with pytest.raises(BackendCompilerFailed, match=r"has no plan.*TORCH_LOGS=graph_breaks"):
+        way(make(), policy=POLICY, strict=True)(batch())
+    assert mxcompile.reports() == []
+
+
+def functions() -> tuple[Any, Any]:
+    """A function of two modules with a graph break between them."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def both(x: Tensor) -> Tensor:
+        x = first(x) + second(x)
+        torch._dynamo.graph_break()
+        return first(x)
+
+    return lambda **options: torch.compile(both, backend=EagerBackend(policy=POLICY, **options)), both
+
+
+def test_cut_function_says_that_it_has_no_plan():
+    compiled, _ = functions()
+    compiled()(batch())
+    notes = [note for report in mxcompile.reports() for note in report.summary.warnings]
+    assert notes
+    assert all("not part of a module" in note for note in notes)
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="compile the module that has its layers"):
+        compiled(strict=True)(batch())
+
+
+def test_training_step_with_its_optimizer_needs_no_plan():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @torch.compile(backend=EagerBackend(policy=POLICY, strict=True))
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step(batch())
+    gemms = {gemm.gemm for report in mxcompile.reports() for gemm in report.gemms}
+    assert gemms == {"fprop", "wgrad"}
