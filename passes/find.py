@@ -31,8 +31,16 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
-from mxcompile.passes.flow import DERIVATIVE, Depends, dependencies, graph_input, stored, stored_as
+from mxcompile.models.names import GraphInput, Unregistered, layer_name, module_of, parametrized, source_of
+from mxcompile.passes.flow import (
+    DERIVATIVE,
+    Depends,
+    dependencies,
+    graph_input,
+    main_source,
+    stored,
+    stored_as,
+)
 from mxcompile.passes.gradients import Gradients
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
@@ -109,12 +117,13 @@ class _Finder:
 
     def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
-        held_as = None
+        held_as, known = None, None
         if is_matmul(node):
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
                 weight = operands(node)[tensors.index("w")]
-                path, held_as = layer_name(path, self._weight_path(weight, path)), stored_as(weight)
+                known, held_as = self._weight_input(weight), stored_as(weight)
+                path = layer_name(path, known.inside(path)) if known is not None else path
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -130,6 +139,7 @@ class _Finder:
             kind=kind,
             tensors=tensors,
             stored=held_as,
+            argument=known is not None and known.unregistered is Unregistered.ARGUMENT,
             block=self._options.blocks.place(path),
         )
         set_tag(node, *_per_product(tag, sizes))
@@ -147,12 +157,13 @@ class _Finder:
             return Kind.LINEAR, ("w", "x")
         return Kind.PRODUCT, ("x", "x")
 
-    def _weight_path(self, weight: fx.Node, module_path: str) -> str:
-        source = stored(weight)
-        if source.op != "placeholder":
-            return ""
-        known = graph_input(source, self._options.inputs)
-        return known.inside(module_path) if known is not None else ""
+    def _weight_input(self, weight: fx.Node) -> GraphInput | None:
+        """The input of the graph that `weight` is stored in or computed from."""
+        source = main_source(weight)
+        known = None if source is None else graph_input(source, self._options.inputs)
+        if known is None or source is stored(weight):
+            return known
+        return replace(known, path=parametrized(known.path), others=tuple(map(parametrized, known.others)))
 
 
 def _unmatched(tag: GemmTag) -> GemmTag:

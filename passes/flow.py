@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -12,8 +12,18 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, stored_form
-from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
-from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.graph.opsets import (
+    BIASED,
+    MATMULS,
+    PICKS,
+    RANDOM,
+    REPEATS,
+    TRANSPARENT,
+    VIEWS,
+    aten,
+    packet,
+)
+from mxcompile.graph.tags import GemmTag, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Dequantize, argument_of
@@ -33,12 +43,19 @@ DERIVATIVE = Depends.GRADIENT | Depends.TANGENT
 DERIVATIVE_KEY = "mxcompile_derivative"
 """Where the ``custom`` metadata of a node says which derivative of the compiled code's own it is part of."""
 
+WEIGHT_KEY = "mx_weight"
+"""Where an input that is no parameter says that it is a weight (see `unregistered`)."""
+
 _BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
 
 
-def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Depends]:
+def dependencies(
+    graph: fx.Graph, inputs: Sequence[GraphInput], weights: Collection[fx.Node] = ()
+) -> dict[fx.Node, Depends]:
     """For every node of `graph`, what it depends on. `inputs` are the inputs of the captured graph.
+
+    weights: inputs that count as parameters, beside those that the pass `unregistered` has marked.
 
     The result of a layer that reads parameters alone is data: a query that every sample of a batch has its
     copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by
@@ -49,7 +66,7 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
     repeated: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            marks[node] = _of_placeholder(node, inputs).value
+            marks[node] = _PARAMETER if node in weights else _of_placeholder(node, inputs).value
             continue
         if node.op == "get_attr":
             marks[node] = _PARAMETER if tensor(node) is not None else 0
@@ -111,7 +128,8 @@ def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:
     if tensor(node) is None:
         return Depends.NOTHING
     known = graph_input(node, inputs)
-    return Depends.PARAMETER if known is not None and known.static else Depends.DATA
+    is_weight = WEIGHT_KEY in node.meta or (known is not None and known.static)
+    return Depends.PARAMETER if is_weight else Depends.DATA
 
 
 def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | None:
@@ -126,12 +144,14 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
 def input_of(descriptor: Any, inputs: Sequence[GraphInput]) -> GraphInput | None:
     """The captured input that `descriptor`, one of AOTAutograd's, describes, if it is one."""
     descriptor = plain_descriptor(descriptor)
+    if isinstance(descriptor, GraphInput):
+        return descriptor
     index = getattr(descriptor, "idx", None)
     if isinstance(index, int) and index < len(inputs):
         return inputs[index]
     target = getattr(descriptor, "target", None)
     if isinstance(target, str):
-        return GraphInput(path=target, others=getattr(descriptor, "others", ()), static=True)
+        return GraphInput(path=target, static=True)
     return None
 
 
@@ -221,7 +241,27 @@ def _is_list_of_numbers(index: Any) -> bool:
 
 
 def stored(node: fx.Node) -> fx.Node:
-    """The tensor a weight is stored in: back through views, casts, copies, and the choice of an expert."""
-    node = origin(node)
-    stack = picked_stack(node)
-    return origin(stack) if stack is not None else node
+    """The tensor a weight is stored in: back through views, parts, casts, copies, the choice of an expert."""
+    while True:
+        source = origin(viewed(node))
+        whole = picked_stack(source) or viewed(source)
+        if whole is source:
+            return source
+        node = whole
+
+
+def main_source(weight: fx.Node) -> fx.Node | None:
+    """The stored tensor that `weight` is computed from, element by element, or None.
+
+    ``codes.to(bf16) * scale`` is computed from ``codes``, with as many elements; ``w * mask`` from ``w``.
+    """
+    pending, sizes, seen = [weight], numel(value_of(weight).shape), set()
+    while pending:
+        node = stored(pending.pop())
+        if node.op in ("placeholder", "get_attr"):
+            return node
+        seen.add(node)
+        alike = [arg for arg in node.all_input_nodes if (value := tensor(arg)) is not None
+                 and numel(value.shape) == sizes and arg not in seen]  # fmt: skip
+        pending += reversed(alike)
+    return None

@@ -33,7 +33,8 @@ def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
     if capture.root is None:
         return compiled
     own = {user_path(raw) for raw, _ in capture.root.named_parameters(remove_duplicate=False)}
-    position = next((index for index, given in enumerate(capture.inputs) if given.path in own), None)
+    given = enumerate(capture.inputs)
+    position = next((index for index, one in given if one.static and one.path in own), None)
     if position is None:
         return compiled
     return _Noted(compiled, capture.root, capture.tree.modules[capture.prefix], position, places)

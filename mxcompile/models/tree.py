@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import Unregistered, joined, user_path
 from mxcompile.models.rebind import is_plain
 
 _DEPTH = 3
@@ -58,6 +58,12 @@ class Tree:
 def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
     """The path of `module` in `root`, None if it is not registered there."""
     return next((user_path(raw) for raw, each in root.named_modules() if each is module), None)
+
+
+def unregistered(argument: Tensor) -> Unregistered:
+    """Where `argument`, a tensor that a call gives, comes from."""
+    is_leaf = argument.requires_grad and argument.is_leaf
+    return Unregistered.LEAF if is_leaf else Unregistered.ARGUMENT
 
 
 def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:

@@ -30,8 +30,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mxcompile.models.names import Stored
-from mxcompile.models.tree import held
+from mxcompile.models.names import GraphInput, Unregistered
+from mxcompile.models.tree import held, unregistered
 
 _KEY = "mx_differentiated"
 _FUNCTION, _CHECKPOINT = "torch/autograd/function.py", "torch/utils/checkpoint.py"
@@ -78,12 +78,28 @@ def record(
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
         graph = trace(list(state.values()), [given[place] for place in places]).graph
+    data = [given[place] for place in places]
+    inputs = [
+        *(GraphInput(path=path, others=tuple(paths[id(state[path])][1:]), static=True) for path in state),
+        *(GraphInput(unregistered=unregistered(value)) for value in data),
+    ]
     placeholders = graph.find_nodes(op="placeholder")
-    for node, path in zip(placeholders, state, strict=False):
-        node.meta["desc"] = Stored(target=path, others=tuple(paths[id(state[path])][1:]))
-    for node, value in zip(placeholders, [*state.values(), *(given[at] for at in places)], strict=True):
+    for node, value, about in zip(placeholders, [*state.values(), *data], inputs, strict=True):
+        node.meta["desc"] = about
         node.meta["custom"] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
+    for node, path in _held(graph, model):
+        node.meta["desc"] = GraphInput(path=path, unregistered=Unregistered.HELD)
     return graph
+
+
+def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
+    """The constants of `graph` that modules of `model` hold, and their paths."""
+    read = graph.find_nodes(op="get_attr")
+    paths = {id(value): path for path, value in held(model)} if read else {}
+    for node in read:
+        path = paths.get(id(getattr(graph.owning_module, str(node.target), None)))
+        if path is not None:
+            yield node, path
 
 
 def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:
