@@ -123,7 +123,16 @@ class Located:
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
         where = Unregistered.HELD if self._is_held(source) else unregistered(value)
-        return GraphInput(path=self._path_of(name_of(source)), unregistered=where)
+        return GraphInput(path=self._named(source), unregistered=where)
+
+    def _named(self, source: Any) -> str:
+        """The path of a tensor that is neither a parameter nor a buffer; a closure has it by a variable."""
+        cells = [each for each in _way(source) if getattr(each, "freevar_name", "")]
+        if not cells or self._owner(source)[1] is not None:
+            return self._path_of(name_of(source))
+        cell = cells[-1]
+        behind = steps_of(name_of(source))[len(steps_of(name_of(cell))) :]
+        return joined(cell.freevar_name, *behind)
 
     def _is_held(self, source: Any) -> bool:
         """Whether `source`, of a tensor, leads through what the program has beside the call's arguments."""
