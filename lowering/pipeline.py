@@ -87,26 +87,30 @@ def config_patches(
     """
     if target.device == "cpu":
         for key, value in _EXACT.items():
-            if asked.get(key, operator.attrgetter(key)(config)) != value:
+            if _setting(key, asked) != value:
                 log.warning("config.%s is %r in what mxfp8 compiles: casts round by additions", key, value)
-        return _EXACT | _regions(uuid, asked, config._post_fusion_custom_pass)
+        return _EXACT | _regions(uuid, asked, _setting("_post_fusion_custom_pass", asked))
     if target.device != "cuda" or optional.obstacle(*_SCHEDULER_PASSES):
         return {}
     from mxcompile.lowering.inductor.prologues import Prologues
     from mxcompile.lowering.inductor.winners import Winners
 
-    winners = Winners(uuid, config._post_fusion_custom_pass, tell)
+    winners = Winners(uuid, _setting("_post_fusion_custom_pass", asked), tell)
     patches = {"_post_fusion_custom_pass": winners} | _regions(uuid, asked, winners)
     if target.arch is not None:
         fp_fusion.ask_for_fp8_types()
-        patches["_pre_fusion_custom_pass"] = Prologues(uuid, config._pre_fusion_custom_pass)
+        patches["_pre_fusion_custom_pass"] = Prologues(uuid, _setting("_pre_fusion_custom_pass", asked))
     return patches
+
+
+def _setting(key: str, asked: Mapping[str, Any]) -> Any:
+    """The value of `key` in Inductor's configuration, unless `asked` has another for this compile."""
+    return asked.get(key, operator.attrgetter(key)(config))
 
 
 def _regions(uuid: str, asked: Mapping[str, Any], others: Any) -> dict[str, Any]:
     """The setting for names of layers in traces, if Inductor is to mark its calls. others: passes before."""
-    key = "profiler_mark_wrapper_call"
-    if not asked.get(key, config.profiler_mark_wrapper_call) or optional.obstacle("inductor.regions"):
+    if not _setting("profiler_mark_wrapper_call", asked) or optional.obstacle("inductor.regions"):
         return {}
     from mxcompile.lowering.inductor.regions import Regions
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from mxcompile.graph.bodies import CALLS_KEY, OWNER_KEY, flattened, hides_products
-from mxcompile.graph.tags import GemmTag, Kind, hint, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, known, set_tag, tags_of
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find, number
 from mxcompile.passes.split import Split
@@ -41,7 +41,7 @@ class Bodies:
         for step in (Split(), self.find, self.classify):
             step.apply(flat)
         names = {node.name: _name(node) for node in flat.nodes}
-        firsts: dict[tuple[str, int, int], GemmTag] = {}
+        firsts: dict[tuple[object, ...], GemmTag] = {}
         layers: dict[str, GemmTag] = {}
         tags: defaultdict[fx.Node, list[GemmTag]] = defaultdict(list)
         for node in flat.nodes:
@@ -67,9 +67,10 @@ def _name(node: fx.Node) -> str:
 
 def _hidden(tag: GemmTag, node: fx.Node) -> GemmTag:
     """The tag of `node`, a product in a body, as the node that calls the body has it."""
+    calls = known(node.meta[CALLS_KEY])
     return replace(
         tag,
         kind=Kind.OPAQUE,
         tensors=tag.tensors if tag.is_layer else ("x", "x"),
-        batch=hint(node.meta[CALLS_KEY]) * tag.batch,
+        batch=None if calls is None or tag.batch is None else calls * tag.batch,
     )

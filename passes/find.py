@@ -29,7 +29,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, Sizes, hint, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, Unregistered, layer_name, module_of, parametrized, source_of
 from mxcompile.passes.flow import (
@@ -117,13 +117,13 @@ class _Finder:
 
     def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
-        held_as, known = None, None
+        held_as, source = None, None
         if is_matmul(node):
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
                 weight = operands(node)[tensors.index("w")]
-                known, held_as = self._weight_input(weight), stored_as(weight)
-                path = layer_name(path, known.inside(path)) if known is not None else path
+                source, held_as = self._weight_input(weight), stored_as(weight)
+                path = layer_name(path, source.inside(path)) if source is not None else path
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -139,7 +139,7 @@ class _Finder:
             kind=kind,
             tensors=tensors,
             stored=held_as,
-            argument=known is not None and known.unregistered is Unregistered.ARGUMENT,
+            argument=source is not None and source.unregistered is Unregistered.ARGUMENT,
             block=self._options.blocks.place(path),
         )
         set_tag(node, *_per_product(tag, sizes))
@@ -203,5 +203,5 @@ def _per_product(tag: GemmTag, sizes: list[Sizes]) -> list[GemmTag]:
 
 
 def _sized(tag: GemmTag, sizes: Sizes) -> GemmTag:
-    batch, m, n, k = map(hint, sizes)
+    batch, m, n, k = map(known, sizes)
     return replace(tag, batch=batch, m=m, n=n, k=k)

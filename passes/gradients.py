@@ -154,4 +154,4 @@ def _reads_across(node: fx.Node, forward: fx.Node) -> bool:
 def _has_size_of_weight(node: fx.Node, forward: fx.Node) -> bool:
     tag = tags_of(forward)[0]
     _, m, n, _ = map(hint, matmul_sizes(node))
-    return sorted((m, n)) == sorted((tag.n, tag.k))
+    return {m, n} == {tag.n, tag.k}

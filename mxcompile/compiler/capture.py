@@ -65,9 +65,8 @@ def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module 
     cut = frame.cut(root, _called(gm, located)) or _sharded(example_inputs)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)
-    shared = tuple(given.others for given in located.inputs)
     gathers = gathers_of(root, located.inputs)
-    about = (blocks, located.prefix, cut, planned.below(located.prefix), shared, _rank(gm))
+    about = (blocks, located.prefix, cut, planned.below(located.prefix), located.inputs, _rank(gm))
     return Capture(
         inputs=located.inputs,
         root=root,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-log = logging.getLogger(__name__)
+from mxcompile.versions import installed
 
 GraphFunction = Callable[[fx.Graph], None]
 GraphModules = tuple[fx.GraphModule, fx.GraphModule]
@@ -48,8 +47,8 @@ def sources() -> list[Path]:
 
 @functools.cache
 def sources_hash() -> str:
-    """Hash of mxcompile's own code: what a pass does is part of what it is."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    """Hash of mxcompile's own code, and of the versions of PyTorch and Triton that choose its kernels."""
+    digest = hashlib.sha256(f"{torch.__version__} {installed('triton')}".encode())
     for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -62,9 +61,8 @@ def settings() -> str:
 
 def with_needed(asked: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """`asked`, settings for one compile, with those that the hooks need, and a warning if some changed."""
-    known = config.get_config_copy()
-    needed = {key: value for key, value in NEEDED.items() if key in known}
-    changed = [key for key, value in needed.items() if asked.get(key, known[key]) != value]
+    needed = {key: value for key, value in NEEDED.items() if hasattr(config, key)}
+    changed = [key for key, value in needed.items() if asked.get(key, getattr(config, key)) != value]
     if not changed:
         return {**asked, **needed}, ()
     words = ", ".join(f"{key}={needed[key]}" for key in changed)

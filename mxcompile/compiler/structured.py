@@ -17,6 +17,7 @@ from torch._logging._internal import trace_structured
 
 from mxcompile.graph.printer import print_ir
 from mxcompile.report import GemmRecord
+from mxcompile.report.forms.words import length
 
 log = logging.getLogger("mxcompile.report")
 
@@ -39,7 +40,7 @@ def _tell(name: str, text: Callable[[], str]) -> None:
 
 
 def _line(gemm: GemmRecord) -> str:
-    sizes = f"{gemm.m}x{gemm.n}x{gemm.k}"
+    sizes = "x".join(map(length, (gemm.m, gemm.n, gemm.k)))
     return (
         f"{gemm.name} {gemm.gemm} [{gemm.role}] {sizes} {gemm.precision} {gemm.kernel or '-'}: {gemm.reason}"
     )

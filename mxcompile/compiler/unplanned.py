@@ -87,7 +87,7 @@ def _unread(root: nn.Module, read: set[str]) -> Iterator[GemmRecord]:
                 name=layer_name(user_path(raw), path),
                 role=str(Role.OTHER),
                 gemm=str(Gemm.FPROP),
-                m=0,
+                m=None,
                 n=n,
                 k=k,
                 batch=math.prod(batch),

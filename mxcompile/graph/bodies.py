@@ -64,11 +64,11 @@ def flattened(graph: fx.Graph) -> fx.Graph:
     body returns stands for the result of its call; of several bodies, either.
     """
     flat = fx.Graph()
-    _Copy(flat, None, 1).copy(graph, {})
+    _Flattening(flat, None, 1).copy(graph, {})
     return flat
 
 
-class _Copy:
+class _Flattening:
     """Copies a graph to the end of `flat`.
 
     owner: the node that calls the graph, None for the outermost. calls: how often it runs.
@@ -105,7 +105,7 @@ class _Copy:
             elif _shape(inner) == _shape(outer)[1:]:
                 inside[inner] = self._slice(known[outer], inner)
                 calls = value.shape[0] * self._calls
-        return _Copy(self._flat, self._owner or node, calls).copy(body.graph, inside)
+        return _Flattening(self._flat, self._owner or node, calls).copy(body.graph, inside)
 
     def _slice(self, whole: fx.Node, like: fx.Node) -> fx.Node:
         """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""

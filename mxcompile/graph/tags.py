@@ -13,6 +13,7 @@ from torch import fx
 
 from mxcompile.formats import Format
 from mxcompile.policy import Block, Choice, Gemm, Layer, Reason, Role, Saved, Sent
+from mxcompile.report.record import flops_of
 
 KEY = "mx"
 """Where a node's `GemmTag`s live in ``node.meta``."""
@@ -55,15 +56,15 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". argument: whether the weight is an argument of the call.
-    stored: format of a weight that is stored quantized. recast: whether the GEMM casts such a weight again.
-    block: where the layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their
-    hint. role, evidence: from `classify`. whole: n and k of the layer of which this GEMM computes a shard or
-    a part, from the model's plan; None where the graph shows all of it. choice, formats (of the operands;
-    None unless the GEMM is quantized), saved, sent: from `decide`. kernel: from the lowering. fallbacks: from
-    there too, the reasons why a kernel that is for such a GEMM does not run it. gradients: of a forward GEMM
-    in a plan, whether its first and its second operand need gradients. again: whether a checkpoint runs this
-    GEMM once more before it computes them.
+    operand are: "x", "w" or "dy". argument: whether the weight is an argument of the call. stored: format of a
+    weight that is stored quantized. recast: whether the GEMM casts such a weight again. block: where the
+    layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint, None for
+    one that depends on data. role, evidence: from `classify`. whole: n and k of the layer of which this GEMM
+    computes a shard or a part; None where it computes all. choice, formats (of the operands; None unless the
+    GEMM is quantized), saved, sent: from `decide`. kernel: from the lowering. fallbacks: from there too, the
+    reasons why a kernel that is for such a GEMM does not run it. gradients: of a forward GEMM in a plan,
+    whether its first and its second operand need gradients. again: whether a checkpoint runs this GEMM once
+    more before it computes them.
     """
 
     layer: str
@@ -78,13 +79,13 @@ class GemmTag:
     stored: Format | None = None
     recast: bool = False
     block: Block | None = None
-    batch: int = 1
-    m: int = 0
-    n: int = 0
-    k: int = 0
+    batch: int | None = 1
+    m: int | None = 0
+    n: int | None = 0
+    k: int | None = 0
     role: Role = Role.OTHER
     evidence: Evidence = Evidence()
-    whole: tuple[int, int] | None = None
+    whole: tuple[int | None, int | None] | None = None
     choice: Choice | None = None
     formats: tuple[Format, Format] | None = None
     saved: Saved = Saved.COLUMNWISE
@@ -96,8 +97,8 @@ class GemmTag:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add."""
-        return 2 * self.batch * self.m * self.n * self.k
+        """Floating-point operations: two per multiply-add; 0 where a size is not known."""
+        return flops_of(self.batch, self.m, self.n, self.k)
 
     @property
     def is_layer(self) -> bool:
@@ -199,7 +200,7 @@ def value_of(node: fx.Node) -> torch.Tensor:
 Sizes = tuple[Any, Any, Any, Any]
 """batch, m, n, k of a product [batch, m, k] · [batch, k, n]."""
 
-UNKNOWN: Sizes = (1, 0, 0, 0)
+UNKNOWN: Sizes = (1, None, None, None)
 """Of a product of which nothing is known."""
 
 
@@ -208,17 +209,23 @@ def is_empty(sizes: Iterable[Any]) -> bool:
     return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
-def hint(size: Any) -> int:
-    """A size as an integer, a symbolic one by its hint (1 if it has none). Adds no guard.
+def known(size: Any) -> int | None:
+    """A size as an integer, a symbolic one by its hint; None for one that depends on data. Adds no guard.
 
     Sizes that depend on data may have hints of their own (``mark_unbacked``, the pass `balance`).
     """
-    if isinstance(size, int):
+    if size is None or isinstance(size, int):
         return size
-    if size.node.has_hint():
-        return 1 if size.node.hint is None else int(size.node.hint)
+    if size.node.has_hint() and size.node.hint is not None:
+        return int(size.node.hint)
     value = size.node.expr.xreplace(getattr(size.node.shape_env, "var_to_hint_override", {}))
-    return int(value) if value.is_number else 1
+    return int(value) if value.is_number else None
+
+
+def hint(size: Any) -> int:
+    """`known`, with 1 for a size that is not: for choices and sums that need a number."""
+    value = known(size)
+    return 1 if value is None else value
 
 
 def numel(shape: Iterable[Any]) -> int:

@@ -17,7 +17,7 @@ from mxcompile.graph.tags import GemmTag, Kind
 from mxcompile.policy import Gemm, Policy
 from mxcompile.report import GemmRecord
 
-Size = tuple[int, int, int]
+Size = tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def _notes(gemm: GemmRecord, tag: GemmTag, whole: Size, policy: Policy) -> Itera
     if gemm.precision != wanted:
         yield f"{gemm.precision}, in the whole model {wanted}: {gemm.reason}"
         return
-    if is_quantized(gemm.precision) and gemm.k % BLOCK and not whole[2] % BLOCK:
+    if is_quantized(gemm.precision) and (gemm.k or 0) % BLOCK and not (whole[2] or 0) % BLOCK:
         yield f"the shard cuts blocks: its k, {gemm.k}, is not a multiple of {BLOCK}"
     if (gemm.m, gemm.n, gemm.k) != whole:
         local = _fprop(gemm)

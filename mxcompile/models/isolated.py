@@ -175,7 +175,8 @@ def _listen(messages: Messages, *, tools: bool) -> None:
             with suppress(Exception):
                 text = logging.Formatter().format(record)
                 plain = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
-                messages.append(partial(_log, {**plain, "msg": text, "args": None}))
+                whole = {"msg": text, "args": None, "exc_text": None, "stack_info": None}
+                messages.append(partial(_log, plain | whole))
 
     def keep_warning(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
         show = partial(warnings.warn_explicit, str(message), category, filename, lineno)
@@ -198,20 +199,20 @@ def _answer(source: int, pid: int) -> bytes:
     chunks: list[bytes] = []
     ready = select.poll()
     ready.register(source, select.POLLIN)
-    used_s, since = 0.0, time.monotonic()
-    while True:
+    used_s, idle_s = 0.0, 0  # counted, since both processes may be stopped for a while
+    while idle_s < _IDLE_S:
         if ready.poll(1000):
             chunk = os.read(source, 1 << 20)
             if not chunk:
                 return b"".join(chunks)
             chunks.append(chunk)
             continue
+        idle_s += 1
         with suppress(OSError):  # the program may have waited for the child itself
             now_s = time.clock_gettime(~pid << 3 | 2)  # the CPU clock of a process, by its number
             if now_s - used_s > _BUSY_S:
-                used_s, since = now_s, time.monotonic()
-        if time.monotonic() - since > _IDLE_S:
-            raise ChildError(f"{_CHILD} hung: it computed nothing for {_IDLE_S} s")
+                used_s, idle_s = now_s, 0
+    raise ChildError(f"{_CHILD} hung: it computed nothing for {_IDLE_S} s")
 
 
 def _end(pid: int) -> int:

@@ -42,6 +42,8 @@ def estimate(report: Report) -> Report:
             estimate_bf16_us=_own_us(gemm, target.peak),
             estimate_us=_us(gemm, target.peak, target, siblings[_siblings(gemm)]),
         )
+        if gemm.is_known
+        else gemm
         for gemm in report.gemms
     )
     summary = dataclasses.replace(
@@ -124,4 +126,5 @@ def _native_tflops(gemm: GemmRecord, forms: list[Format], peak: Peak, target: Ta
 
 def _elements(gemm: GemmRecord) -> tuple[int, int, int]:
     """Returns the number of elements of the two operands and the result."""
-    return gemm.batch * gemm.m * gemm.k, gemm.batch * gemm.k * gemm.n, gemm.batch * gemm.m * gemm.n
+    batch, m, n, k = (size or 0 for size in (gemm.batch, gemm.m, gemm.n, gemm.k))
+    return batch * m * k, batch * k * n, batch * m * n

@@ -86,16 +86,16 @@ class Block(NamedTuple):
 class Layer:
     """A linear layer as a rule sees it; m, n and k are the sizes of its forward GEMM.
 
-    name: full module path. module: class name of the module that runs it. block: where it lies among the
-    repeated blocks of the model, None outside them.
+    name: full module path. module: class name of the module that runs it. m, n, k: None for a size that
+    depends on data. block: where it lies among the repeated blocks of the model, None outside them.
     """
 
     name: str
     role: Role
     module: str
-    m: int
-    n: int
-    k: int
+    m: int | None
+    n: int | None
+    k: int | None
     block: Block | None = None
 
 
@@ -124,11 +124,13 @@ class Limit(NamedTuple):
     key: str
     letter: str
     limit: int
-    size: int
+    size: int | None
 
     @property
     def kept(self) -> bool:
-        """Whether the size is allowed."""
+        """Whether the size is allowed. An unknown one is taken for large: no least size refuses it."""
+        if self.size is None:
+            return not self.upper
         return self.size <= self.limit if self.upper else self.size >= self.limit
 
     @property
@@ -137,7 +139,7 @@ class Limit(NamedTuple):
         return self.key.startswith("max")
 
     def __str__(self) -> str:
-        return f"{self.key} {self.limit} ({self.letter}={self.size})"
+        return f"{self.key} {self.limit} ({self.letter}={'?' if self.size is None else self.size})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

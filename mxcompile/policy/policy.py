@@ -148,7 +148,9 @@ class Policy:
         Casting such a matrix costs more than its product saves: an adapter of low rank, a gate per head.
         """
         sides = (("n", layer.n), ("k", layer.k))
-        return next((f"{key}={size}" for key, size in sides if size < self.base.least_side), None)
+        return next(
+            (f"{key}={size}" for key, size in sides if size is not None and size < self.base.least_side), None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as `from_dict` reads it."""

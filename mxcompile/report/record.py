@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,12 @@ NOT_COMPILED = "not compiled yet"
 
 STORED = "stored"
 """In place of a rounding: of a weight that the model holds in MXFP8, and that no cast of this GEMM makes."""
+
+
+def flops_of(*sizes: int | None) -> int:
+    """Floating-point operations of a product, two per multiply-add; 0 if one of its `sizes` is not known."""
+    known = [size for size in sizes if size is not None]
+    return 2 * math.prod(known) if len(known) == len(sizes) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,26 +65,26 @@ class GemmRecord:
 
     name: full module path. module: class name of the module. role: see `mxcompile.policy.Role`. gemm:
     "fprop", "dgrad" or "wgrad". batch, m, n, k: sizes of [batch, m, k] · [batch, k, n]; a symbolic size is
-    its value when compiled. precision: "mxfp8", or "bf16" for a GEMM left in the model's own dtype. formats:
-    of both operands in MXFP8; of a stored weight alone where the GEMM is not. dtype: of the result, as torch
-    names it, "" where it is not known; a GEMM that is left alone computes in it. kernel: what the lowering
-    chose, "" before lowering. reason: for the precision, as a sentence. code, facts: of the reason (see
-    `mxcompile.policy.Reason`); "" in files of versions that had none. source: ``file:line``. evidence: why it
-    has its role. nearest: the other role that came nearest, and what it lacks; "" if none did. block: number,
-    from 0, of the repeated block it lies in and how many there are. graph: position of its graph in the
-    report. estimate_us, estimate_bf16_us: rooflines with casts, and in BF16; only from `explain`, for targets
-    with known peaks.
+    its value when compiled, and None if it depends on data. precision: "mxfp8", or "bf16" for a GEMM left in
+    the model's own dtype. formats: of both operands in MXFP8; of a stored weight alone where the GEMM is not.
+    dtype: of the result, as torch names it, "" where it is not known; a GEMM that is left alone computes in
+    it. kernel: what the lowering chose, "" before lowering. reason: for the precision, as a sentence. code,
+    facts: of the reason (see `mxcompile.policy.Reason`); "" in files of versions that had none. source:
+    ``file:line``. evidence: why it has its role. nearest: the other role that came nearest, and what it
+    lacks; "" if none did. block: number, from 0, of the repeated block it lies in and how many there are.
+    graph: position of its graph in the report. estimate_us, estimate_bf16_us: rooflines with casts, and in
+    BF16; only from `explain`, for targets with known peaks.
     """
 
     name: str
     role: str
     gemm: str
-    m: int
-    n: int
-    k: int
+    m: int | None
+    n: int | None
+    k: int | None
     precision: str
     reason: str
-    batch: int = 1
+    batch: int | None = 1
     formats: tuple[OperandFormat, ...] = ()
     dtype: str = ""
     kernel: str = ""
@@ -94,8 +101,13 @@ class GemmRecord:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: two per multiply-add."""
-        return 2 * self.batch * self.m * self.n * self.k
+        """Floating-point operations: two per multiply-add; 0 where a size is not known."""
+        return flops_of(self.batch, self.m, self.n, self.k)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all sizes are known, and so the FLOPs."""
+        return None not in (self.batch, self.m, self.n, self.k)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,8 @@ def _just_outside(policy: Policy, rule: Rule, layer: Layer) -> bool:
 
 def _part(limit: Limit) -> float:
     """How near a size is to the limit it does not keep; 1 and more if it keeps it."""
+    if limit.size is None:
+        return 0.0 if limit.upper else 1.0
     return limit.limit / max(limit.size, 1) if limit.upper else limit.size / limit.limit
 
 

@@ -11,6 +11,7 @@ from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Saved, Sen
 from mxcompile.report import GemmRecord
 from mxcompile.report.fold import Row, fold
 from mxcompile.report.forms.tables import drawn
+from mxcompile.report.forms.words import length
 from mxcompile.rules.fit import fits
 from mxcompile.rules.layers import folded, layers_of
 
@@ -84,7 +85,7 @@ def _reasons(gemms: Sequence[GemmRecord]) -> str:
 def _names(layers: Sequence[Layer]) -> list[str]:
     return [
         f"    {row.name or '(root)'}{f' ×{row.count}' if row.count > 1 else ''}  {gemm.role}"
-        f"  m={gemm.m} n={gemm.n} k={gemm.k}"
+        f"  m={length(gemm.m)} n={length(gemm.n)} k={length(gemm.k)}"
         for row in folded(layers)
         for gemm in row.gemms[:1]
     ]

@@ -13,6 +13,7 @@ from mxcompile.formats import KEPT, is_quantized
 from mxcompile.policy import ATTENTION_PRODUCTS, Gemm, Layer, Policy, Role
 from mxcompile.policy.presets import PRESETS
 from mxcompile.policy.schema import VERSION
+from mxcompile.report.forms.words import length
 from mxcompile.rules.layers import folded, spelled
 
 _LEAST_BLOCKS = 3
@@ -48,7 +49,8 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     sent = {gemm: word for gemm, word in words.items() if is_quantized(word)}
     sides = [side for layer in layers for side in (layer.n, layer.k)] if sent else []
     least = policy.base.least_side
-    sizes = f", min_n: {least}, min_k: {least}" if any(side < least for side in sides) else ""
+    is_small = any(side is not None and side < least for side in sides)
+    sizes = f", min_n: {least}, min_k: {least}" if is_small else ""
     if not sent:
         use = KEPT.name
     elif len(set(words.values())) == 1:
@@ -61,9 +63,8 @@ def _rule(policy: Policy, role: Role, layers: Sequence[Layer]) -> list[str]:
     for row in same:
         gemm = row.gemms[0]
         owner = f"  {gemm.module}" if gemm.module not in ("", "Linear") else ""
-        lines.append(
-            f"  #   {printable(row.name) or '(root)'}  m={gemm.m} n={gemm.n} k={gemm.k}{printable(owner)}"
-        )
+        lengths = f"m={length(gemm.m)} n={length(gemm.n)} k={length(gemm.k)}"
+        lines.append(f"  #   {printable(row.name) or '(root)'}  {lengths}{printable(owner)}")
     return [*lines, f"  - match: {{role: {role}{sizes}}}", f"    use: {use}"]
 
 

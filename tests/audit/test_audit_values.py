@@ -79,7 +79,7 @@ def expected(x: Tensor, elem: str, rounding: str) -> dict[str, Any]:
         "rel_error": math.sqrt(noise / signal),
         "underflow": float((back == 0)[wide != 0].mean()),
         "lost": float(np.abs(wide)[back == 0].sum() / np.abs(wide).sum()),
-        "saturation": float((np.abs(wide) > reference.FP8[elem][1] * 2.0**exponents).mean()),
+        "saturation": float((np.abs(wide) > reference.FP8[elem][0] * 2.0**exponents).mean()),
         "scale_histogram": tuple(zip(map(int, bytes_), map(int, counts), strict=True)),
     }
 

@@ -16,6 +16,8 @@ from llama_block import HEADS as QUERY_HEADS
 from mxcompile.lowering import optional
 from mxcompile.offline import CodegenResult, codegen
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 KV = WIDTH * KV_HEADS // QUERY_HEADS
 SIZES = {
     "attention.q": (WIDTH, WIDTH),

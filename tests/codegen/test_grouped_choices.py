@@ -26,6 +26,8 @@ import mxcompile.lowering.templates.vendor
 documented_grouped_mm.install()
 """
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 

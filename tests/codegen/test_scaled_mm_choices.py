@@ -23,6 +23,8 @@ from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import configs, vendor
 from mxcompile.offline.standin import DEVICE, stand_in
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 

@@ -20,6 +20,8 @@ from mxcompile.lowering.templates import examples
 from mxcompile.lowering.templates.coding import Coding
 from mxcompile.offline import driver
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 
 

@@ -281,7 +281,7 @@ def test_gathers_of_modules_that_share_a_state_count_once():
         layer._get_fsdp_state = lambda: state
     inputs = [GraphInput(path=f"{index}.weight", static=True) for index in range(2)]
     given = 2 * 16 * 32 * 2
-    assert gathers_of(layers, "", inputs) == Gathers(
+    assert gathers_of(layers, inputs) == Gathers(
         forward=given, forward_without=given, backward=given, backward_without=given
     )
 
@@ -290,5 +290,5 @@ def test_states_that_fsdp_keeps_otherwise_are_not_counted(caplog: pytest.LogCapt
     """A figure of the report is no reason to fail."""
     layer = nn.Linear(32, 32)
     layer._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=[SimpleNamespace()])  # type: ignore[assignment]
-    assert gathers_of(layer, "", []) == Gathers()
+    assert gathers_of(layer, []) == Gathers()
     assert "reports do not count what FSDP2 gathers" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,18 +53,26 @@ class Shared:
     def __init__(self, folder: Path) -> None:
         self.caches, self.policy = folder / "caches", folder / "policy.yaml"
 
-    def run(self, policy: str) -> tuple[mxcompile.Report, dict[str, Any]]:
-        """Compile and train a step with `policy` in the file: the report, and what was computed."""
-        self.policy.write_text(policy, encoding="utf-8")
-        done = subprocess.run(
+    def start(self) -> subprocess.Popen[str]:
+        """A process that compiles and trains a step with the policy in the file."""
+        return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.policy)],
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches), "PYTHONPATH": PATHS},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout.splitlines()[-1])
+
+    def run(self, policy: str) -> tuple[mxcompile.Report, dict[str, Any]]:
+        """Report and results of one process with `policy` in the file."""
+        self.policy.write_text(policy, encoding="utf-8")
+        return self.result(self.start())
+
+    def result(self, process: subprocess.Popen[str]) -> tuple[mxcompile.Report, dict[str, Any]]:
+        """Report and results of `process`."""
+        written, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found = json.loads(written.splitlines()[-1])
         report = mxcompile.Report.from_json(found.pop("report"))
         assert found["db"] > 60
         return report, found
@@ -97,18 +104,6 @@ def test_an_unchanged_policy_hits_and_reports_the_same(shared: tuple[Shared, Any
     assert same == computed
 
 
-def test_without_the_stored_report_it_is_made_again(shared: tuple[Shared, Any, Any]):
-    """Inductor's caches alone know nothing of reports: the graph is traced, not compiled."""
-    directory, first, computed = shared
-    stored = directory.caches / "mxcompile"
-    assert [*stored.glob("*.json")]
-    shutil.rmtree(stored)
-    again, same = directory.run(ALL)
-    assert again.summary.cache == "hit"
-    assert lasting(again) == lasting(first)
-    assert same == computed
-
-
 def test_a_changed_policy_file_changes_the_result(shared: tuple[Shared, Any, Any]):
     """The file's name is the same; so is everything Dynamo sees."""
     directory, first, computed = shared
@@ -119,13 +114,17 @@ def test_a_changed_policy_file_changes_the_result(shared: tuple[Shared, Any, Any
     assert other["sum"] != computed["sum"]
 
 
-def test_a_damaged_stored_report_counts_as_none(shared: tuple[Shared, Any, Any]):
-    directory, first, _ = shared
-    for file in (directory.caches / "mxcompile").glob("*.json"):
-        file.write_text('{"gemms": [', encoding="utf-8")
-    again, _ = directory.run(ALL)
-    assert again.summary.cache == "hit"
-    assert lasting(again) == lasting(first)
+@pytest.mark.slow
+def test_processes_at_once_do_not_mix_their_code_and_reports(tmp_path: Path):
+    """They compile one graph and keep one report. The next process has the code of this report."""
+    directory = Shared(tmp_path)
+    directory.policy.write_text(ALL, encoding="utf-8")
+    results = [directory.result(process) for process in [directory.start(), directory.start()]]
+    results.append(directory.run(ALL))
+    (first, computed), (second, also), (third, at_last) = results
+    assert lasting(first) == lasting(second) == lasting(third)
+    assert computed == also == at_last
+    assert third.summary.cache == "hit"
 
 
 def test_the_cache_key_covers_all_modules():

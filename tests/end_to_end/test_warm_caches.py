@@ -1,10 +1,10 @@
-"""Warm caches of Inductor: results and reports are those of a first compile, wherever the file lies."""
+"""Warm caches: results and reports are those of a first compile, wherever the file of the model lies."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ def rows(count: int = 40) -> Tensor:
 
 def jagged() -> Tensor:
     return torch.nested.nested_tensor([*rows().split((3, 30, 7))], layout=torch.jagged)
+
+
+def slow_but(fast: str, names: Iterable[str]) -> list[Any]:
+    """`names` as cases of a test, slow ones except `fast`."""
+    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 GELU = "return self.down(F.gelu(self.up(x)))"
@@ -119,10 +124,7 @@ def lasting(report: mxcompile.Report, moved: int = 0) -> Any:
     return gemms, replace(report.summary, cache="", pass_time_us=0.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "captured item" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS],
-)
+@pytest.mark.parametrize("name", slow_but("captured item", PROGRAMS))
 def test_a_moved_file_changes_lines_alone(name: str, tmp_path: Path):
     body, calls = PROGRAMS[name]
     results, report = run(model(tmp_path, body), calls())
@@ -161,10 +163,7 @@ SPOILED: dict[str, Callable[[], object]] = {
 """By name, what happens to a warm cache."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "reports gone" else pytest.param(name, marks=pytest.mark.slow) for name in SPOILED],
-)
+@pytest.mark.parametrize("name", slow_but("reports gone", SPOILED))
 def test_a_spoiled_cache_gives_a_first_compile(name: str, tmp_path: Path):
     made, calls = model(tmp_path, GELU), [(rows(),)]
     results, report = run(made, calls)

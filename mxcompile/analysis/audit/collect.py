@@ -15,6 +15,7 @@ from mxcompile.analysis.audit.session import Outcome, Session
 from mxcompile.analysis.audit.sites import CastSite, ProductSite
 from mxcompile.analysis.audit.stats import PIECE, CastStats, ProductStats, Sums
 from mxcompile.formats import precisions
+from mxcompile.graph.tags import hint
 from mxcompile.policy import Gemm
 from mxcompile.report import GemmNumerics, GemmRecord, Numerics, ParameterNumerics, TensorNumerics
 from mxcompile.report.forms.words import own_dtype
@@ -133,10 +134,10 @@ def _gemm(site: ProductSite, stats: ProductStats, changes: Mapping[str, float]) 
         name=tag.name,
         role=str(tag.role),
         gemm=str(tag.gemm),
-        batch=tag.batch,
-        m=tag.m,
-        n=tag.n,
-        k=tag.k,
+        batch=hint(tag.batch),
+        m=hint(tag.m),
+        n=hint(tag.n),
+        k=hint(tag.k),
         calls=stats.calls,
         **_measures(stats.sums),
     )

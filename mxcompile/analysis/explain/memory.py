@@ -55,4 +55,5 @@ def _size(tensor: Tensor) -> int:
 
 def _largest(gemms: Iterable[GemmRecord]) -> int:
     """Bytes in BF16 of the input and the output of the product with most of both."""
-    return max((_BF16_BYTES * g.batch * (g.m * g.k + g.m * g.n) for g in gemms), default=0)
+    both = ((g.flops // (2 * g.n) + g.flops // (2 * g.k)) for g in gemms if g.flops and g.n and g.k)
+    return max((_BF16_BYTES * numel for numel in both), default=0)

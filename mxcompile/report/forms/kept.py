@@ -43,7 +43,7 @@ def kept_sentences(gemms: Sequence[GemmRecord], summary: Summary) -> list[str]:
 
 
 def _unknown_name(gemm: GemmRecord) -> str:
-    return gemm.name if gemm.code == Code.NO_PLAN else f"opaque operator {' '.join(gemm.facts)}"
+    return f"opaque operator {' '.join(gemm.facts)}" if gemm.code == Code.UNCOUNTED else gemm.name or "(root)"
 
 
 def _stored(gemms: Sequence[GemmRecord]) -> list[str]:
@@ -71,12 +71,12 @@ def _stored_in(form: OperandFormat) -> Precision:
 
 
 def _weight(gemm: GemmRecord) -> int:
-    return gemm.batch * gemm.n * gemm.k
+    return (gemm.batch or 0) * (gemm.n or 0) * (gemm.k or 0)
 
 
 def is_unknown(gemm: GemmRecord) -> bool:
-    """Whether nothing is known of the FLOPs of `gemm`, which an opaque operator or a missing plan hides."""
-    return gemm.code in (Code.UNCOUNTED, Code.NO_PLAN)
+    """Whether the FLOPs of `gemm` are unknown: of an opaque operator, a missing plan, sizes in the data."""
+    return not gemm.is_known or gemm.code == Code.UNCOUNTED
 
 
 def unknown_words(gemms: Iterable[GemmRecord]) -> str:

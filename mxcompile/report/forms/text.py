@@ -64,11 +64,11 @@ def headline(report: ReportData) -> str:
     """The report in one line."""
     summary = report.summary
     words = labels(gemm.precision for gemm in report.gemms)
-    own = own_dtype(report.gemms)
+    own, unknown = own_dtype(report.gemms), unknown_words(report.gemms)
     model = f", model in {own}" if own != "BF16" else ""
     return (
-        f"{words} report: {summary.flop_share:.1%} of matmul FLOPs in"
-        f" {words}{unknown_words(report.gemms)}"
+        f"{words} report: {summary.flop_share:.1%} of {'known ' if unknown else ''}matmul FLOPs in"
+        f" {words}{unknown}"
         f" ({count(summary.num_gemms, 'GEMM')}{amounts(report.gemms)}, target {summary.target},"
         f" policy {summary.policy}{model})"
     )

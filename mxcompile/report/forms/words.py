@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mxcompile.formats import is_quantized
-from mxcompile.policy import Code
 from mxcompile.report.fold import Row
 from mxcompile.report.record import STORED, GemmRecord, OperandFormat
 
@@ -43,9 +42,13 @@ def duration(us: float) -> str:
 
 def size(gemm: GemmRecord) -> str:
     """``64×96×32``, ``8·64×96×32`` for a batch of 8, ``?×96×32`` for an unknown number of rows."""
-    rows = "?" if gemm.code == Code.NO_PLAN else gemm.m
-    sizes = f"{rows}×{gemm.n}×{gemm.k}"
-    return f"{gemm.batch}·{sizes}" if gemm.batch > 1 else sizes
+    batch, *sizes = (length(value) for value in (gemm.batch, gemm.m, gemm.n, gemm.k))
+    return ("" if batch == "1" else f"{batch}·") + "×".join(sizes)
+
+
+def length(value: int | None) -> str:
+    """A size, ``?`` for one that is not known."""
+    return "?" if value is None else str(value)
 
 
 _DTYPES = {"float64": "FP64", "float32": "FP32", "float16": "FP16"}
@@ -94,8 +97,8 @@ def tokens_of(gemms: Iterable[GemmRecord]) -> int:
     """How many tokens, or what they are in the model, go through most of its linear layers; 0 for none."""
     rows: Counter[int] = Counter()
     for gemm in gemms:
-        if gemm.gemm == "fprop" and gemm.role in _STREAM and gemm.n * gemm.k > 1:
-            rows[gemm.batch * gemm.m] += gemm.flops
+        if gemm.gemm == "fprop" and gemm.role in _STREAM and gemm.flops and (gemm.n, gemm.k) != (1, 1):
+            rows[(gemm.batch or 0) * (gemm.m or 0)] += gemm.flops
     ((most, _),) = rows.most_common(1) or ((0, 0),)
     return most
 
@@ -103,10 +106,10 @@ def tokens_of(gemms: Iterable[GemmRecord]) -> int:
 def stored_saving(rows: Iterable[Row]) -> int:
     """Bytes that the weights of quantized layers would save against BF16, stored as they are cast."""
     return sum(
-        row.count * gemm.batch * (2 * gemm.n * gemm.k - gemm.n * (gemm.k + -(-gemm.k // 32)))
+        row.count * (gemm.batch or 1) * (2 * gemm.n * gemm.k - gemm.n * (gemm.k + -(-gemm.k // 32)))
         for row in rows
         for gemm in row.gemms
-        if gemm.gemm == "fprop" and gemm.formats
+        if gemm.gemm == "fprop" and gemm.formats and gemm.n and gemm.k
     )
 
 

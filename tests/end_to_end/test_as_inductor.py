@@ -1,0 +1,184 @@
+"""The policy ``bf16`` gives what ``backend="inductor"`` gives, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mxcompile.graph.opsets import may_be_product
+
+NAMES = """
+    __rmatmul__ addbmm addmm addmm.decomposed addmv addr baddbmm bmm bmm.triton_optimized cdist cholesky
+    cholesky_inverse cholesky_solve corrcoef cov einsum linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eigh
+    linalg.eigvalsh linalg.householder_product linalg.inv linalg.inv_ex linalg.lstsq linalg.lstsq.grad_oriented
+    linalg.lu linalg.lu_factor linalg.lu_factor_ex linalg.lu_solve linalg.matrix_norm linalg.matrix_power
+    linalg.multi_dot linalg.norm.subgradients_at_zero linalg.pinv linalg.pinv.hermitian linalg.pinv.singular
+    linalg.qr linalg.solve linalg.solve_ex linalg.solve_triangular linalg.svd linalg.svdvals linalg.tensorinv
+    linalg.tensorsolve lu lu_solve matmul mm mv nn.functional.bilinear nn.functional.conv1d nn.functional.conv2d
+    nn.functional.conv3d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
+    nn.functional.conv_transpose3d nn.functional.linear nn.functional.linear_cross_entropy
+    nn.functional.linear_cross_entropy.chunked nn.functional.linear_cross_entropy.chunked_none
+    nn.functional.multi_head_attention_forward nn.functional.scaled_dot_product_attention norm.nuc ormqr
+    pca_lowrank pinverse qr sparse.sampled_addmm svd svd_lowrank tensordot triangular_solve
+""".split()
+"""The operators among those that PyTorch has samples of which run a product, forward or backward."""
+
+
+def operators() -> dict[str, Any]:
+    """PyTorch's operators with samples in FP32, by name and variant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+
+    chosen = (each for each in op_db if torch.float32 in each.supported_dtypes("cpu"))
+    return {".".join(filter(None, [each.name, each.variant_test_name])): each for each in chosen}
+
+
+class Products(TorchDispatchMode):
+    """Notes the products that run, with the forms of their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if may_be_product(function):
+            form = tree_map_only(Tensor, lambda x: (x.shape, x.layout is torch.strided and x.stride()), args)
+            self.seen.add(f"{function} {form}")
+        return function(*args, **(kwargs or {}))
+
+
+def call(function: Any, given: Any) -> list[Tensor]:
+    """Outputs and gradients of `function` with copies of the arguments `given`."""
+    torch.manual_seed(0)
+    given = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), given)
+    outputs = [value for value in tree_leaves(function(given)) if isinstance(value, Tensor)]
+    summed = [value for value in outputs if value.requires_grad and value.is_floating_point()]
+    if summed:
+        torch.autograd.backward(summed, [torch.ones_like(value) for value in summed])
+    gradients = [value.grad for value in tree_leaves(given) if isinstance(value, Tensor)]
+    return [value.detach() for value in [*outputs, *gradients] if value is not None]
+
+
+def compiled(function: Any, given: Any, **settings: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    return call(torch.compile(function, **settings), given)
+
+
+def check(function: Any, given: Any, expected: list[Tensor], **settings: Any) -> None:
+    found = compiled(function, given, backend="mxfp8", options={"policy": "bf16"}, **settings)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def samples(operator: Any) -> Iterator[tuple[Any, Any]]:
+    """Calls with the samples of `operator`, those whose products no sample before had."""
+
+    def function(given: Any) -> Any:
+        return operator(given[0], *given[1], **given[2])
+
+    known: set[str] = set()
+    for sample in operator.sample_inputs("cpu", torch.float32, requires_grad=operator.supports_autograd):
+        given = sample.input, sample.args, sample.kwargs
+        with Products() as products:
+            call(function, given)
+        if products.seen - known:
+            known |= products.seen
+            yield function, given
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of operators that are deprecated, and of Dynamo about them
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_of_pytorch(name: str):
+    count = 0
+    for function, given in samples(operators()[name]):
+        try:
+            expected = compiled(function, given, backend="inductor")
+        except Exception:  # Inductor does not compile the sample
+            continue
+        check(function, given, expected)
+        count += 1
+    assert count
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_operators_without_a_product_are_left_out():
+    known = operators()
+    assert set(NAMES) <= set(known)
+    for name in known.keys() - set(NAMES):
+        assert not [*_products(known[name])], name
+
+
+def _products(operator: Any) -> Iterator[str]:
+    """The products that the samples of `operator` run."""
+    try:
+        for function, given in samples(operator):
+            with Products() as products:
+                call(function, given)
+            yield from products.seen
+    except Exception:  # a sample that raises, as some do to be caught
+        return
+
+
+SHAPES = {
+    "mm": [
+        ((5, 1), (1, 3)),
+        ((50, 1), (1, 30)),
+        ((1, 40), (40, 1)),
+        ((1, 40), (40, 30)),
+        ((30, 40), (40, 1)),
+    ],
+    "bmm": [
+        ((2, 5, 1), (2, 1, 3)),
+        ((2, 1, 40), (2, 40, 1)),
+        ((2, 1, 40), (2, 40, 3)),
+        ((0, 5, 4), (0, 4, 3)),
+    ],
+    "mv": [((5, 10), (10,)), ((1, 10), (10,)), ((5, 1), (1,))],
+    "addmm": [
+        ((3,), (1, 10), (10, 3)),
+        ((3,), (1, 40), (40, 3)),
+        ((1,), (1, 40), (40, 1)),
+        ((3,), (5, 1), (1, 3)),
+    ],
+    "addmv": [((5,), (5, 10), (10,)), ((5,), (5, 1), (1,)), ((0,), (0, 4), (4,))],
+    "baddbmm": [((2, 5, 3), (2, 5, 1), (2, 1, 3))],
+}
+"""Operands of products that Inductor makes something else of, by operator."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.float32, None),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_degenerate_products(dtype: torch.dtype, dynamic: bool | None):
+    """In one graph, with bias and scalars."""
+    torch.manual_seed(0)
+    given = {
+        name: [[torch.randn(shape, dtype=dtype, requires_grad=True) for shape in each] for each in cases]
+        for name, cases in SHAPES.items()
+    }
+
+    def function(given: Any) -> list[Tensor]:
+        scalars = {"alpha": 0.7, "beta": 1.3}
+        return [
+            getattr(torch, name)(*operands, **(scalars if name.startswith(("add", "badd")) else {}))
+            for name, cases in given.items()
+            for operands in cases
+        ]
+
+    settings: dict[str, Any] = {"dynamic": dynamic, "fullgraph": True}
+    check(function, given, compiled(function, given, backend="inductor", **settings), **settings)
