@@ -64,3 +64,13 @@ def _fresh_state():
     from helpers.fresh import fresh_state
 
     yield from fresh_state()
+
+
+@pytest.fixture
+def in_this_process():
+    """Models are traced and code is generated in this process, not in a child: a test sees what is called."""
+    from mxcompile.models import isolated
+
+    token = isolated._IN_CHILD.set(True)
+    yield
+    isolated._IN_CHILD.reset(token)

@@ -30,7 +30,7 @@ from mxcompile.storage.cast import cast, sqnr_db
 from mxcompile.storage.weights import StoredWeight, StoredWeights
 
 REPORT = "mxfp8_weights.json"
-_SKIPPED = PICKLES | {".safetensors"}
+_SKIPPED = PICKLES | {".safetensors", ".part"}
 
 
 def convert(

@@ -127,7 +127,8 @@ def _write_configs(
     if raw.get("tie_word_embeddings", True) and _are_apart(model):
         raw["tie_word_embeddings"] = False
     if layout.config is not None:
-        modules = {name: each.weight for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        linears = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+        modules = {user_path(name): each.weight for name, each in linears}
         raw["quantization_config"] = quantization_config(layout.config, state, modules)
     write_json(directory / "config.json", raw)
     generation = getattr(model, "generation_config", None)

@@ -93,7 +93,7 @@ class Backend:
     ) -> Compiled:
         """Compile `gm`; Dynamo calls it. name: name of the compiled region."""
         if others:
-            raise OptionError(f"{' and '.join(others)}: give this to Backend(…), not to torch.compile")
+            raise OptionError(f"{' and '.join(others)}: give Backend(…) this, not torch.compile")
         return compile_graph(gm, example_inputs, self.options, self.root, self.parts, name)
 
     def __deepcopy__(self, memo: object) -> Backend:

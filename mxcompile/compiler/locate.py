@@ -167,7 +167,7 @@ class Located:
             return None
         if self._owner(source)[1] is not None and path in self.tree.tensors:
             return path
-        key = _LAST_KEY.search(raw)
+        key = _LAST_KEY.search(raw, 1)  # a local variable is not a key
         path = user_path(str(ast.literal_eval(key[1]))) if key else ""
         return path if path in self.tree.tensors else None
 

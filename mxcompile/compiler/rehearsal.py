@@ -26,7 +26,7 @@ from mxcompile.errors import ModelError
 from mxcompile.lowering.targets import TARGETS, Target
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import call
-from mxcompile.models.isolated import ChildError, NoChildError, isolated
+from mxcompile.models.isolated import NoChildError, isolated
 from mxcompile.plan.repeats import LeaveOut, fold, keep_all
 
 log = logging.getLogger(__name__)
@@ -121,14 +121,14 @@ def apart(rehearse: Callable[[], Result]) -> Result:
 
 def some_or_all(model: nn.Module, rehearse: Callable[[LeaveOut], Result]) -> Result:
     """Returns `rehearse` of `model` with some layers standing for others, or with all if that fails."""
-    try:
-        return apart(functools.partial(rehearse, fold))
-    except ChildError:
-        raise
-    except ModelError as error:
-        log.info("tracing every layer, since some do not stand for all: %s", error)
-    for kind in {type(module) for module in model.modules()}:
-        remove_from_cache(
-            kind.forward
-        )  # where Dynamo may have noted in this process to skip code that failed
-    return apart(functools.partial(rehearse, keep_all))
+
+    def in_turn() -> Result:  # in one process: Dynamo leaves to Python what has failed in the first
+        try:
+            return rehearse(fold)
+        except ModelError as error:
+            log.info("tracing every layer, since some do not stand for all: %s", error)
+        for kind in {type(module) for module in model.modules()}:
+            remove_from_cache(kind.forward)  # but not the model's own code
+        return rehearse(keep_all)
+
+    return apart(in_turn)

@@ -96,13 +96,13 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OWN}
 
 
-def _scopes(root: nn.Module) -> Iterable[Mapping[str, Any]]:
+def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
     """The globals of the forwards of the modules of `root`, without those of torch."""
-    forwards = {inspect.unwrap(plain_class(module).forward) for module in root.modules()}
+    forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
     scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
-    named = {str(scope.get("__name__")): scope for scope in scopes}
-    own = (scope for name, scope in named.items() if name.partition(".")[0] != "torch")
-    return ({key: value for key, value in scope.items() if not key.startswith("__")} for scope in own)
+    for scope in {id(scope): scope for scope in scopes}.values():
+        if str(scope.get("__name__")).partition(".")[0] != "torch":
+            yield {key: value for key, value in scope.items() if not key.startswith("__")}
 
 
 def _parts(

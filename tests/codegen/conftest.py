@@ -7,7 +7,6 @@ import functools
 import pytest
 from llama_block import block
 
-from mxcompile.models import isolated
 from mxcompile.offline import CodegenResult, codegen
 
 
@@ -21,11 +20,3 @@ def _generate(target: str, training: bool) -> CodegenResult:
 def generated():
     """Function of a target and whether to train: the code of a Llama block."""
     return _generate
-
-
-@pytest.fixture
-def in_this_process():
-    """Code is generated in this process, not in a child, so that a test sees what is called."""
-    token = isolated._IN_CHILD.set(True)
-    yield
-    isolated._IN_CHILD.reset(token)

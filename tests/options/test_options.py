@@ -278,6 +278,7 @@ def test_a_mistake_in_a_backend_is_an_error_at_once(settings: dict[str, Any], me
         Backend(**settings)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_copies_the_arguments_of_a_compile_copies_no_model(monkeypatch):
     """Lightning deep-copies them: a backend that knows its model, what `explain` compiles with."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

@@ -30,7 +30,7 @@ BUDGETS = {
     "mxcompile/formats": 1_440,
     "mxcompile/graph": 1_500,
     "mxcompile/mesh": 2_860,
-    "mxcompile/models": 2_640,
+    "mxcompile/models": 2_650,
     "mxcompile/offline": 3_480,
     "mxcompile/ops": 1_890,
     "mxcompile/plan": 670,

@@ -13,6 +13,7 @@ from mxcompile import ops
 from mxcompile.lowering import pipeline
 from mxcompile.policy.presets import PRESETS
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
 LAYERS = ("up", "down")
 
 

@@ -132,7 +132,9 @@ def test_rules_by_name_reach_layers_of_decorated_forwards(name: str, breaks: boo
     assert {gemm.name for gemm in mxcompile.explain(model, torch.randn(32, WIDTH)).gemms} == names
     kept = {"layers.0.up", "layers.0.down"}
     expected = {(path, "bf16" if path in kept else "mxfp8") for path in names}
-    assert compiled(model, policy=POLICY, strict=True) == expected
+    assert (
+        compiled(model, policy=POLICY, strict=not breaks) == expected
+    )  # a loop with a break is left to Python
 
 
 class Replaced(Stack):

@@ -31,7 +31,7 @@ def test_headline_says_what_is_not_in_the_share():
     unknown = kept("attn", reason=str(reason), code=str(reason.code), facts=reason.facts, **OPAQUE)
     made = report(record(), unknown, unknown)
     first = str(made).splitlines()[0]
-    assert "100.0% of matmul FLOPs in MXFP8, 2 operators of unknown FLOPs not in it" in first
+    assert "100.0% of known matmul FLOPs in MXFP8, 2 products of unknown FLOPs not in it" in first
     made_html = to_html(made)
     sentence = "not in the share, since their FLOPs are unknown: opaque operator lib.attention (×2)"
     assert sentence in made_html
