@@ -56,8 +56,8 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". argument: whether the weight is an argument of the call. stored: format of a
-    weight that is stored quantized. recast: whether the GEMM casts such a weight again. block: where the
+    operand are: "x", "w" or "dy". argument: whether the weight is an argument. stored: format of a weight
+    that is stored quantized. recast: whether the GEMM casts such a weight again. block: where the
     layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint, None for
     one that depends on data. role, evidence: from `classify`. whole: n and k of the layer of which this GEMM
     computes a shard or a part; None where it computes all. choice, formats (of the operands; None unless the

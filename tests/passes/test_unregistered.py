@@ -61,7 +61,7 @@ class Globals(nn.Module):
 
 
 class Masked(nn.Module):
-    """A parameter times a mask in an attribute, and FP8 codes times their scales, a plain tensor or a buffer."""
+    """A parameter times a mask in an attribute, and FP8 codes in a buffer times scales in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,9 @@ HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
 ]
 
 
-def layers(call: Callable[..., Any], *args: Any, policy: Any = ALL, strict: bool = True) -> dict[str, set[str]]:
+def layers(
+    call: Callable[..., Any], *args: Any, policy: Any = ALL, strict: bool = True
+) -> dict[str, set[str]]:
     """Precisions of the GEMMs of every layer of `call`, compiled and run."""
     result = torch.compile(call, backend=EagerBackend(policy=policy, strict=strict))(*args)
     if result.requires_grad:
@@ -166,7 +168,10 @@ WAYS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
     "view and unbind": ((3 * IN, IN), lambda w: w.view(3, IN, IN).unbind()),
     "cast and split": ((3 * IN, IN), lambda w: w.bfloat16().float().split(IN)),
     "flat": ((3 * IN * IN,), squares),
-    "flat slices": ((3 * IN * IN,), lambda w: [w[i * IN * IN : (i + 1) * IN * IN].view(IN, IN) for i in range(3)]),
+    "flat slices": (
+        (3 * IN * IN,),
+        lambda w: [w[i * IN * IN : (i + 1) * IN * IN].view(IN, IN) for i in range(3)],
+    ),
 }
 
 
