@@ -12,6 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
         return enumerate(value[:_MEMBERS])
     if isinstance(value, dict):
         return islice(value.items(), _MEMBERS)
-    return vars(value).items() if is_plain(value) else ()
+    return vars(value).items() if is_plain(value) or isinstance(value, SimpleNamespace) else ()
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
