@@ -37,7 +37,7 @@ from mxcompile.passes.flow import (
     Depends,
     dependencies,
     graph_input,
-    main_source,
+    main_sources,
     stored,
     stored_as,
 )
@@ -60,7 +60,7 @@ class Find:
     def apply(self, graph: fx.Graph) -> None:
         """Tag all matmul-like nodes of `graph`."""
         depends = dependencies(graph, self.inputs)
-        finder = _Finder(self, depends)
+        finder = _Finder(self, depends, main_sources(graph, depends, self.inputs))
         matmuls = [node for node in graph.nodes if is_matmul_like(node)]
         for node in matmuls:
             if not depends[node] & DERIVATIVE:
@@ -83,10 +83,13 @@ def number(nodes: Iterable[fx.Node]) -> None:
 
 
 class _Finder:
-    """State of one run."""
+    """State of one run. sources: the weights that values are computed from."""
 
-    def __init__(self, options: Find, depends: dict[fx.Node, Depends]) -> None:
+    def __init__(
+        self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]
+    ) -> None:
         self._options = options
+        self._sources = sources
         self._weights = Weights(depends)
         self._gradients = Gradients(depends)
 
@@ -159,9 +162,10 @@ class _Finder:
 
     def _weight_input(self, weight: fx.Node) -> GraphInput | None:
         """The input of the graph that `weight` is stored in or computed from."""
-        source = main_source(weight)
+        tensor = stored(weight)
+        source = self._sources.get(tensor)
         known = None if source is None else graph_input(source, self._options.inputs)
-        if known is None or source is stored(weight):
+        if known is None or source is tensor:
             return known
         return replace(known, path=parametrized(known.path), others=tuple(map(parametrized, known.others)))
 

@@ -12,17 +12,7 @@ from torch import fx
 
 from mxcompile import ops
 from mxcompile.formats import Format, stored_form
-from mxcompile.graph.opsets import (
-    BIASED,
-    MATMULS,
-    PICKS,
-    RANDOM,
-    REPEATS,
-    TRANSPARENT,
-    VIEWS,
-    aten,
-    packet,
-)
+from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
 from mxcompile.graph.tags import GemmTag, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
@@ -241,27 +231,37 @@ def _is_list_of_numbers(index: Any) -> bool:
 
 
 def stored(node: fx.Node) -> fx.Node:
-    """The tensor a weight is stored in: back through views, parts, casts, copies, the choice of an expert."""
-    while True:
-        source = origin(viewed(node))
-        whole = picked_stack(source) or viewed(source)
-        if whole is source:
-            return source
-        node = whole
+    """The tensor a weight is stored in: back through views, casts, copies, and the choice of an expert."""
+    node = origin(node)
+    stack = picked_stack(node)
+    return origin(stack) if stack is not None else node
 
 
-def main_source(weight: fx.Node) -> fx.Node | None:
-    """The stored tensor that `weight` is computed from, element by element, or None.
+def main_sources(
+    graph: fx.Graph, depends: dict[fx.Node, Depends], inputs: Sequence[GraphInput]
+) -> dict[fx.Node, fx.Node]:
+    """For values computed from parameters alone, the largest input that they are computed from.
 
-    ``codes.to(bf16) * scale`` is computed from ``codes``, with as many elements; ``w * mask`` from ``w``.
+    ``codes.to(bf16) * scale`` is computed from ``codes``; ``mask * w`` from ``w``, because of equally large
+    inputs a parameter counts. A product has none, and neither have several inputs side by side.
     """
-    pending, sizes, seen = [weight], numel(value_of(weight).shape), set()
-    while pending:
-        node = stored(pending.pop())
+    found: dict[fx.Node, fx.Node] = {}
+
+    def rank(source: fx.Node) -> tuple[int, bool]:
+        known = graph_input(source, inputs)
+        return numel(value_of(source).shape), known is not None and known.is_parameter
+
+    for node in graph.nodes:
+        if depends[node] != Depends.PARAMETER or packet(node) in MATMULS or _is_condition(node):
+            continue
+        sources = dict.fromkeys(found[argument] for argument in node.all_input_nodes if argument in found)
         if node.op in ("placeholder", "get_attr"):
-            return node
-        seen.add(node)
-        alike = [arg for arg in node.all_input_nodes if (value := tensor(arg)) is not None
-                 and numel(value.shape) == sizes and arg not in seen]  # fmt: skip
-        pending += reversed(alike)
-    return None
+            found[node] = node
+        elif len(sources) == 1 or (sources and packet(node) not in (aten.cat, aten.stack)):
+            found[node] = max(sources, key=rank)
+    return found
+
+
+def _is_condition(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.dtype is torch.bool

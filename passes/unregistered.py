@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from mxcompile.graph.opsets import is_matmul
+from mxcompile.graph.opsets import CONVOLUTIONS, is_matmul, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import Kind, tag_of, tensor, value_of
+from mxcompile.graph.tags import Kind, tag_of, value_of
 from mxcompile.models.names import GraphInput
 from mxcompile.models.names import Unregistered as Where
 from mxcompile.passes.classify import Classify
@@ -66,8 +66,8 @@ class Unregistered:
         depends = dependencies(graph, inputs, group | known)
         sources: set[fx.Node] = set()
         for node in products:
-            weight = _weight(node, depends)
-            if weight is not None and (kind is not Where.ARGUMENT or _is_right_matrix(weight, node)):
+            weight = _weight(node, kind, depends)
+            if weight is not None:
                 sources |= _sources(weight)
         return sources & group
 
@@ -81,38 +81,27 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _is_from(node: fx.Node, kind: Where, inputs: Sequence[GraphInput]) -> bool:
-    known, value = graph_input(node, inputs), tensor(node)
-    return (
-        known is not None and known.unregistered is kind and value is not None and value.is_floating_point()
-    )
+    known = graph_input(node, inputs)
+    return known is not None and known.unregistered is kind
 
 
-def _weight(node: fx.Node, depends: dict[fx.Node, Depends]) -> fx.Node | None:
-    """The operand of the product `node` that is a weight, if inputs that may be weights count as such."""
+def _weight(node: fx.Node, kind: Where, depends: dict[fx.Node, Depends]) -> fx.Node | None:
+    """The operand of the product `node` that is a weight, if inputs of `kind` count as such."""
     left, right = operands(node)
     fixed = tuple(depends[operand] == Depends.PARAMETER for operand in (left, right))
-    if fixed == (True, True):
-        return right if stored(left) is not stored(right) and _looks_like_layer(node, left, right) else None
+    if kind is Where.ARGUMENT or fixed == (True, True):
+        return right if fixed[1] and _looks_like_layer(node, left, right) else None
     return right if fixed[1] else left if fixed[0] else None
 
 
 def _looks_like_layer(node: fx.Node, left: fx.Node, right: fx.Node) -> bool:
     """Whether `node` multiplies `left` with the weight `right` by its form."""
+    data, weight = stored(left), stored(right)
     call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
-    if getattr(call, "__name__", call) == "linear":
-        return True
-    data = stored(left)
-    return _is_matrix(right) and (data.op != "placeholder" or value_of(data).ndim > 2)
-
-
-def _is_matrix(operand: fx.Node) -> bool:
-    """Whether `operand` is an input of two dimensions, in whatever view."""
-    source = stored(operand)
-    return source.op == "placeholder" and value_of(source).ndim == 2
-
-
-def _is_right_matrix(operand: fx.Node, node: fx.Node) -> bool:
-    return operand is operands(node)[1] and _is_matrix(operand)
+    if getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS:
+        return data is not weight
+    is_matrix = weight.op == "placeholder" and value_of(weight).ndim == 2
+    return is_matrix and (data.op != "placeholder" or value_of(data).ndim > 2)
 
 
 def _sources(operand: fx.Node) -> set[fx.Node]:

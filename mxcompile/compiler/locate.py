@@ -31,7 +31,9 @@ _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)
 _VARIABLE = re.compile(rf"^([LG])\[({_QUOTED})\]")
 _LAST_KEY = re.compile(rf".\[({_QUOTED})\]$")
 _CONTAINERS = frozenset({"__dict__", "__self__", "_modules", "_parameters", "_buffers"})
-_PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial)
+_PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial, type)
+_CLASS = re.compile(r"dict\(type\((.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)")
+"""The attributes of a class, which objects of it have too."""
 _DYNAMOS = ("__import_", "___stack")
 """How variables of Dynamo's own start: Python modules of inlined functions, values kept over graph breaks."""
 
@@ -43,6 +45,7 @@ def steps_of(source: str) -> tuple[str, ...]:
     ``L['self']._modules['layers'].0.fc`` and ``L['self'].__dict__['_modules']['layers']['0'].fc``, as Dynamo
     reads a module with its own ``__getattr__``, are the variable, ``layers``, ``0`` and ``fc``.
     """
+    source = _CLASS.sub(r"\1", source)
     while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         source = source.removeprefix("getattr(")
     variable = _VARIABLE.match(source)
@@ -119,7 +122,8 @@ class Located:
         """The input of the graph that is `value`, a parameter or buffer if it has a `path` in the model."""
         if path is not None:
             others = tuple(each for each in self.tree.paths(value) if path and each != path)
-            return GraphInput(path=path, others=others, static=True)
+            is_parameter = isinstance(value, nn.Parameter)
+            return GraphInput(path=path, others=others, static=True, is_parameter=is_parameter)
         if source is None or not isinstance(value, Tensor):
             return GraphInput()
         where = Unregistered.HELD if self._is_held(source) else unregistered(value)

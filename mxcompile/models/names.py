@@ -37,12 +37,14 @@ class GraphInput:
 
     path: of the parameter or buffer in the user's model, or of another tensor by where it is held; "" for
     data. others: further paths of one that modules share. static: whether it is a parameter or buffer.
-    unregistered: where any other tensor comes from; None if that is not known.
+    is_parameter: whether it is a parameter. unregistered: where any other tensor comes from; None if that is
+    not known.
     """
 
     path: str = ""
     others: tuple[str, ...] = ()
     static: bool = False
+    is_parameter: bool = False
     unregistered: Unregistered | None = None
 
     def inside(self, module_path: str) -> str:

@@ -80,7 +80,12 @@ def record(
         graph = trace(list(state.values()), [given[place] for place in places]).graph
     data = [given[place] for place in places]
     inputs = [
-        *(GraphInput(path=path, others=tuple(paths[id(state[path])][1:]), static=True) for path in state),
+        *(
+            GraphInput(
+                path=path, others=tuple(paths[id(value)][1:]), static=True, is_parameter=id(value) in paths
+            )
+            for path, value in state.items()
+        ),
         *(GraphInput(unregistered=unregistered(value)) for value in data),
     ]
     placeholders = graph.find_nodes(op="placeholder")
