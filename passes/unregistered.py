@@ -5,15 +5,18 @@
                 w another argument, a matrix                         a layer that stays as it is
 
 Dynamo hands over such a tensor as it hands over data, and `find` takes its product for one of activations.
-This pass marks the inputs that are weights of products outside of attentions, and tags the graph anew. A
-product of two inputs of the same kind has a weight only if the model calls ``F.linear``, or multiplies a
-batch or a computed value with a matrix. An argument without a gradient may be data, so its layer is not
-quantized.
+This pass marks the inputs that are weights of products outside of attentions, and tags the graph anew.
+
+An argument may be an activation, with a gradient or without. It is a weight where the model calls
+``F.linear`` or a convolution with it. In code without weights of its own it is one too if it is a matrix on
+the right of a product, and of the two operands only it needs a gradient, or the other is a batch or computed.
+An argument that a layer reads as its input is data. An argument without a gradient may be data even so, so
+its layer is not quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +25,6 @@ from torch import fx
 from mxcompile.graph.opsets import CONVOLUTIONS, is_matmul, packet
 from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import Kind, tag_of, value_of
-from mxcompile.models.names import GraphInput
 from mxcompile.models.names import Unregistered as Where
 from mxcompile.passes.classify import Classify
 from mxcompile.passes.find import Find
@@ -44,32 +46,50 @@ class Unregistered:
 
     def apply(self, graph: fx.Graph) -> None:
         """Mark the weights among the inputs of `graph`. If there are any, tag it anew."""
-        kinds = (Where.HELD, Where.LEAF) if self.is_cut else (Where.HELD, Where.LEAF, Where.ARGUMENT)
         products = [node for node in graph.nodes if _is_product(node)]
-        weights: set[fx.Node] = set()
-        for kind in kinds if products else ():
-            weights |= self._weights(graph, kind, products, weights)
+        if not products:
+            return
+        layers = [
+            node for node in graph.nodes if (tag := tag_of(node)) is not None and tag.kind is Kind.LINEAR
+        ]
+        data = set().union(*(_sources(_data(node), is_matmul) for node in layers))
+        weights = self._held(graph, products)
+        only_calls = bool(layers or weights)
+        for kind in (Where.LEAF,) if self.is_cut else (Where.LEAF, Where.ARGUMENT):
+            group = self._inputs(graph, kind)
+            depends = dependencies(graph, self.find.inputs, group | weights)
+            for node in products:
+                left, right = operands(node)
+                alone = kind is Where.LEAF and depends[left] != Depends.PARAMETER
+                by_form = not only_calls and _is_matrix(right) and (alone or _is_batch(left))
+                found = (_sources(right) & group) - data
+                if depends[right] == Depends.PARAMETER and (_is_call(node) or by_form):
+                    weights |= found
+                    data |= _sources(left, is_matmul) if found else set()
         for node in weights:
             node.meta[WEIGHT_KEY] = True
         if weights:
             self.find.apply(graph)
             self.classify.apply(graph)
 
-    def _weights(
-        self, graph: fx.Graph, kind: Where, products: Iterable[fx.Node], known: set[fx.Node]
-    ) -> set[fx.Node]:
-        """Returns the inputs of `kind` that are weights of `products`. known: other weights."""
-        inputs = self.find.inputs
-        group = {node for node in graph.find_nodes(op="placeholder") if _is_from(node, kind, inputs)}
-        if not group:
-            return set()
-        depends = dependencies(graph, inputs, group | known)
-        sources: set[fx.Node] = set()
-        for node in products:
-            weight = _weight(node, kind, depends)
-            if weight is not None:
-                sources |= _sources(weight)
-        return sources & group
+    def _held(self, graph: fx.Graph, products: Sequence[fx.Node]) -> set[fx.Node]:
+        """Returns the inputs that the program holds and that are weights of `products`."""
+        group = self._inputs(graph, Where.HELD)
+        depends = dependencies(graph, self.find.inputs, group) if group else {}
+        found: set[fx.Node] = set()
+        for node in products if group else ():
+            left, right = operands(node)
+            fixed = [side for side in (left, right) if depends[side] == Depends.PARAMETER]
+            if len(fixed) == 1:
+                found |= _sources(fixed[0])
+            elif fixed and (_is_call(node) or (_is_matrix(right) and _is_batch(left))):
+                found |= _sources(right)
+        return found & group
+
+    def _inputs(self, graph: fx.Graph, kind: Where) -> set[fx.Node]:
+        """Returns the inputs of `kind`."""
+        known = ((node, graph_input(node, self.find.inputs)) for node in graph.find_nodes(op="placeholder"))
+        return {node for node, given in known if given is not None and given.unregistered is kind}
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -80,36 +100,37 @@ def _is_product(node: fx.Node) -> bool:
     return is_matmul(node) and tag.role not in (Role.ATTN_SCORES, Role.ATTN_VALUES)
 
 
-def _is_from(node: fx.Node, kind: Where, inputs: Sequence[GraphInput]) -> bool:
-    known = graph_input(node, inputs)
-    return known is not None and known.unregistered is kind
+def _data(layer: fx.Node) -> fx.Node:
+    tag = tag_of(layer)
+    assert tag is not None
+    return operands(layer)[tag.tensors.index("x" if "x" in tag.tensors else "dy")]
 
 
-def _weight(node: fx.Node, kind: Where, depends: dict[fx.Node, Depends]) -> fx.Node | None:
-    """The operand of the product `node` that is a weight, if inputs of `kind` count as such."""
-    left, right = operands(node)
-    fixed = tuple(depends[operand] == Depends.PARAMETER for operand in (left, right))
-    if kind is Where.ARGUMENT or fixed == (True, True):
-        return right if fixed[1] and _looks_like_layer(node, left, right) else None
-    return right if fixed[1] else left if fixed[0] else None
-
-
-def _looks_like_layer(node: fx.Node, left: fx.Node, right: fx.Node) -> bool:
-    """Whether `node` multiplies `left` with the weight `right` by its form."""
-    data, weight = stored(left), stored(right)
+def _is_call(node: fx.Node) -> bool:
+    """Whether the model calls a linear layer or a convolution, whose second operand is a weight."""
     call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
-    if getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS:
-        return data is not weight
-    is_matrix = weight.op == "placeholder" and value_of(weight).ndim == 2
-    return is_matrix and (data.op != "placeholder" or value_of(data).ndim > 2)
+    named = getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS
+    return named and stored(operands(node)[0]) is not stored(operands(node)[1])
 
 
-def _sources(operand: fx.Node) -> set[fx.Node]:
-    """The nodes that `operand` is computed from."""
+def _is_matrix(operand: fx.Node) -> bool:
+    """Whether `operand` is an input of two dimensions, in whatever view."""
+    source = stored(operand)
+    return source.op == "placeholder" and value_of(source).ndim == 2
+
+
+def _is_batch(operand: fx.Node) -> bool:
+    """Whether `operand` is computed, or an input of more than two dimensions."""
+    source = stored(operand)
+    return source.op != "placeholder" or value_of(source).ndim > 2
+
+
+def _sources(operand: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """The nodes that `operand` is computed from, by ways that do not lead through nodes where it `stops`."""
     pending, seen = [operand], set()
     while pending:
         node = pending.pop()
-        if node not in seen:
+        if node not in seen and not stops(node):
             seen.add(node)
             pending += node.all_input_nodes
     return seen

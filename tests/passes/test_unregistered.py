@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.eager_backend import EagerBackend
+from helpers.reference import round_trip
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import mxcompile
 from mxcompile.errors import UnsupportedError
@@ -35,6 +38,18 @@ def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 UP, DOWN = torch.randn(HIDDEN, IN), [torch.randn(IN, HIDDEN)]
 
 
+PAIR = torch.randn(HIDDEN, IN), torch.randn(IN, HIDDEN)
+
+
+class Quantized(TorchFunctionMode):
+    """Runs linear layers without a bias on operands that went through MXFP8."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and (len(args) == 2 or args[2] is None):
+            return F.linear(*(round_trip(operand.detach().float(), 1) for operand in args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +64,17 @@ class OfAnObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         up, down = weights()
-        self.held = SimpleNamespace(up=up, down=down)
+        self.held = SimpleNamespace(weights={"up": up}, down=down)
 
     def forward(self, x: Tensor) -> Tensor:
-        return feed_forward(x, self.held.up, self.held.down)
+        return feed_forward(x, self.held.weights["up"], self.held.down)
+
+
+class OfItsClass(nn.Module):
+    UP, DOWN = torch.randn(HIDDEN, IN), (torch.randn(IN, HIDDEN),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return feed_forward(x, self.UP, self.DOWN[0])
 
 
 class Globals(nn.Module):
@@ -75,6 +97,49 @@ class Masked(nn.Module):
         return feed_forward(x, self.up * self.mask, self.down.to(x.dtype) * self.scale)
 
 
+class Codes(nn.Module):
+    """Integers in an attribute times scales; indices of a table in a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = {
+            "codes": torch.randint(-9, 9, (HIDDEN, IN), dtype=torch.int8),
+            "scale": torch.rand(HIDDEN, 1),
+        }
+        self.register_buffer("down", torch.randint(0, 256, (IN, HIDDEN // 2)), persistent=False)
+        self.register_buffer("table", torch.randn(16), persistent=False)
+        self.register_buffer("scale", torch.rand(IN, 3, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.down, Tensor)
+        assert isinstance(self.table, Tensor)
+        halves = self.table[torch.stack([self.down & 15, self.down >> 4], -1)]
+        down = halves.view(IN, 3, HIDDEN // 3) * self.scale
+        return feed_forward(x, self.up["scale"] * self.up["codes"].float(), down.view(IN, HIDDEN))
+
+
+class MaskedFirst(nn.Module):
+    """The mask is as large as its weight and comes first, once a buffer and once a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        up, down = weights()
+        self.up, self.down, self.kept = nn.Parameter(up), nn.Parameter(down), torch.rand_like(down) > 0.5
+        self.register_buffer("mask", (torch.rand_like(up) > 0.5).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return feed_forward(x, self.mask * self.up, torch.where(self.kept, self.down, 0.0))
+
+
+def global_tuple() -> Callable[[Tensor], Tensor]:
+    return lambda x: feed_forward(x, *PAIR)
+
+
+def partial() -> Callable[[Tensor], Tensor]:
+    up, down = weights()
+    return functools.partial(lambda given, x, *, last: feed_forward(x, given, last), up, last=down)
+
+
 def closure() -> Callable[[Tensor], Tensor]:
     up, down = weights()
 
@@ -86,10 +151,15 @@ def closure() -> Callable[[Tensor], Tensor]:
 
 HOLDERS: list[tuple[Callable[[], Any], set[str]]] = [
     (Attributes, {"up", "rest.down.0"}),
-    (OfAnObject, {"held.up", "held.down"}),
+    (OfAnObject, {"held.weights.up", "held.down"}),
     (Globals, {"UP", "DOWN.0"}),
     (Masked, {"up", "down"}),
+    (MaskedFirst, {"up", "down"}),
+    (Codes, {"up.codes", "down"}),
+    (OfItsClass, {"UP", "DOWN.0"}),
     (closure, {"up", "down"}),
+    (global_tuple, {"PAIR.0", "PAIR.1"}),
+    (partial, {"fn.args.0", "fn.keywords.last"}),
 ]
 
 
@@ -100,6 +170,11 @@ def layers(
     result = torch.compile(call, backend=EagerBackend(policy=policy, strict=strict))(*args)
     if result.requires_grad:
         result.sum().backward()
+    return named()
+
+
+def named() -> dict[str, set[str]]:
+    """Precisions of the GEMMs of every layer in the reports."""
     found: dict[str, set[str]] = {}
     for gemm in (gemm for report in mxcompile.reports() for gemm in report.gemms):
         found.setdefault(gemm.name, set()).add(gemm.precision)
@@ -108,15 +183,21 @@ def layers(
 
 @pytest.mark.parametrize(("holder", "names"), HOLDERS)
 def test_weight_that_the_program_holds_is_quantized_under_its_name(holder: Any, names: set[str]) -> None:
-    assert layers(holder(), data()) == {name: {"mxfp8"} for name in names}
+    call, x = holder(), data()
+    with torch.no_grad():
+        result = torch.compile(call, backend=EagerBackend(policy=ALL, strict=True))(x)
+    with Quantized():
+        torch.testing.assert_close(result, call(x), rtol=1e-5, atol=1e-4)
+    records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
+    assert {(gemm.name, gemm.precision) for gemm in records} == {(name, "mxfp8") for name in names}
 
 
-@pytest.mark.parametrize(("holder", "names"), HOLDERS[:4])
+@pytest.mark.parametrize(("holder", "names"), HOLDERS[:7])
 def test_explain_names_held_weights_as_a_compile_does(holder: Any, names: set[str]) -> None:
     assert {gemm.name for gemm in mxcompile.explain(holder(), data(), policy=ALL).gemms} == names
 
 
-@pytest.mark.parametrize("kind", [Attributes, OfAnObject, Masked])
+@pytest.mark.parametrize("kind", [Attributes, OfAnObject, OfItsClass, MaskedFirst, Codes])
 def test_held_weights_keep_names_and_decisions_behind_a_graph_break(kind: type[nn.Module]) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -133,13 +214,6 @@ def test_held_weights_keep_names_and_decisions_behind_a_graph_break(kind: type[n
     expected = {gemm.name: {"mxfp8"} for gemm in explained.gemms}
     assert len(expected) == 3
     assert layers(model, data()) == expected
-
-
-def test_held_weight_computes_with_its_mxfp8_values() -> None:
-    x, policy = data(), {**ALL, "preset": "inference"}
-    result = torch.compile(lambda x: F.linear(x, UP), backend=EagerBackend(policy=policy))(x)
-    known = [mxcompile.quantize(value).dequantize(torch.float32) for value in (x, UP)]
-    torch.testing.assert_close(result, known[0] @ known[1].T, rtol=1e-5, atol=1e-5)
 
 
 class Parts(nn.Module):
@@ -167,6 +241,14 @@ WAYS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
     "select": ((3, IN, IN), lambda w: [w[0], w[1], w.select(0, 2)]),
     "view and unbind": ((3 * IN, IN), lambda w: w.view(3, IN, IN).unbind()),
     "cast and split": ((3 * IN, IN), lambda w: w.bfloat16().float().split(IN)),
+    "heads": ((3 * IN, IN), lambda w: [w.view(4, 3, -1, IN)[:, i].reshape(IN, IN) for i in range(3)]),
+    "chunk of columns": ((IN, 3 * IN), lambda w: w.chunk(3, 1)),
+    "unbind of columns": ((IN, 3, IN), lambda w: w.movedim(1, 0)),
+    "unequal split": ((4 * IN, IN), lambda w: [part[:IN] for part in w.split([IN, IN, 2 * IN])]),
+    "rows by number": ((3 * IN, IN), lambda w: [w[list(range(i, 3 * IN, 3))] for i in range(3)]),
+    "index_select": ((3 * IN, IN), lambda w: [w.index_select(0, torch.arange(i, i + IN)) for i in range(3)]),
+    "scaled and split": ((3 * IN, IN), lambda w: (w / 8).split(IN)),
+    "flat, reshaped": ((3 * IN * IN,), lambda w: w.reshape(3, IN, IN)),
     "flat": ((3 * IN * IN,), squares),
     "flat slices": (
         (3 * IN * IN,),
@@ -178,7 +260,13 @@ WAYS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_of_a_parameter_have_its_name(way: str) -> None:
     policy = {"version": 1, "preset": "bf16", "rules": [{"match": {"name": "qkv"}, "use": "mxfp8"}]}
-    assert layers(Parts(*WAYS[way]), data(), policy=policy) == {"qkv": {"mxfp8"}, "out": {"bf16"}}
+    model, x = Parts(*WAYS[way]), data()
+    with torch.no_grad(), Quantized():
+        expected = model(x)
+    result = torch.compile(model, backend=EagerBackend(policy=policy, strict=True))(x)
+    torch.testing.assert_close(result.detach(), expected, rtol=1e-4, atol=1e-3)
+    result.sum().backward()
+    assert named() == {"qkv": {"mxfp8"}, "out": {"bf16"}}
     forward = [gemm for report in mxcompile.reports() for gemm in report.gemms if gemm.gemm == "fprop"]
     assert [gemm.name for gemm in forward].count("qkv") == 3
 
@@ -203,6 +291,20 @@ def test_rule_reaches_both_products_of_a_split_projection() -> None:
         assert layers(LatentAttention(), torch.randn(40, 256), policy=policy)["kv_b"] == {"mxfp8"}
     (report,) = mxcompile.reports()
     assert [gemm.name for gemm in report.gemms] == ["kv_b", "kv_b", "o"]
+
+
+def test_weights_of_einsum_compute_with_their_mxfp8_values() -> None:
+    x, whole = data(), nn.Parameter(torch.randn(IN, 3, IN) / 8)
+
+    def forward(x: Tensor) -> Tensor:
+        q, k, v = whole.unbind(1)
+        return sum(torch.einsum("td,dn->tn", x, part) for part in (q, k, v))  # type: ignore[return-value]
+
+    with torch.no_grad():
+        result = torch.compile(forward, backend=EagerBackend(policy=ALL, strict=True))(x)
+    expected = sum(round_trip(x, 1) @ round_trip(whole.detach()[:, part], 0) for part in range(3))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
+    assert named() == {"whole": {"mxfp8"}}
 
 
 def needing_gradients() -> tuple[Tensor, Tensor]:
@@ -247,6 +349,25 @@ def test_plain_argument_is_an_error_under_strict_and_a_reason_otherwise(call: An
     }
 
 
+ARGUMENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "slice": (lambda x, w: F.linear(x, w[:IN]), torch.randn(2 * IN, IN)),
+    "split": (lambda x, w: F.linear(x, w.split(IN)[1]), torch.randn(2 * IN, IN)),
+    "member of a stack": (lambda x, w: F.linear(x, w[1]), torch.randn(2, IN, IN)),
+    "flat": (lambda x, w: F.linear(x, w[: IN * IN].view(IN, IN), w[-IN:]), torch.randn(IN * IN + IN)),
+    "codes": (lambda x, w: F.linear(x, w.to(x.dtype) * 0.5), torch.randn(IN, IN).to(torch.float8_e4m3fn)),
+    "convolution": (lambda x, w: F.conv1d(x.T[None], w), torch.randn(HIDDEN, IN, 1)),
+    "computed left operand": (lambda x, w: F.relu(x) @ w, torch.randn(IN, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("way", ARGUMENTS)
+def test_parts_of_a_plain_argument_are_an_error_under_strict(way: str) -> None:
+    call, weight = ARGUMENTS[way]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        layers(call, data(), weight)
+    assert f"w fprop: {REASON}" in str(caught.value.inner_exception)
+
+
 def test_plain_argument_that_the_policy_leaves_is_no_error_under_strict() -> None:
     policy = {"version": 1, "preset": "bf16"}
     assert layers(feed_forward, data(), *weights(), policy=policy) == {"up": {"bf16"}, "down": {"bf16"}}
@@ -273,6 +394,39 @@ def test_products_of_activations_are_no_layers(call: Any, shape: tuple[int, ...]
     assert set().union(*layers(call, *arguments, policy=policy).values()) == {"bf16"}
     records = [gemm for report in mxcompile.reports() for gemm in report.gemms]
     assert {gemm.reason for gemm in records} <= {"role attn_scores", "role attn_values", "role other"}
+
+
+class Beside(nn.Module):
+    """A layer beside a product of activations."""
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.product = nn.Linear(IN, IN), product
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.product(self.layer(x), x, *others)
+
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "own input": (lambda h, x: h @ x.T, [(ROWS, IN)]),
+    "matrix of items": (lambda h, x, y: h @ y.T, [(ROWS, IN), (30, IN)]),
+    "batched matrix of items": (
+        lambda h, x, y: torch.einsum("btd,bsd->bts", h, y),
+        [(2, ROWS, IN), (2, 30, IN)],
+    ),
+    "graph": (lambda h, x, y: y @ h, [(ROWS, IN), (ROWS, ROWS)]),
+    "graph of a batch": (lambda h, x, y: y @ h, [(2, ROWS, IN), (2, ROWS, ROWS)]),
+    "memory": (lambda h, x, y: torch.softmax(h @ y.T, -1) @ y, [(ROWS, IN), (30, IN)]),
+    "mask": (lambda h, x, y: (h * y[..., None]) @ x.transpose(-1, -2), [(2, ROWS, IN), (2, ROWS)]),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_arguments_of_a_model_are_activations(product: str, gradients: bool) -> None:
+    call, shapes = PRODUCTS[product]
+    given = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
+    assert layers(Beside(call), *given) == {"layer": {"mxfp8"}, "": {"bf16"}}
 
 
 class Recurrent(nn.Module):
