@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import mxcompile
-from mxcompile.mesh.parallel import parallelised
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline import Range
+from mxcompile.ranks.parallel import parallelised
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "mesh.md"
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"

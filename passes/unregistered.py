@@ -62,10 +62,10 @@ class Unregistered:
                 left, right = operands(node)
                 alone = kind is Where.LEAF and depends[left] != Depends.PARAMETER
                 by_form = not only_calls and _is_matrix(right) and (alone or _is_batch(left))
-                found = (_sources(right) & group) - data
+                sources = (_sources(right) & group) - data
                 if depends[right] == Depends.PARAMETER and (_is_call(node) or by_form):
-                    weights |= found
-                    data |= _sources(left, is_matmul) if found else set()
+                    weights |= sources
+                    data |= _sources(left, is_matmul) if sources else set()
         for node in weights:
             node.meta[WEIGHT_KEY] = True
         if weights:
@@ -76,15 +76,15 @@ class Unregistered:
         """Returns the inputs that the program holds and that are weights of `products`."""
         group = self._inputs(graph, Where.HELD)
         depends = dependencies(graph, self.find.inputs, group) if group else {}
-        found: set[fx.Node] = set()
+        weights: set[fx.Node] = set()
         for node in products if group else ():
             left, right = operands(node)
             fixed = [side for side in (left, right) if depends[side] == Depends.PARAMETER]
             if len(fixed) == 1:
-                found |= _sources(fixed[0])
+                weights |= _sources(fixed[0])
             elif fixed and (_is_call(node) or (_is_matrix(right) and _is_batch(left))):
-                found |= _sources(right)
-        return found & group
+                weights |= _sources(right)
+        return weights & group
 
     def _inputs(self, graph: fx.Graph, kind: Where) -> set[fx.Node]:
         """Returns the inputs of `kind`."""
@@ -103,7 +103,8 @@ def _is_product(node: fx.Node) -> bool:
 def _data(layer: fx.Node) -> fx.Node:
     tag = tag_of(layer)
     assert tag is not None
-    return operands(layer)[tag.tensors.index("x" if "x" in tag.tensors else "dy")]
+    operand: fx.Node = operands(layer)[tag.tensors.index("x" if "x" in tag.tensors else "dy")]
+    return operand
 
 
 def _is_call(node: fx.Node) -> bool:

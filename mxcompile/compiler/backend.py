@@ -53,6 +53,9 @@ class Backend:
     Raises `OptionError`, `PolicyError` or `TargetError`.
     """
 
+    __name__ = "mxfp8"
+    """As registered. For others Dynamo keeps weak references, which `torch.utils.swap_tensors` refuses."""
+
     def __init__(
         self,
         *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -37,7 +37,7 @@ class Places:
         self._ran: set[str] = set()
         self._settled = self._is_sure = False
         if root is not None:
-            _PLACES.setdefault(root, []).append(self)
+            _PLACES.setdefault(root, WeakSet()).add(self)
 
     def put(self, part: Part) -> None:
         """Make what is known so far known to the process."""
@@ -72,7 +72,8 @@ class Places:
                 self.put(self._part)
 
 
-_PLACES: WeakKeyDictionary[nn.Module, list[Places]] = WeakKeyDictionary()
+_PLACES: WeakKeyDictionary[nn.Module, WeakSet[Places]] = WeakKeyDictionary()
+"""By model. The compiled code holds its places, and they hold the model: nothing else may."""
 
 
 def settle(root: nn.Module, group: str) -> None:

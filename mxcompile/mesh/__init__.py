@@ -1,4 +1,4 @@
-"""One rank of a mesh that need not exist: its shards, and what it sends."""
+"""Shards, collectives, memory, pipeline stages and time of one rank of a mesh."""
 
 from mxcompile.mesh.collectives import Collective as Collective
 from mxcompile.mesh.memory import Memory as Memory

@@ -18,9 +18,9 @@ from torch import fx
 
 from mxcompile.graph.opsets import packet
 from mxcompile.graph.tags import tensor
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.models.names import module_of
 from mxcompile.passes.account import sent
+from mxcompile.ranks.fsdp import FSDPGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

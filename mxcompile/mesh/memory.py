@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from mxcompile.distributed.tensors import local_bytes
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.live import Live, Moment
+from mxcompile.ranks.fsdp import FSDPGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from mxcompile.distributed.tensors import local_bytes
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.live import Live
 from mxcompile.mesh.memory import Held, Memory, reduced_bytes, weight_bytes
 from mxcompile.mesh.schedule import Schedule
 from mxcompile.mesh.stages import Stages
 from mxcompile.models.names import user_path
+from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.report.forms.tables import drawn
 from mxcompile.report.forms.words import byte_count, count
 

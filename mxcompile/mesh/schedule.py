@@ -11,9 +11,8 @@ sends; sending takes no time of the sender.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mxcompile.errors import OptionError, not_allowed, shown
 
@@ -23,10 +22,6 @@ _INTERLEAVED_STAGES = 2
 
 Action = tuple[str, int, int]
 """A computation: "F" or "B", stage, micro-batch."""
-
-
-Passes = tuple[Sequence[float], Sequence[float], float]
-"""µs of forward and of backward of a micro-batch by stage, and of what one stage sends to the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,17 +136,3 @@ class Schedule:
             return 0.0
         sent = 0.0 if kind == "B" and stage == last else send_us
         return ends[needed] + sent if needed in ends else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Waits:
-    """The waits of a rank of a pipeline. passes: of all stages, by rates that a caller knows."""
-
-    schedule: Schedule
-    rank: int
-    passes: Callable[..., Passes]
-
-    def us(self, *rates: Any) -> float:
-        """µs of the bubble."""
-        run = self.schedule.run(*self.passes(*rates))
-        return run.us - run.busy[self.rank]

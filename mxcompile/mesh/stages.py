@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from mxcompile.errors import ModelError, OptionError
 from mxcompile.graph.tags import bytes_of
 from mxcompile.mesh.collectives import SEND, Collective
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.mesh.schedule import Schedule
-from mxcompile.mesh.shape import PIPELINE
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import module_of
+from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.ranks.shape import PIPELINE
 
 _ENDS = 2
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxcompile.errors import OptionError, shown
-from mxcompile.mesh.experts import EXPERTS
 from mxcompile.mesh.links import NODE
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Range
 from mxcompile.offline.step import INDISTINGUISHABLE
+from mxcompile.ranks.experts import EXPERTS
 from mxcompile.report.forms.tables import Table, drawn, wrapped
 from mxcompile.report.forms.words import byte_count, count
 

@@ -22,7 +22,7 @@ from typing import Any
 from mxcompile.lowering.targets import Target
 from mxcompile.mesh.collectives import SEND, Collective
 from mxcompile.mesh.links import Links
-from mxcompile.mesh.schedule import Waits
+from mxcompile.mesh.schedule import Schedule
 from mxcompile.offline.estimate import Work
 from mxcompile.offline.graph_work import Works
 from mxcompile.offline.rates import Range, Rates
@@ -166,6 +166,25 @@ def _by_kind(works: Works, rates: Rates) -> dict[str, float]:
 
 def _moved(size: float, rates: Rates) -> float:
     return Work(num_bytes=size).estimate(rates).us if size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """The waits of a rank of a pipeline.
+
+    stages: the work of a micro-batch in each stage. send: what a stage sends to the next.
+    """
+
+    schedule: Schedule
+    rank: int
+    stages: tuple[RankWork, ...]
+    send: Collective
+
+    def us(self, links: Links, rates: Rates) -> float:
+        """µs of the bubble."""
+        forward, backward = ([one.pass_us(phase, links, rates) for one in self.stages] for phase in PHASES)
+        run = self.schedule.run(forward, backward, links.us(self.send, self.send.num_bytes, rates))
+        return run.us - run.busy[self.rank]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

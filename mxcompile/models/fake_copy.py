@@ -75,6 +75,8 @@ def fake_values(value: Any, mode: FakeTensorMode) -> Any:
     try:
         with _AsFakes(Faker(mode), memo):
             return copy.deepcopy(value, memo)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"cannot copy the arguments: {type(error).__name__}: {error}") from error
 

@@ -56,7 +56,13 @@ class Faker:
                 stored = tensor.with_parts(self._empty)
             return nn.Parameter(stored, requires_grad=False) if isinstance(tensor, nn.Parameter) else stored
         if tensor.layout is not torch.strided:
-            return self._mode.from_tensor(tensor, static_shapes=True)
+            try:
+                return self._mode.from_tensor(tensor, static_shapes=True)
+            except Exception as error:
+                raise ModelError(
+                    f"cannot trace a tensor of layout {tensor.layout}: give a strided one, such as a padded"
+                    f" batch ({type(error).__name__}: {error})"
+                ) from error
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):

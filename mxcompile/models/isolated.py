@@ -110,14 +110,12 @@ def _fork(function: Callable[[], Any], sink: int, *, tools: bool) -> int:
         os.environ[_TOKENIZERS] = "false"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # handlers are for the parent
     try:
-        with (
-            compile_lock,
-            warnings.catch_warnings(),
-        ):  # a lock of another thread would never open in the child
+        # held by another thread, the lock would never open in the child
+        with compile_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python and libraries that know of other threads
             pid = os.fork()
-            if pid == 0:
-                _run(function, sink, before, mask, tools=tools)
+        if pid == 0:
+            _run(function, sink, before, mask, tools=tools)
     except (OSError, RuntimeError) as error:
         raise NoChildError(f"cannot start {_CHILD}: {error}") from error
     finally:

@@ -94,7 +94,14 @@ def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Mapping[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _OWN}
+    """The attributes of `module` and of its class, without those that every module has."""
+    kinds = [
+        kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
+    ]
+    scopes = (*map(vars, reversed(kinds)), vars(module))
+    return {
+        key: value for scope in scopes for key, value in scope.items() if key not in _OWN and key[:2] != "__"
+    }
 
 
 def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:

@@ -34,11 +34,11 @@ from mxcompile.compiler.rehearsal import Rehearsal
 from mxcompile.compiler.trace import Unused, trace
 from mxcompile.graph.opsets import ATTENTION_BACKWARD, ATTENTION_FORWARD, packet
 from mxcompile.graph.tags import GemmTag, bytes_of, tags_of
-from mxcompile.mesh.copied import rank_copy
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.models.assumed import Assuming
 from mxcompile.offline.device import attention_flops, move
 from mxcompile.offline.standin import DEVICE, stand_in
+from mxcompile.ranks.copied import rank_copy
+from mxcompile.ranks.fsdp import FSDPGroup
 from mxcompile.report import Part
 
 _CONFIG: dict[str, Any] = {

@@ -27,8 +27,6 @@ from mxcompile.errors import OptionError, TargetError
 from mxcompile.graph.opsets import VIEWS
 from mxcompile.graph.tags import GemmTag
 from mxcompile.lowering.targets import AUTO, TARGETS, check, of_chip
-from mxcompile.mesh.built import Factory, named_inputs, rank_model
-from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline import kernel_work
 from mxcompile.offline.binary import Binary, cross_compile
@@ -42,6 +40,8 @@ from mxcompile.offline.roofline import WIDE, estimate
 from mxcompile.offline.standin import stand_in
 from mxcompile.offline.wrapper import KernelCall, Module, read
 from mxcompile.policy import Policy
+from mxcompile.ranks.built import Factory, named_inputs, rank_model
+from mxcompile.ranks.shape import PIPELINE, MeshShape
 from mxcompile.report import Part, Report
 from mxcompile.watch import Watch
 

@@ -58,7 +58,8 @@ def record(
 
     Raises whatever the model raises.
     """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parameters = dict(model.named_parameters())
+    state = {**parameters, **dict(model.named_buffers())}
     paths: defaultdict[int, list[str]] = defaultdict(list)
     for path, value in model.named_parameters(remove_duplicate=False):
         paths[id(value)].append(path)
@@ -80,12 +81,7 @@ def record(
         graph = trace(list(state.values()), [given[place] for place in places]).graph
     data = [given[place] for place in places]
     inputs = [
-        *(
-            GraphInput(
-                path=path, others=tuple(paths[id(value)][1:]), static=True, is_parameter=id(value) in paths
-            )
-            for path, value in state.items()
-        ),
+        *(_stored(path, paths[id(value)][1:], path in parameters) for path, value in state.items()),
         *(GraphInput(unregistered=unregistered(value)) for value in data),
     ]
     placeholders = graph.find_nodes(op="placeholder")
@@ -95,6 +91,10 @@ def record(
     for node, path in _held(graph, model):
         node.meta["desc"] = GraphInput(path=path, unregistered=Unregistered.HELD)
     return graph
+
+
+def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
+    return GraphInput(path=path, others=tuple(others), static=True, is_parameter=is_parameter)
 
 
 def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:

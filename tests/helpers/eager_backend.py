@@ -36,6 +36,8 @@ class EagerBackend:
     names kernels. graphs: the forward, backward and inference graphs that ran.
     """
 
+    __name__ = "mxfp8"  # as `mxcompile.Backend` has it
+
     def __init__(
         self,
         before: Callable[[fx.Graph], None] | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from mxcompile.mesh.experts import spread_
+from mxcompile.ranks.experts import spread_
 
 TOKENS, NUMBER, TOP_K = 32, 8, 2
 ITEMS = {"unsigned char": ("uint8", 1), "c10::BFloat16": ("bfloat16", 2), "long int": ("int64", 8)}

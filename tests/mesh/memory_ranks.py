@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from mxcompile.mesh.shape import MeshShape, fake_ranks
+from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 RANKS, STEPS = 2, 8
 BACKWARD = "backward of the step"

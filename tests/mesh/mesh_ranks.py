@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from mxcompile.mesh.shape import MeshShape
+from mxcompile.ranks.shape import MeshShape
 
 KINDS = {"allgather": "all-gather", "all_gather": "all-gather", "allreduce": "all-reduce",
          "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import mxcompile
 from mxcompile.mesh import Memory, live
-from mxcompile.mesh.shape import MeshShape, fake_ranks
+from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 ACTIVATIONS, WEIGHTS = Shape(batch=4, length=128, depth=4), Shape(batch=1, length=32, depth=6)
 

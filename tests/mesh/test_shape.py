@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxcompile.errors import OptionError
-from mxcompile.mesh.shape import MeshShape, fake_ranks
+from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 
 def test_axes_are_read_in_order():

@@ -21,11 +21,11 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import AUTO, of_device
-from mxcompile.mesh.built import Factory, named_inputs
 from mxcompile.mesh.report import RankReport
 from mxcompile.models.arguments import ModelInput
 from mxcompile.offline.roofline import estimate
 from mxcompile.policy import Policy
+from mxcompile.ranks.built import Factory, named_inputs
 from mxcompile.report import Report
 from mxcompile.rules import check_mistakes
 

@@ -13,9 +13,9 @@ from mxcompile.analysis.explain.rank_tracer import BF16
 from mxcompile.compiler.options import Options
 from mxcompile.errors import MXCompileError, OptionError
 from mxcompile.lowering.targets import TARGETS
-from mxcompile.mesh.built import Factory
 from mxcompile.mesh.links import NODE, Links
 from mxcompile.mesh.sweep import MeshCandidate, MeshPoint, MeshSweep, candidates
+from mxcompile.ranks.built import Factory
 from mxcompile.report.forms.words import tokens_of
 
 

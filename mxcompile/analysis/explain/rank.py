@@ -21,13 +21,11 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.rehearsal import apart, some_or_all
 from mxcompile.errors import OptionError
 from mxcompile.lowering.targets import TARGETS, Target
-from mxcompile.mesh.built import Factory, RankModel, rank_model
 from mxcompile.mesh.collectives import Axes
 from mxcompile.mesh.links import NODE, Links
 from mxcompile.mesh.pipeline import Pipeline
 from mxcompile.mesh.report import RankReport
 from mxcompile.mesh.schedule import Schedule
-from mxcompile.mesh.shape import PIPELINE, MeshShape
 from mxcompile.mesh.shards import shards, unmatched
 from mxcompile.mesh.time import StepTime
 from mxcompile.offline.rates import Rates
@@ -35,6 +33,8 @@ from mxcompile.offline.roofline import estimate
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
+from mxcompile.ranks.built import Factory, RankModel, rank_model
+from mxcompile.ranks.shape import PIPELINE, MeshShape
 from mxcompile.report import Part, Report
 from mxcompile.rules import check_mistakes
 
@@ -56,7 +56,7 @@ def explain_rank(
 ) -> RankReport:
     """The report of rank 0 of `mesh`, such as ``dp=128,tp=8``; an axis ``pp`` has the stages of a pipeline.
 
-    model: a plain module, parallelised in the ways that `parallel` names (see `mesh.parallel`), called with
+    model: a plain module, parallelised in the ways that `parallel` names (see `ranks.parallel`), called with
     `args` and `kwargs`, one rank's; or a factory of (model, args, kwargs), whose own code parallelises.
     options: with a target; "auto" has to be resolved. links, node, schedule, microbatches: as `explain` has
     them. others: policies beside that of `options` in the time of a step.

@@ -19,22 +19,20 @@ from mxcompile.compiler.options import Options
 from mxcompile.compiler.plans import no_plan, planned
 from mxcompile.errors import ModelError
 from mxcompile.mesh.collectives import Axes, Collective, of_graph, of_groups
-from mxcompile.mesh.copied import rank_copy
-from mxcompile.mesh.fsdp import FSDPGroup
-from mxcompile.mesh.links import Links
 from mxcompile.mesh.live import Live, live
 from mxcompile.mesh.memory import Memory, memory
 from mxcompile.mesh.partial import backward, of_partial_gradients, partial_parameters, result_bytes
 from mxcompile.mesh.pipeline import rank_memory
-from mxcompile.mesh.schedule import Passes, Schedule, Waits
-from mxcompile.mesh.shape import PIPELINE
+from mxcompile.mesh.schedule import Schedule
 from mxcompile.mesh.stages import Stages
-from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork
+from mxcompile.mesh.time import BACKWARD, FORWARD, PHASES, RankWork, Waits
 from mxcompile.offline.graph_work import Works, works
-from mxcompile.offline.rates import Rates
 from mxcompile.plan.plan import Plan
 from mxcompile.plan.repeats import LeaveOut
 from mxcompile.policy import Policy
+from mxcompile.ranks.copied import rank_copy
+from mxcompile.ranks.fsdp import FSDPGroup
+from mxcompile.ranks.shape import PIPELINE
 from mxcompile.report.fold import spelled
 
 BF16, FP8 = Policy.preset("bf16"), Policy.preset("fp8_tensor")
@@ -168,7 +166,7 @@ class RankTracer(Explainer):
             logits=self._results if last else 0,
             gradients=gradients,
             microbatches=1 if stages is None else stages.schedule.microbatches,
-            waits=None if stages is None else Waits(schedule=stages.schedule, rank=rank, passes=self._passes),
+            waits=None if stages is None else self._waits(stages, rank),
         )
 
     def _work(self, stage: int, phase: str) -> Works:
@@ -183,19 +181,16 @@ class RankTracer(Explainer):
         stages = self.stages
         return [one for one in self.collectives() if stages is None or stages.stage(one.name) == stage]
 
-    def _passes(self, links: Links, rates: Rates) -> Passes:
-        """µs of the passes of a micro-batch by stage, and of what a stage sends."""
-        assert self.stages is not None, "a rank of a pipeline"
-        works = self._stage_works
-        passes = [[work.pass_us(phase, links, rates) for work in works] for phase in PHASES]
-        send = next(iter(self.stages.sends(0, self._axes.stride(PIPELINE), self.training)))
-        return passes[0], passes[1], links.us(send, send.num_bytes, rates)
+    def _waits(self, stages: Stages, rank: int) -> Waits:
+        """Returns what decides how long `rank` of a pipeline waits."""
+        send = next(iter(stages.sends(0, self._axes.stride(PIPELINE), self.training)))
+        return Waits(schedule=stages.schedule, rank=rank, stages=self._stage_works, send=send)
 
     @cached_property
-    def _stage_works(self) -> list[RankWork]:
+    def _stage_works(self) -> tuple[RankWork, ...]:
         """The work of a micro-batch in each stage."""
         label = self.options.policy.label
-        return [
+        return tuple(
             RankWork(
                 policy=label,
                 works={phase: self._work(stage, phase) for phase in PHASES},
@@ -203,7 +198,7 @@ class RankTracer(Explainer):
                 wire=label != BF16.label,
             )
             for stage in self._layers
-        ]
+        )
 
     def unreduced(self) -> Iterator[str]:
         """A warning about partial gradients that FSDP2 does not reduce."""

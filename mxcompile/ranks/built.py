@@ -13,12 +13,12 @@ from torch import nn
 
 from mxcompile.distributed.tensors import local
 from mxcompile.errors import ModelError, MXCompileError, OptionError
-from mxcompile.mesh.experts import EXPERTS
-from mxcompile.mesh.fsdp import FSDPGroup, groups
-from mxcompile.mesh.parallel import parallelised
-from mxcompile.mesh.shape import MeshShape, fake_ranks
 from mxcompile.models.arguments import check_module, keywords
 from mxcompile.models.names import user_path
+from mxcompile.ranks.experts import EXPERTS
+from mxcompile.ranks.fsdp import FSDPGroup, groups
+from mxcompile.ranks.parallel import parallelised
+from mxcompile.ranks.shape import MeshShape, fake_ranks
 
 Factory = Callable[..., Any]
 """Makes (model, args, kwargs), parallelised on the mesh that it is given if it takes one."""

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from mxcompile.errors import OptionError, not_allowed
-from mxcompile.mesh.experts import EXPERTS, experts_of, is_spread, spread_
-from mxcompile.mesh.shape import pipeline_ranks
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
+from mxcompile.ranks.experts import EXPERTS, experts_of, is_spread, spread_
+from mxcompile.ranks.shape import pipeline_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

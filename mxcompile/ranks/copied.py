@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mxcompile.mesh.fsdp import FSDPGroup
 from mxcompile.models.assumed import Assuming
 from mxcompile.models.checkpointed import rewrapped
 from mxcompile.models.fake_copy import fake_copy
 from mxcompile.models.fakes import Faker
 from mxcompile.models.wrappers import is_distributed, is_tensor_parallel
+from mxcompile.ranks.fsdp import FSDPGroup
 
 
 def rank_copy(groups: tuple[FSDPGroup, ...], model: nn.Module, mode: Assuming) -> nn.Module:
