@@ -114,6 +114,8 @@ def obstacle(node: fx.Node, tag: GemmTag) -> Reason | None:
     """Returns the reason why the operands of the GEMM `tag` of `node` cannot be quantized, or None."""
     if tag.kind is Kind.OPAQUE:
         return _hidden(node, tag)
+    if tag.argument:
+        return Reason(Code.ARGUMENT)
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return Reason(Code.OPERATOR, packet(node))
     for operand in operands(node):

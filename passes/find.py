@@ -31,8 +31,16 @@ from mxcompile.graph.opsets import (
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
 from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of
 from mxcompile.models.blocks import Blocks
-from mxcompile.models.names import GraphInput, layer_name, module_of, source_of
-from mxcompile.passes.flow import DERIVATIVE, Depends, dependencies, graph_input, stored, stored_as
+from mxcompile.models.names import GraphInput, HeldBy, layer_name, module_of, parametrized, source_of
+from mxcompile.passes.flow import (
+    DERIVATIVE,
+    Depends,
+    dependencies,
+    graph_input,
+    main_sources,
+    stored,
+    stored_as,
+)
 from mxcompile.passes.gradients import Gradients
 from mxcompile.passes.layers import Weights
 from mxcompile.policy import Gemm, Role
@@ -52,7 +60,7 @@ class Find:
     def apply(self, graph: fx.Graph) -> None:
         """Tag all matmul-like nodes of `graph`."""
         depends = dependencies(graph, self.inputs)
-        finder = _Finder(self, depends)
+        finder = _Finder(self, depends, main_sources(graph, depends, self.inputs))
         matmuls = [node for node in graph.nodes if is_matmul_like(node)]
         for node in matmuls:
             if not depends[node] & DERIVATIVE:
@@ -75,10 +83,13 @@ def number(nodes: Iterable[fx.Node]) -> None:
 
 
 class _Finder:
-    """State of one run."""
+    """State of one run. sources: the weights that values are computed from."""
 
-    def __init__(self, options: Find, depends: dict[fx.Node, Depends]) -> None:
+    def __init__(
+        self, options: Find, depends: dict[fx.Node, Depends], sources: dict[fx.Node, fx.Node]
+    ) -> None:
         self._options = options
+        self._sources = sources
         self._weights = Weights(depends)
         self._gradients = Gradients(depends)
 
@@ -109,12 +120,13 @@ class _Finder:
 
     def _tag(self, node: fx.Node) -> None:
         path, module = module_of(node)
-        held_as = None
+        held_as, source = None, None
         if is_matmul(node):
             kind, tensors = self._kind_of_matmul(node)
             if kind is Kind.LINEAR:
                 weight = operands(node)[tensors.index("w")]
-                path, held_as = layer_name(path, self._weight_path(weight, path)), stored_as(weight)
+                source, held_as = self._weight_input(weight), stored_as(weight)
+                path = layer_name(path, source.inside(path)) if source is not None else path
             sizes = [matmul_sizes(node)]
             if tensors == ("w", "x"):  # Wx: m still counts the rows of x
                 batch, m, n, k = sizes[0]
@@ -130,6 +142,7 @@ class _Finder:
             kind=kind,
             tensors=tensors,
             stored=held_as,
+            argument=source is not None and source.unregistered is HeldBy.ARGUMENT,
             block=self._options.blocks.place(path),
         )
         set_tag(node, *_per_product(tag, sizes))
@@ -147,12 +160,14 @@ class _Finder:
             return Kind.LINEAR, ("w", "x")
         return Kind.PRODUCT, ("x", "x")
 
-    def _weight_path(self, weight: fx.Node, module_path: str) -> str:
-        source = stored(weight)
-        if source.op != "placeholder":
-            return ""
-        known = graph_input(source, self._options.inputs)
-        return known.inside(module_path) if known is not None else ""
+    def _weight_input(self, weight: fx.Node) -> GraphInput | None:
+        """The input of the graph that `weight` is stored in or computed from."""
+        tensor = stored(weight)
+        source = self._sources.get(tensor)
+        known = None if source is None else graph_input(source, self._options.inputs)
+        if known is None or source is tensor:
+            return known
+        return replace(known, path=parametrized(known.path), others=tuple(map(parametrized, known.others)))
 
 
 def _unmatched(tag: GemmTag) -> GemmTag:

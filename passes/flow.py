@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from mxcompile import ops
 from mxcompile.formats import Format, stored_form
 from mxcompile.graph.opsets import BIASED, MATMULS, PICKS, RANDOM, REPEATS, TRANSPARENT, VIEWS, aten, packet
-from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.graph.tags import GemmTag, numel, tag_of, tensor, value_of
 from mxcompile.graph.transpose import readers
 from mxcompile.models.names import GraphInput
 from mxcompile.ops.view import Dequantize, argument_of
@@ -33,12 +33,19 @@ DERIVATIVE = Depends.GRADIENT | Depends.TANGENT
 DERIVATIVE_KEY = "mxcompile_derivative"
 """Where the ``custom`` metadata of a node says which derivative of the compiled code's own it is part of."""
 
+WEIGHT_KEY = "mx_weight"
+"""Where an input that is no parameter says that it is a weight (see `unregistered`)."""
+
 _BY_VALUE = tuple(Depends(value) for value in range(16))
 _RANDOM, _REPEATS, _PRODUCT = 1, 2, 4
 
 
-def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Depends]:
+def dependencies(
+    graph: fx.Graph, inputs: Sequence[GraphInput], weights: Collection[fx.Node] = ()
+) -> dict[fx.Node, Depends]:
     """For every node of `graph`, what it depends on. `inputs` are the inputs of the captured graph.
+
+    weights: inputs that count as parameters, beside those that the pass `unregistered` has marked.
 
     The result of a layer that reads parameters alone is data: a query that every sample of a batch has its
     copy of, positions. Such a layer is told from a weight that is made of others, as low-rank updates are, by
@@ -49,7 +56,7 @@ def dependencies(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node,
     repeated: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            marks[node] = _of_placeholder(node, inputs).value
+            marks[node] = _PARAMETER if node in weights else _of_placeholder(node, inputs).value
             continue
         if node.op == "get_attr":
             marks[node] = _PARAMETER if tensor(node) is not None else 0
@@ -111,7 +118,8 @@ def _of_placeholder(node: fx.Node, inputs: Sequence[GraphInput]) -> Depends:
     if tensor(node) is None:
         return Depends.NOTHING
     known = graph_input(node, inputs)
-    return Depends.PARAMETER if known is not None and known.static else Depends.DATA
+    is_weight = WEIGHT_KEY in node.meta or (known is not None and known.static)
+    return Depends.PARAMETER if is_weight else Depends.DATA
 
 
 def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | None:
@@ -126,12 +134,14 @@ def graph_input(node: fx.Node, inputs: Sequence[GraphInput]) -> GraphInput | Non
 def input_of(descriptor: Any, inputs: Sequence[GraphInput]) -> GraphInput | None:
     """The captured input that `descriptor`, one of AOTAutograd's, describes, if it is one."""
     descriptor = plain_descriptor(descriptor)
+    if isinstance(descriptor, GraphInput):
+        return descriptor
     index = getattr(descriptor, "idx", None)
     if isinstance(index, int) and index < len(inputs):
         return inputs[index]
     target = getattr(descriptor, "target", None)
     if isinstance(target, str):
-        return GraphInput(path=target, others=getattr(descriptor, "others", ()), static=True)
+        return GraphInput(path=target, static=True)
     return None
 
 
@@ -225,3 +235,33 @@ def stored(node: fx.Node) -> fx.Node:
     node = origin(node)
     stack = picked_stack(node)
     return origin(stack) if stack is not None else node
+
+
+def main_sources(
+    graph: fx.Graph, depends: dict[fx.Node, Depends], inputs: Sequence[GraphInput]
+) -> dict[fx.Node, fx.Node]:
+    """For values computed from parameters alone, the largest input that they are computed from.
+
+    ``codes.to(bf16) * scale`` is computed from ``codes``; ``mask * w`` from ``w``, because of equally large
+    inputs a parameter counts. A product has none, and neither have several inputs side by side.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+
+    def rank(source: fx.Node) -> tuple[int, bool]:
+        known = graph_input(source, inputs)
+        return numel(value_of(source).shape), known is not None and known.is_parameter
+
+    for node in graph.nodes:
+        if depends[node] != Depends.PARAMETER or packet(node) in MATMULS or _is_condition(node):
+            continue
+        sources = dict.fromkeys(found[argument] for argument in node.all_input_nodes if argument in found)
+        if node.op in ("placeholder", "get_attr"):
+            found[node] = node
+        elif len(sources) == 1 or (sources and packet(node) not in (aten.cat, aten.stack)):
+            found[node] = max(sources, key=rank)
+    return found
+
+
+def _is_condition(node: fx.Node) -> bool:
+    value = tensor(node)
+    return value is not None and value.dtype is torch.bool

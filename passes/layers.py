@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from mxcompile.graph.opsets import SUMS, TRANSPARENT, aten, packet
-from mxcompile.graph.tags import tensor
+from mxcompile.graph.tags import numel, tensor, value_of
 from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import Depends, origin, picked_stack, stored
 
@@ -24,6 +24,12 @@ _NEAR = 6
 """How many operators may lie between a product and the norms it is added to."""
 _SCALED = TRANSPARENT | SUMS | {aten.mul, aten.div, aten.neg}
 _SQUARES = frozenset({aten.pow, aten.mul, aten.sum, aten.linalg_vector_norm, aten.square})
+
+
+def _is_matrix_in(node: fx.Node, vector: Tensor) -> bool:
+    """Whether `node` is a matrix that is a part of `vector`: one of several weights in a flat parameter."""
+    shape = value_of(node).shape
+    return len(shape) > 1 and 1 not in shape[-2:] and numel(shape) <= numel(vector.shape)
 
 
 class Weights:
@@ -42,7 +48,7 @@ class Weights:
         if self._depends[node] != Depends.PARAMETER or self._is_composed(origin(node)):
             return False
         value = tensor(origin(node))
-        return value is not None and value.ndim >= 2
+        return value is not None and (value.ndim >= 2 or _is_matrix_in(node, value))
 
     def _is_composed(self, source: fx.Node) -> bool:
         """Whether `source` puts a parameter beside what is computed from parameters."""

@@ -30,6 +30,7 @@ from mxcompile.passes.save import Save
 from mxcompile.passes.seed import Seed
 from mxcompile.passes.share import Share
 from mxcompile.passes.split import Split
+from mxcompile.passes.unregistered import Unregistered
 from mxcompile.passes.untap import Untap
 from mxcompile.passes.verify import verify
 from mxcompile.policy import Policy
@@ -75,6 +76,7 @@ def joint_passes(context: Context) -> tuple[Pass, ...]:
         Balance(),
         find,
         classify,
+        Unregistered(find=find, classify=classify, is_cut=bool(cut)),
         Bodies(find=find, classify=classify),
         *((Follow(known=context.known),) if cut else ()),
         Decide(policy=context.policy, strict=context.strict, cut=cut),

@@ -37,7 +37,7 @@ def gathers_of(root: nn.Module | None, inputs: Iterable[GraphInput]) -> Gathers:
     """For a graph of the model `root` with `inputs`."""
     if root is None:
         return Gathers()
-    read = {path for given in inputs for path in (given.path, *given.others)}
+    read = {path for given in inputs if given.static for path in (given.path, *given.others)}
     try:
         gathers = [gathered for name, gathered in _parameters(root) if name in read]
     except AttributeError as error:

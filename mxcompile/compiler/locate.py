@@ -11,17 +11,19 @@ parameters during a call (FSDP, ``torch.func.functional_call``), and for modules
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from mxcompile.compiler.frames import Frame
-from mxcompile.models.names import WRAPPERS, GraphInput, joined, user_path
-from mxcompile.models.tree import Tree
+from mxcompile.models.names import WRAPPERS, GraphInput, HeldBy, joined, user_path
+from mxcompile.models.tree import Tree, unregistered
 from mxcompile.models.wrappers import plain_class
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -29,6 +31,9 @@ _STEP = re.compile(rf"""\[({_QUOTED})\]|,\ ({_QUOTED})\)|\[(\d+)\]|\.?([^.\[]+?)
 _VARIABLE = re.compile(rf"^([LG])\[({_QUOTED})\]")
 _LAST_KEY = re.compile(rf".\[({_QUOTED})\]$")
 _CONTAINERS = frozenset({"__dict__", "__self__", "_modules", "_parameters", "_buffers"})
+_PROGRAM = (nn.Module, FunctionType, MethodType, functools.partial, type)
+_CLASS = re.compile(r"dict\(type\((.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)")
+"""The attributes of a class, which objects of it have too."""
 _DYNAMOS = ("__import_", "___stack")
 """How variables of Dynamo's own start: Python modules of inlined functions, values kept over graph breaks."""
 
@@ -40,6 +45,7 @@ def steps_of(source: str) -> tuple[str, ...]:
     ``L['self']._modules['layers'].0.fc`` and ``L['self'].__dict__['_modules']['layers']['0'].fc``, as Dynamo
     reads a module with its own ``__getattr__``, are the variable, ``layers``, ``0`` and ``fc``.
     """
+    source = _CLASS.sub(r"\1", source)
     while source.startswith("getattr("):  # getattr(BASE, 'name'): BASE and a step
         source = source.removeprefix("getattr(")
     variable = _VARIABLE.match(source)
@@ -53,10 +59,10 @@ class Located:
     """The inputs and modules of the graph `gm` of `root`, called with `values`.
 
     tree: of the model. inputs: what each is. matrices: paths of the parameters and buffers of more than one
-    dimension. holder: without a root, the one module that all parameters are read through or that is called
-    with parameters from elsewhere (``functional_call``), None if there are several. prefix: path of the
-    module that most of them are read through. owner: the source of that module, in Dynamo's terms; None if it
-    is the model or not known. module: path of the module whose code the frame is.
+    dimension. holder: without a root, the one module that all parameters are read through, or that is called;
+    None if there are several. prefix: path of the module that most parameters are read through. owner: the
+    source of that module, in Dynamo's terms; None if it is the model or not known. module: path of the module
+    whose code the frame is.
     """
 
     def __init__(
@@ -70,12 +76,13 @@ class Located:
                 name = name_of(each)
                 if name not in self._objects:
                     self._objects[name] = frame.evaluate(name)
-        self.holder = self._one_module(source for source, _ in given) or _called(gm, frame)
+        ways = [[self._objects[name_of(each)] for each in _way(source)] for source, _ in given]
+        self.holder = _one_module(ways) or _one_module(_called(gm, frame))
         self.tree = Tree(root or self.holder)
         known = {name: self.tree.paths(value) for name, value in self._objects.items()}
         self._known = {steps_of(name): paths for name, paths in known.items() if paths}
         paths = [self._path(source, value) for source, value in given]
-        self.inputs = tuple(self._input(path, value) for path, (_, value) in zip(paths, given, strict=True))
+        self.inputs = tuple(map(self._input, paths, *zip(*given, strict=True))) if given else ()
         self.matrices = tuple(
             path
             for path, (_, value) in zip(paths, given, strict=True)
@@ -88,13 +95,6 @@ class Located:
         running = self._running(frame)
         self.module = self.tree.paths(running)[0] if running is not None else self.prefix
         self._name_modules(gm, running)
-
-    def _one_module(self, sources: Iterator[Any]) -> nn.Module | None:
-        """The outermost module of all `sources` that go through any, None if there are several."""
-        ways = ([self._objects[name_of(each)] for each in _way(source)] for source in sources)
-        outermost = (next(filter(_is_module, way), None) for way in ways)
-        modules = {id(module): module for module in outermost if module is not None}
-        return next(iter(modules.values())) if len(modules) == 1 else None
 
     def _running(self, frame: Frame) -> nn.Module | None:
         """The module in the tree whose code `frame` is."""
@@ -118,10 +118,35 @@ class Located:
         path = self._path_of(raw)
         return path if path in paths or not paths else paths[0]
 
-    def _input(self, path: str | None, value: Any) -> GraphInput:
-        """The input of the graph that is `value`, at `path` in the model; None for data."""
-        others = tuple(each for each in self.tree.paths(value) if each != path) if path else ()
-        return GraphInput(path=path or "", others=others, static=path is not None)
+    def _input(self, path: str | None, source: Any, value: Any) -> GraphInput:
+        """The input of the graph that is `value`, a parameter or buffer if it has a `path` in the model."""
+        if path is not None:
+            others = tuple(each for each in self.tree.paths(value) if path and each != path)
+            is_parameter = isinstance(value, nn.Parameter)
+            return GraphInput(path=path, others=others, static=True, is_parameter=is_parameter)
+        if source is None or not isinstance(value, Tensor):
+            return GraphInput()
+        where = HeldBy.HELD if self._is_held(source) else unregistered(value)
+        return GraphInput(path=self._named(source), unregistered=where)
+
+    def _named(self, source: Any) -> str:
+        """The path of a tensor that is neither a parameter nor a buffer; a closure has it by a variable."""
+        cells = [each for each in _way(source) if getattr(each, "freevar_name", "")]
+        if not cells or self._owner(source)[1] is not None:
+            return self._path_of(name_of(source))
+        cell = cells[-1]
+        behind = steps_of(name_of(source))[len(steps_of(name_of(cell))) :]
+        return joined(cell.freevar_name, *behind)
+
+    def _is_held(self, source: Any) -> bool:
+        """Whether `source`, of a tensor, leads through what the program has beside the call's arguments."""
+        variable, *way = _way(source)
+        objects = (self._objects[name_of(each)] for each in way[:-1])
+        return (
+            name_of(variable).startswith(("G[", "L['self']"))
+            or getattr(variable, "is_derefed_cell_contents", False)
+            or any(isinstance(each, _PROGRAM) for each in (self._objects[name_of(variable)], *objects))
+        )
 
     def _path_of(self, name: str) -> str:
         """The path of what Dynamo calls `name`."""
@@ -159,12 +184,18 @@ class Located:
         return None, None
 
 
-def _called(gm: fx.GraphModule, frame: Frame) -> nn.Module | None:
-    """The module that the code of `gm` calls, if it calls just one."""
+def _one_module(ways: Iterable[Iterable[object]]) -> nn.Module | None:
+    """The outermost module of all `ways` that lead through any, None if they begin with different ones."""
+    outermost = [next((each for each in way if isinstance(each, nn.Module)), None) for way in ways]
+    modules = {id(module): module for module in outermost if module is not None}
+    return next(iter(modules.values())) if len(modules) == 1 else None
+
+
+def _called(gm: fx.GraphModule, frame: Frame) -> Iterator[list[object]]:
+    """The modules that the code of `frame` calls, as the stacks of `gm` name them."""
     stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
-    outermost = {raw for stack in stacks if stack for raw, _ in [next(iter(stack.values()))]}
-    module = frame.evaluate(outermost.pop()) if len(outermost) == 1 else None
-    return module if _is_module(module) else None
+    names = {next(iter(stack.values()))[0] for stack in stacks if stack}
+    return ([frame.evaluate(name)] for name in names)
 
 
 def _is_module(value: object) -> bool:

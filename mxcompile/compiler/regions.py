@@ -34,7 +34,8 @@ def inline_regions(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
     inputs: what the inputs of `gm` are. The nodes of `gm` have the user's paths of their modules.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    paths = {node: given.path for node, given in zip(placeholders, inputs, strict=False)}
+    known = zip(placeholders, inputs, strict=False)
+    paths = {node: given.path for node, given in known if given.static}
     _Inliner().inline(gm, paths)
 
 

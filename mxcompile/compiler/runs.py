@@ -36,7 +36,7 @@ def noted(compiled: Compiled, capture: Capture, places: Places) -> Compiled:
     modules, named = capture.root.modules(), capture.root.named_parameters(remove_duplicate=False)
     number = Counter(id(own) for module in modules for own in module._parameters.values())
     holders = {user_path(raw): number[id(own)] for raw, own in named}
-    own = [index for index, given in enumerate(capture.inputs) if given.path in holders]
+    own = [at for at, given in enumerate(capture.inputs) if given.static and given.path in holders]
     position = min(own, key=lambda index: holders[capture.inputs[index].path], default=None)
     if position is None and not places.part.gemms:
         return compiled

@@ -56,14 +56,15 @@ class GemmTag:
 
     index: of this GEMM in its graph. layer: name of the layer's forward node, the same on all its GEMMs.
     name: module path for users. module: class name. source: ``file:line``. tensors: what the left and right
-    operand are: "x", "w" or "dy". stored: format of a weight that is stored quantized. recast: whether the
-    GEMM casts such a weight again. block: where the layer lies among the model's repeated ones. batch, m, n,
-    k: sizes, symbolic ones by their hint, None for one that depends on data. role, evidence: from `classify`.
-    whole: n and k of the layer of which this GEMM computes a shard or a part; None where it computes all.
-    choice, formats (of the operands; None unless the GEMM is quantized), saved, sent: from `decide`. kernel:
-    from the lowering. fallbacks: from there too, the reasons why a kernel that is for such a GEMM does not
-    run it. gradients: of a forward GEMM in a plan, whether its first and its second operand need gradients.
-    again: whether a checkpoint runs this GEMM once more before it computes them.
+    operand are: "x", "w" or "dy". argument: whether the weight is an argument. stored: format of a weight
+    that is stored quantized. recast: whether the GEMM casts such a weight again. block: where the
+    layer lies among the model's repeated ones. batch, m, n, k: sizes, symbolic ones by their hint, None for
+    one that depends on data. role, evidence: from `classify`. whole: n and k of the layer of which this GEMM
+    computes a shard or a part; None where it computes all. choice, formats (of the operands; None unless the
+    GEMM is quantized), saved, sent: from `decide`. kernel: from the lowering. fallbacks: from there too, the
+    reasons why a kernel that is for such a GEMM does not run it. gradients: of a forward GEMM in a plan,
+    whether its first and its second operand need gradients. again: whether a checkpoint runs this GEMM once
+    more before it computes them.
     """
 
     layer: str
@@ -74,6 +75,7 @@ class GemmTag:
     gemm: Gemm
     kind: Kind
     tensors: tuple[str, str]
+    argument: bool = False
     stored: Format | None = None
     recast: bool = False
     block: Block | None = None

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mxcompile.models.names import user_path
 from mxcompile.models.outside import Outside
 from mxcompile.models.places import where
+from mxcompile.models.tree import held
 
 aten = torch.ops.aten
 
@@ -91,8 +92,11 @@ class Assuming(FakeTensorMode):
         """Say where things happen, and to which parameters, by the paths of `model`."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._classes = {path: type(module).__qualname__ for path, module in model.named_modules()}
-        for path, value in model.named_parameters(remove_duplicate=False):
-            self.outside.add(value, user_path(path))
+        for path, value in (*model.named_parameters(remove_duplicate=False), *held(model)):
+            if isinstance(value, Tensor):
+                self.outside.add(value, user_path(path))
+            else:
+                self._paths[id(value)], self._classes[path] = path, type(value).__qualname__
 
     def know(self, fake: Tensor, real: Tensor) -> Tensor:
         """`fake`, which from now on has the values of `real` if these are at hand and not too many."""

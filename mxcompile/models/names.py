@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 import torch
@@ -17,36 +18,38 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Names under which modules that compile, shard or checkpoint a module hold it."""
 PARALLEL = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 """Classes that hold the user's model as `module`."""
+_ORIGINAL = re.compile(r"(?:\bparametrizations\.([^.]+)\.[^.]+|\bweight_[^.]+)$")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
 
 
+class HeldBy(Enum):
+    """Where a tensor comes from that is neither a parameter nor a buffer."""
+
+    HELD = auto()  # an attribute, a global or a closure has it, or a container there
+    LEAF = auto()  # the call gives it, and it needs a gradient of its own
+    ARGUMENT = auto()  # the call gives it
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphInput:
-    """One input of the captured graph.
+    """One input of a graph.
 
-    path: of the parameter or buffer in the user's model, "" for other inputs. others: further paths of one
-    that modules share. static: whether it is a parameter or buffer, as opposed to data.
+    path: of the parameter or buffer in the user's model, or of another tensor by where it is held; "" for
+    data. others: further paths of one that modules share. static: whether it is a parameter or buffer.
+    is_parameter: whether it is a parameter. unregistered: where any other tensor comes from; None if that is
+    not known.
     """
 
     path: str = ""
     others: tuple[str, ...] = ()
     static: bool = False
+    is_parameter: bool = False
+    unregistered: HeldBy | None = None
 
     def inside(self, module_path: str) -> str:
         """The path under which the module at `module_path` has it, if it has."""
         return next((p for p in (self.path, *self.others) if p.startswith(f"{module_path}.")), self.path)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Describes the placeholder of a parameter or buffer, in the words of AOTAutograd's descriptors.
-
-    others: further paths of one that modules share.
-    """
-
-    target: str
-    others: tuple[str, ...] = ()
 
 
 def user_path(raw: str) -> str:
@@ -83,6 +86,14 @@ def layer_name(module_path: str, parameter_path: str) -> str:
     for suffix in ("qdata", "_", "weight", "_"):  # codes stand for the weight that they are of
         attribute = attribute.removesuffix(suffix)
     return joined(owner, attribute)
+
+
+def parametrized(path: str) -> str:
+    """The path of the weight that is computed from the parameter at `path`, by a norm or a parametrization.
+
+    ``up.parametrizations.weight.original0`` and ``up.weight_v`` stand for ``up.weight``.
+    """
+    return _ORIGINAL.sub(lambda match: match[1] or "weight", path)
 
 
 Owner = tuple[nn.Module, str]

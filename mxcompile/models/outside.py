@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxcompile.graph.opsets import PICKS, TRANSPARENT, is_matmul_like, may_be_product
-from mxcompile.models.names import Stored
+from mxcompile.models.names import GraphInput
 
 _PART_OF = "_mx_part_of"
 _PASSED_ON = TRANSPARENT | PICKS
@@ -78,5 +78,5 @@ class Outside:
         node.meta["val"] = value
         paths = self._part_of(value)
         if paths:
-            node.meta["desc"] = Stored(target=paths[0], others=paths[1:])
+            node.meta["desc"] = GraphInput(path=paths[0], others=paths[1:], static=True)
         return node

@@ -1,24 +1,30 @@
 """The modules and tensors of a model, under the paths by which its code reaches them.
 
-self.layers = nn.ModuleList(…)       layers.0     registered: the name that `named_modules` has
-self.experts = [Expert(), Expert()]  experts.0    held by a list, a dictionary or an object
+    self.layers = nn.ModuleList(…)       layers.0     registered: the name that `named_modules` has
+    self.experts = [Expert(), Expert()]  experts.0    held by a list, a dictionary, an object or a global
 
 Walks are bounded: what lies deeper than a few containers has no path here.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from mxcompile.models.names import joined, user_path
+from mxcompile.models.names import HeldBy, joined, user_path
 from mxcompile.models.rebind import is_plain
+from mxcompile.models.wrappers import plain_class
 
 _DEPTH = 3
 """How many containers may lie between a module and what it holds: one may hold a whole trainer."""
+_MEMBERS = 10_000
+"""How many members of a container are looked at: one may hold a data set."""
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
@@ -60,22 +66,51 @@ def path_in(root: nn.Module, module: nn.Module | None) -> str | None:
     return next((user_path(raw) for raw, each in root.named_modules() if each is module), None)
 
 
+def unregistered(argument: Tensor) -> HeldBy:
+    """Where `argument`, a tensor that a call gives, comes from."""
+    is_leaf = argument.requires_grad and argument.is_leaf
+    return HeldBy.LEAF if is_leaf else HeldBy.ARGUMENT
+
+
 def held(root: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and tensors that modules of `root` hold without registering them, and their paths."""
+    """The modules and tensors that `root` reads without registering them, and their paths.
+
+    Attributes of its modules and globals of their forwards hold them.
+    """
     seen = {id(value) for value in (*root.modules(), *(value for _, value in _tensors(root)))}
-    pending = [(user_path(raw), module) for raw, module in root.named_modules()]
-    for path, module in pending:
-        values = ((key, value) for key, value in vars(module).items() if key not in _OWN)
-        for inside, value in _parts(path, values, _DEPTH):
+    pending = [(user_path(raw), _attributes(module)) for raw, module in root.named_modules()]
+    pending += [("", scope) for scope in _scopes(root)]
+    for path, values in pending:
+        for inside, value in _parts(path, values.items(), _DEPTH):
             if id(value) in seen:
                 continue
             members = [("", value)]
             if isinstance(value, nn.Module):
                 inner = [(raw, each) for raw, each in value.named_modules() if id(each) not in seen]
-                pending += [(joined(inside, user_path(raw)), each) for raw, each in inner]
+                pending += [(joined(inside, user_path(raw)), _attributes(each)) for raw, each in inner]
                 members = [*inner, *_tensors(value)]
             seen |= {id(each) for _, each in members}
             yield from ((joined(inside, user_path(raw)), each) for raw, each in members)
+
+
+def _attributes(module: nn.Module) -> Mapping[str, Any]:
+    """The attributes of `module` and of its class, without those that every module has."""
+    kinds = [
+        kind for kind in plain_class(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))
+    ]
+    scopes = (*map(vars, reversed(kinds)), vars(module))
+    return {
+        key: value for scope in scopes for key, value in scope.items() if key not in _OWN and key[:2] != "__"
+    }
+
+
+def _scopes(root: nn.Module) -> Iterator[Mapping[str, Any]]:
+    """The globals of the forwards of the modules of `root`, without those of torch."""
+    forwards = (inspect.unwrap(plain_class(module).forward) for module in root.modules())
+    scopes = [getattr(forward, "__globals__", {}) for forward in forwards]
+    for scope in {id(scope): scope for scope in scopes}.values():
+        if str(scope.get("__name__")).partition(".")[0] != "torch":
+            yield {key: value for key, value in scope.items() if not key.startswith("__")}
 
 
 def _parts(
@@ -92,10 +127,10 @@ def _parts(
 
 def _members(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, list | tuple):
-        return enumerate(value)
+        return enumerate(value[:_MEMBERS])
     if isinstance(value, dict):
-        return value.items()
-    return vars(value).items() if is_plain(value) else ()
+        return islice(value.items(), _MEMBERS)
+    return vars(value).items() if is_plain(value) or isinstance(value, SimpleNamespace) else ()
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,6 @@ from mxcompile.models.assumed import Assuming
 from mxcompile.models.fake_copy import fake_copy, fake_values
 from mxcompile.models.fakes import quiet
 from mxcompile.models.isolated import ChildError, isolated
-from mxcompile.models.names import Stored
 from mxcompile.models.wrappers import is_wrapped, users_own
 from mxcompile.passes.balance import Balance
 from mxcompile.passes.bodies import Bodies
@@ -42,6 +41,7 @@ from mxcompile.passes.decide import decided, keep_products, obstacle
 from mxcompile.passes.find import Find
 from mxcompile.passes.record import record_of
 from mxcompile.passes.roles.cuts import live
+from mxcompile.passes.unregistered import Unregistered
 from mxcompile.plan.record import Differentiated, differentiated, record
 from mxcompile.plan.repeats import LeaveOut, Repeats, fold, keep_all
 from mxcompile.policy import Layer, Policy, Reason
@@ -190,7 +190,8 @@ def _planned(
         _check_apart(graph, model)
         Balance().apply(graph)
         find, classify = Find(blocks=repeats.blocks), Classify()
-        for step in (find, classify, Bodies(find=find, classify=classify)):
+        weights, bodies = Unregistered(find=find, classify=classify), Bodies(find=find, classify=classify)
+        for step in (find, classify, weights, bodies):
             step.apply(graph)
         keep_products(graph)
         _note_gradients(graph)
@@ -245,10 +246,10 @@ def _check_apart(graph: fx.Graph, model: nn.Module) -> None:
 def _read(graph: fx.Graph, repeats: Repeats) -> Iterator[str]:
     """Paths of the parameters and buffers that `graph` reads, also in layers that are left out."""
     for node in graph.find_nodes(op="placeholder"):
-        stored = node.meta.get("desc")
-        if isinstance(stored, Stored) and node.users:
-            yield stored.target
-            yield from repeats.others(stored.target)
+        given = node.meta["desc"]
+        if given.static and node.users:
+            yield given.path
+            yield from repeats.others(given.path)
 
 
 def _in_dtype(given: Any, model: nn.Module) -> Any:

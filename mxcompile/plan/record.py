@@ -30,8 +30,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from mxcompile.models.names import Stored
-from mxcompile.models.tree import held
+from mxcompile.models.names import GraphInput, HeldBy
+from mxcompile.models.tree import held, unregistered
 
 _KEY, _CUSTOM = "mx_differentiated", "custom"
 """The key in the metadata that torch copies to nodes as they are."""
@@ -59,7 +59,8 @@ def record(
 
     Raises whatever the model raises.
     """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parameters = dict(model.named_parameters())
+    state = {**parameters, **dict(model.named_buffers())}
     paths: defaultdict[int, list[str]] = defaultdict(list)
     for path, value in model.named_parameters(remove_duplicate=False):
         paths[id(value)].append(path)
@@ -79,12 +80,32 @@ def record(
     with mode, enable_python_dispatcher(), FunctionalTensorMode(), traceback.preserve_node_meta():
         trace = make_fx(forward, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)
         graph = trace(list(state.values()), [given[place] for place in places]).graph
+    data = [given[place] for place in places]
+    inputs = [
+        *(_stored(path, paths[id(value)][1:], path in parameters) for path, value in state.items()),
+        *(GraphInput(unregistered=unregistered(value)) for value in data),
+    ]
     placeholders = graph.find_nodes(op="placeholder")
-    for node, path in zip(placeholders, state, strict=False):
-        node.meta["desc"] = Stored(target=path, others=tuple(paths[id(state[path])][1:]))
-    for node, value in zip(placeholders, [*state.values(), *(given[at] for at in places)], strict=True):
+    for node, value, about in zip(placeholders, [*state.values(), *data], inputs, strict=True):
+        node.meta["desc"] = about
         node.meta[_CUSTOM] = {_KEY: Differentiated.YES if value.requires_grad else Differentiated.NO}
+    for node, path in _held(graph, model):
+        node.meta["desc"] = GraphInput(path=path, unregistered=HeldBy.HELD)
     return graph
+
+
+def _stored(path: str, others: Sequence[str], is_parameter: bool) -> GraphInput:
+    return GraphInput(path=path, others=tuple(others), static=True, is_parameter=is_parameter)
+
+
+def _held(graph: fx.Graph, model: nn.Module) -> Iterator[tuple[fx.Node, str]]:
+    """The constants of `graph` that modules of `model` hold, and their paths."""
+    read = graph.find_nodes(op="get_attr")
+    paths = {id(value): path for path, value in held(model)} if read else {}
+    for node in read:
+        path = paths.get(id(getattr(graph.owning_module, str(node.target), None)))
+        if path is not None:
+            yield node, path
 
 
 def differentiated(graph: fx.Graph) -> dict[fx.Node, Differentiated]:

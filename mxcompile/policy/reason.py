@@ -23,6 +23,7 @@ class Code(StrEnum):
     CONVOLUTION = "convolution"
     BY_MODEL = "quantized by the model"
     NO_PARAMETER = "parameter outside"
+    ARGUMENT = "weight is an argument"
     NOT_COMPILED = "not compiled"
     NO_PLAN = "no plan"
     OPERATOR = "operator"
@@ -52,6 +53,7 @@ _WORDS = {
     Code.CONVOLUTION: "{}",
     Code.BY_MODEL: "quantized by the model",
     Code.NO_PARAMETER: "its weight is taken from a parameter outside of the graph",
+    Code.ARGUMENT: "its weight is not a parameter: an argument of the call",
     Code.NOT_COMPILED: "outside the compiled graphs",
     Code.NO_PLAN: "no compiled graph reads its weight, and whether it runs is not known",
     Code.OPERATOR: "unsupported operator {}",

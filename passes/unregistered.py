@@ -1,0 +1,137 @@
+"""unregistered: a tensor that multiplies activations is a weight, also where it is not a parameter.
+
+    y = x·wᵀ    w held by an attribute, a global, a closure          a layer, called what w is called there
+                w an argument that needs a gradient of its own       the same
+                w another argument, a matrix                         a layer that stays as it is
+
+Dynamo hands over such a tensor as it hands over data, and `find` takes its product for one of activations.
+This pass marks the inputs that are weights of products outside of attentions, and tags the graph anew.
+
+An argument may be an activation, with a gradient or without. It is a weight where the model calls
+``F.linear`` or a convolution with it. In code without weights of its own it is one too if it is a matrix on
+the right of a product, and of the two operands only it needs a gradient, or the other is a batch or computed.
+An argument that a layer reads as its input is data. An argument without a gradient may be data even so, so
+its layer is not quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from mxcompile.graph.opsets import CONVOLUTIONS, is_matmul, packet
+from mxcompile.graph.shapes import operands
+from mxcompile.graph.tags import Kind, tag_of, value_of
+from mxcompile.models.names import HeldBy
+from mxcompile.passes.classify import Classify
+from mxcompile.passes.find import Find
+from mxcompile.passes.flow import WEIGHT_KEY, Depends, dependencies, graph_input, stored
+from mxcompile.policy import Gemm, Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unregistered:
+    """Options: `find` and `classify`, the passes that tagged the graph.
+
+    is_cut: whether the graph is a part of a model, where arguments are activations of other parts.
+    """
+
+    name: ClassVar[str] = "unregistered"
+    find: Find
+    classify: Classify
+    is_cut: bool = False
+
+    def apply(self, graph: fx.Graph) -> None:
+        """Mark the weights among the inputs of `graph`. If there are any, tag it anew."""
+        products = [node for node in graph.nodes if _is_product(node)]
+        if not products:
+            return
+        layers = [
+            node for node in graph.nodes if (tag := tag_of(node)) is not None and tag.kind is Kind.LINEAR
+        ]
+        data = set().union(*(_sources(_data(node), is_matmul) for node in layers))
+        weights = self._held(graph, products)
+        only_calls = bool(layers or weights)
+        for kind in (HeldBy.LEAF,) if self.is_cut else (HeldBy.LEAF, HeldBy.ARGUMENT):
+            group = self._inputs(graph, kind)
+            depends = dependencies(graph, self.find.inputs, group | weights)
+            for node in products:
+                left, right = operands(node)
+                alone = kind is HeldBy.LEAF and depends[left] != Depends.PARAMETER
+                by_form = not only_calls and _is_matrix(right) and (alone or _is_batch(left))
+                sources = (_sources(right) & group) - data
+                if depends[right] == Depends.PARAMETER and (_is_call(node) or by_form):
+                    weights |= sources
+                    data |= _sources(left, is_matmul) if sources else set()
+        for node in weights:
+            node.meta[WEIGHT_KEY] = True
+        if weights:
+            self.find.apply(graph)
+            self.classify.apply(graph)
+
+    def _held(self, graph: fx.Graph, products: Sequence[fx.Node]) -> set[fx.Node]:
+        """Returns the inputs that the program holds and that are weights of `products`."""
+        group = self._inputs(graph, HeldBy.HELD)
+        depends = dependencies(graph, self.find.inputs, group) if group else {}
+        weights: set[fx.Node] = set()
+        for node in products if group else ():
+            left, right = operands(node)
+            fixed = [side for side in (left, right) if depends[side] == Depends.PARAMETER]
+            if len(fixed) == 1:
+                weights |= _sources(fixed[0])
+            elif fixed and (_is_call(node) or (_is_matrix(right) and _is_batch(left))):
+                weights |= _sources(right)
+        return weights & group
+
+    def _inputs(self, graph: fx.Graph, kind: HeldBy) -> set[fx.Node]:
+        """Returns the inputs of `kind`."""
+        known = ((node, graph_input(node, self.find.inputs)) for node in graph.find_nodes(op="placeholder"))
+        return {node for node, given in known if given is not None and given.unregistered is kind}
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether `node` is a product of activations in no attention, as far as `find` and `classify` know."""
+    tag = tag_of(node)
+    if tag is None or tag.kind is not Kind.PRODUCT or tag.gemm is not Gemm.FPROP:
+        return False
+    return is_matmul(node) and tag.role not in (Role.ATTN_SCORES, Role.ATTN_VALUES)
+
+
+def _data(layer: fx.Node) -> fx.Node:
+    tag = tag_of(layer)
+    assert tag is not None
+    operand: fx.Node = operands(layer)[tag.tensors.index("x" if "x" in tag.tensors else "dy")]
+    return operand
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether the model calls a linear layer or a convolution, whose second operand is a weight."""
+    call = (node.meta.get("source_fn_stack") or [("", "")])[-1][1]
+    named = getattr(call, "__name__", call) == "linear" or packet(node) in CONVOLUTIONS
+    return named and stored(operands(node)[0]) is not stored(operands(node)[1])
+
+
+def _is_matrix(operand: fx.Node) -> bool:
+    """Whether `operand` is an input of two dimensions, in whatever view."""
+    source = stored(operand)
+    return source.op == "placeholder" and value_of(source).ndim == 2
+
+
+def _is_batch(operand: fx.Node) -> bool:
+    """Whether `operand` is computed, or an input of more than two dimensions."""
+    source = stored(operand)
+    return source.op != "placeholder" or value_of(source).ndim > 2
+
+
+def _sources(operand: fx.Node, stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """The nodes that `operand` is computed from, by ways that do not lead through nodes where it `stops`."""
+    pending, seen = [operand], set()
+    while pending:
+        node = pending.pop()
+        if node not in seen and not stops(node):
+            seen.add(node)
+            pending += node.all_input_nodes
+    return seen
