@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
 
-.PHONY: demo docs test test-slow lint predictions wheel check gpu bench real clean
+.PHONY: demo docs test test-slow newest lint predictions wheel check gpu bench real clean
 
 # Trains a small model in three precisions; ARGS=--serve compares ways to serve one, ARGS=--help has the rest.
 demo: $(VENV)/.demo
@@ -16,6 +16,15 @@ test: $(VENV)/.test
 # What takes long: model zoos, fuzzing, killed processes, many ranks.
 test-slow: $(VENV)/.zoo $(VENV)/.pretrained
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+# The newest releases of PyTorch and of the libraries around it, in an environment of their own: what breaks there.
+NEWEST := $(if $(filter file,$(origin VENV)),.venv-newest,$(VENV))
+newest: $(NEWEST)/.newest
+	$(NEWEST)/bin/python -m mxcompile env
+	$(NEWEST)/bin/python -m pytest -n 2 -rfE --tb=short -m "slow or not slow" --zoo-disguises plain:24,all:48,loop:24 --slow-cases 1 \
+		tests/end_to_end tests/plan tests/zoo tests/watch/test_callbacks.py $(ARGS); status=$$?; \
+	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers|torchao|compressed-tensors|accelerate|lightning|peft) "; \
+	exit $$status
 
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -f .mkdocs.yml
@@ -73,7 +82,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/parity.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_out
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info demo_out
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -101,4 +110,11 @@ $(VENV)/.pretrained: $(VENV)/.test
 $(VENV)/.zoo: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --editable '.[zoo]' -c $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --no-deps timm vit-pytorch -c $(CONSTRAINTS)
+	touch $@
+
+# Without the constraints: whatever the index has.
+$(NEWEST)/.newest: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[demo,test,trainers,zoo]'
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --no-deps timm vit-pytorch
 	touch $@

@@ -123,7 +123,7 @@ def _logits(served: Any, window: Tensor, *, cached: bool) -> Tensor:
     """FP32 [length - 1, vocabulary]: of every token of `window` but the last, in one call."""
     given: dict[str, Any] = {"use_cache": False}
     if cached:
-        given = {"past_key_values": mxcompile.static_cache(served, len(window))}
+        given = {"cache": mxcompile.static_cache(served, len(window))}
     logits: Tensor = served(input_ids=window[None, :-1], **given).logits[0]
     return logits.float()
 

@@ -189,7 +189,7 @@ def by_torch(
             with torch.no_grad():
                 return model.generate(
                     text[:, :prompt],
-                    past_key_values=cache,
+                    cache=cache,
                     max_new_tokens=count,
                     do_sample=False,
                     disable_compile=True,

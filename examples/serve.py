@@ -26,9 +26,7 @@ def main() -> None:
     model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
     prompt = torch.randint(0, CONFIG.vocab_size, (1, 16))
     with torch.no_grad():
-        tokens = model.generate(
-            prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, disable_compile=True
-        )
+        tokens = model.generate(prompt, cache=cache, max_new_tokens=8, do_sample=False, disable_compile=True)
     print(tokens[0, 16:].tolist())
     assert tokens.shape == (1, 24)
 

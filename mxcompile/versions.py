@@ -16,7 +16,7 @@ from importlib import metadata
 
 log = logging.getLogger(__name__)
 
-TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.8")}
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
 """Oldest and newest minor version, by distribution."""
 
 

@@ -259,7 +259,7 @@ def _bytes(x: Any) -> int:
 
 def _logits(model: Any, tokens: Tensor, *, cached: bool) -> Tensor:
     """Of one call; where keys and values are cached, attention reads them from there."""
-    given = {"past_key_values": static_cache(model, tokens.shape[1])} if cached else {}
+    given = {"cache": static_cache(model, tokens.shape[1])} if cached else {}
     logits: Tensor = model(input_ids=tokens, **given).logits.float()
     return logits
 
@@ -293,7 +293,7 @@ def _generate(model: Any, prompt: Tensor, tokens: int, cache: Any) -> Tensor:
     cache.reset()
     output: Tensor = model.generate(
         prompt,
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,

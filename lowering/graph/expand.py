@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -27,8 +27,9 @@ from mxcompile.formats import WHOLE, Format, ScaleType
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
 from mxcompile.graph.opsets import aten, packet
-from mxcompile.graph.tags import add_fallback, is_empty, set_tag, tags_of, tensor, value_of
-from mxcompile.lowering.graph.lowering_pass import EMPTY, NO_REASONS, LoweringPass, Reasons
+from mxcompile.graph.tags import add_fallback, set_tag, tags_of, tensor, value_of
+from mxcompile.lowering.graph import grouped_operands
+from mxcompile.lowering.graph.lowering_pass import NO_REASONS, LoweringPass, Reasons
 from mxcompile.lowering.graph.operands import DequantizedOperands
 from mxcompile.lowering.targets import Target
 from mxcompile.ops.view import Product
@@ -94,11 +95,13 @@ class _Expander:
     def _grouped(
         self, a: fx.Node, b: fx.Node, offs: fx.Node | None, dtype: torch.dtype, node: fx.Node
     ) -> fx.Node:
-        vendors: Any = aten._grouped_mm.default if dtype is torch.bfloat16 else ops.grouped_mm
-        if dtype is torch.bfloat16 and is_empty((*value_of(a).shape, *value_of(b).shape)):
-            add_fallback(node, EMPTY)  # PyTorch's refuses its strides
-            vendors = ops.grouped_mm
-        return self._build.call(vendors, a, b, offs, like=node)
+        if dtype is not torch.bfloat16:
+            return self._build.call(ops.grouped_mm, a, b, offs, like=node)
+        if unmet := grouped_operands.unmet(a, b):
+            add_fallback(node, unmet)
+            return self._build.call(ops.grouped_mm, a, b, offs, like=node)
+        sides = grouped_operands.in_order(a, b, self._build)
+        return self._build.call(aten._grouped_mm.default, *sides, offs, like=node)
 
     def _product(
         self, a: fx.Node, b: fx.Node, bias: fx.Node | None, dtype: torch.dtype, node: fx.Node

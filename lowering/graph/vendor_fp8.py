@@ -37,6 +37,7 @@ from mxcompile.lowering import optional
 from mxcompile.lowering.graph.fp8_layouts import fits
 from mxcompile.lowering.graph.fp8_requirements import Problem, unmet
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, LoweringPass, Reasons
+from mxcompile.lowering.templates.configs import contiguous
 from mxcompile.ops.view import Encode, Product, result_of, results_of
 
 
@@ -153,11 +154,10 @@ class _Copies:
         return self._once((base, ops.encode_transposed), lambda: self._transposed(cast))
 
     def rows(self, matrix: fx.Node) -> fx.Node:
-        """`matrix` with its last dimension innermost in memory, copied if need be."""
+        """`matrix` with its last dimension innermost in memory, in aligned rows; copied if need be."""
         value = tensor(matrix)
         assert value is not None
-        inner = value.stride()[1]
-        if isinstance(inner, int) and inner == 1:
+        if contiguous(value.stride(), value.itemsize) == 1:
             return matrix
         form = torch.contiguous_format
         return self._once(

@@ -38,10 +38,10 @@ _CALLERS: WeakKeyDictionary[Any, TritonTemplateCaller] = WeakKeyDictionary()
 _CONFIGS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """By the same, the words of a template for its configuration, where it has its own."""
 
-BENCHMARKED = "benchmark_template_fusion"
-"""The setting that times choices with what is fused into them; torch before 2.15 has another name for it."""
-if not hasattr(config, BENCHMARKED):
-    BENCHMARKED = "benchmark_epilogue_fusion"
+BENCHMARKED = next(
+    name for name in ("benchmark_template_fusion", "benchmark_epilogue_fusion") if hasattr(config, name)
+)
+"""The setting that times choices with what is fused into them. From torch 2.15 on the second name warns."""
 
 _CALLS = {
     "mx_vendor_scaled_mm": "torch._scaled_mm",

@@ -113,14 +113,14 @@ def autotuning() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
-def contiguous(strides: Sequence[Any]) -> int | None:
-    """The dimension in which an FP8 matrix is contiguous and the tensor memory accelerator can read it.
+def contiguous(strides: Sequence[Any], itemsize: int = 1) -> int | None:
+    """The dimension in which a matrix is contiguous and the tensor memory accelerator can read it.
 
     None if it cannot: the other stride has to be a multiple of 16 bytes. strides: as integers, or symbolic.
     """
     plain = _plain(strides)
     for dim in (1, 0):
-        if plain[dim] == 1 and plain[1 - dim] % ALIGNMENT == 0:
+        if plain[dim] == 1 and plain[1 - dim] * itemsize % ALIGNMENT == 0:
             return dim
     return None
 

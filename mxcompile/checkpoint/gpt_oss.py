@@ -2,7 +2,7 @@
 
     x_blocks (bytes of two E2M1, [E, N, K/32, 16]), x_scales (uint8, [E, N, K/32])  →  x [E, K, N] in models
 
-Source: transformers.integrations.mxfp4 (5.23).
+Source: transformers.integrations.mxfp4 (5.24).
 """
 
 from __future__ import annotations

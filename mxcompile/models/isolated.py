@@ -149,11 +149,19 @@ def _run(function: Callable[[], Any], sink: int, before: Before, mask: Any, *, t
 
 def _check_autograd() -> None:
     """Raises `NoChildError` if autograd has had threads in the parent, for an accelerator: it needs them."""
-    leaf = torch.zeros((), requires_grad=True)
     try:
-        torch.autograd.grad(leaf * 1, leaf)
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros((), device="cpu", requires_grad=True)
+            torch.autograd.grad(leaf * 1, leaf)
     except RuntimeError as error:
         raise NoChildError(f"{_CHILD} cannot compute gradients: {error}") from error
+
+
+# The first gradient starts a thread for each device. Without one, `FakeTensorMode` gives CUDA 8 fake devices,
+# so a first gradient is computed before.
+if torch.backends.cuda.is_built() and not torch.cuda.device_count():
+    with suppress(NoChildError):  # this process is a fork of one with such threads
+        _check_autograd()
 
 
 def _ours(error: BaseException) -> MXCompileError:

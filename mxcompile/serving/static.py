@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 def static_cache(model: Any, max_cache_len: int) -> MXStaticCache:
     """Make a static cache for a Hugging Face model that stores keys and values in MXFP8.
 
-    It is passed as a `transformers.StaticCache` is: ``model.generate(…, past_key_values=cache)``. The first
-    call allocates its memory; then `stored_bytes` is the size. Layers that attend over a sliding window or
-    hold other states stay as transformers makes them. `kept` names them, and so does a warning.
+    It is passed as a `transformers.StaticCache` is: ``model.generate(…, cache=cache)``, before Transformers
+    5.24 ``past_key_values=cache``. The first call allocates its memory; then `stored_bytes` is the size.
+    Layers that attend over a sliding window or hold other states stay as transformers makes them. `kept`
+    names them, and so does a warning.
 
     Args:
         model: The model, or its configuration.

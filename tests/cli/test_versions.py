@@ -25,9 +25,9 @@ def test_pyproject_asks_for_the_oldest():
     [
         ("2.13.0+cpu", ""),
         ("2.11.0", ""),
-        ("2.15.0.dev20261120", "newer than tested: torch 2.11 to 2.14"),
-        ("3.0.0a0+git", "newer than tested: torch 2.11 to 2.14"),
-        ("2.9.1", "older than supported: torch 2.11 to 2.14"),
+        ("2.16.0.dev20261220", "newer than tested: torch 2.11 to 2.15"),
+        ("3.0.0a0+git", "newer than tested: torch 2.11 to 2.15"),
+        ("2.9.1", "older than supported: torch 2.11 to 2.15"),
     ],
 )
 def test_what_is_said_of_a_version(version: str, said: str, monkeypatch: pytest.MonkeyPatch):
@@ -40,12 +40,12 @@ def test_env_and_the_backend_say_so(
 ):
     monkeypatch.setattr(versions, "installed", lambda name: "9.1.0")
     main(["env"])
-    assert "9.1.0 (newer than tested: torch 2.11 to 2.14)" in capsys.readouterr().out
+    assert "9.1.0 (newer than tested: torch 2.11 to 2.15)" in capsys.readouterr().out
     versions.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "mxcompile"):
         versions.warn_once()
         versions.warn_once()
     assert [record.message for record in caplog.records if record.message.startswith("torch")] == [
-        "torch 9.1.0 is newer than tested: torch 2.11 to 2.14"
+        "torch 9.1.0 is newer than tested: torch 2.11 to 2.15"
     ]
     versions.warn_once.cache_clear()

@@ -13,11 +13,16 @@ import torch
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
 
+from mxcompile.lowering.inductor.winners import BENCHMARKED
 from mxcompile.offline import driver
 
 Prefers = Callable[[str, dict[str, str]], bool]
 
-_ON = {"max_autotune_gemm": True, "autotune_in_subproc": False, "max_epilogue_benchmarked_choices": 99}
+_MOST_CHOICES = {
+    "benchmark_template_fusion": "max_template_fusion_benchmarked_choices",
+    "benchmark_epilogue_fusion": "max_epilogue_benchmarked_choices",
+}
+_ON = {"max_autotune_gemm": True, "autotune_in_subproc": False, _MOST_CHOICES[BENCHMARKED]: 99}
 
 
 @contextmanager

@@ -108,6 +108,28 @@ def test_values_and_layouts(word: str, left_swapped: bool, right_swapped: bool):
     torch.testing.assert_close(module(x, w), function(x, w), rtol=2**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize("right", [False, True])
+def test_rows_that_begin_between_multiples_of_16_bytes_are_copied(right: bool):
+    """Elements that are a part of a wider matrix, as a weight stored in FP8 may be."""
+    word = "e4m3 tensor nearest"
+    whole = torch.randn(48, 65).to(torch.float8_e4m3fn)
+    half = torch.full((1, 1), 0.5)
+
+    def function(x, whole, scale):
+        part = whole[:, :64]
+        own, own_scale = ops.encode(x, -1, word)
+        sides = (own, own_scale, part.t(), scale) if right else (part, scale, own.t(), own_scale.t())
+        return ops.encoded_mm(*sides, None, torch.bfloat16, word, word)
+
+    inputs = torch.randn(32, 64), whole, half
+    module, reasons = applied(function, *inputs)
+    assert reasons == []
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+    left, right_one = (argument.meta["val"] for argument in node.args[:2])
+    assert (left.stride(), right_one.stride()) == ((64, 1), (1, 64))
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=2**-7, atol=1e-4)
+
+
 def binades(*shape: int, generator: torch.Generator) -> torch.Tensor:
     """Numbers whose magnitudes lie over 40 binades, so that a scale in the wrong place shows."""
     spread = torch.randint(-20, 20, shape, generator=generator)

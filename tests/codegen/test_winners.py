@@ -14,6 +14,7 @@ from torch._inductor import config
 import mxcompile
 from mxcompile.compiler import backend
 from mxcompile.compiler.compilation import Compilation
+from mxcompile.lowering.inductor import winners
 
 POLICY = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
 MMA = "(tcgen05.mma block_scale)"
@@ -163,3 +164,11 @@ def test_the_report_and_the_one_kept_for_warm_caches(monkeypatch):
     again, made = _train("not asked", monkeypatch)
     assert (again.summary.cache, made) == ("hit", [])
     assert [gemm.kernel for gemm in again.gemms[:2]] == ["chosen 1x2x3", "chosen later"]
+
+
+def test_setting_of_fused_timing_has_the_name_of_this_torch():
+    """Torch 2.15 renamed it; a use of the old name is a warning there, once in a process."""
+    renamed = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
+    name = "benchmark_template_fusion" if renamed else "benchmark_epilogue_fusion"
+    assert name == winners.BENCHMARKED
+    assert not config._config[winners.BENCHMARKED].deprecated

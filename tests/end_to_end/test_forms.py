@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.eager import NVIDIA, Recipe, grouped_product, product
 from helpers.eager_backend import EagerBackend
+from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -260,5 +261,25 @@ def test_grouped(ends: tuple[int, ...]):
     expected = step([model(x, offs, reference)], {"": x}, model)
     (report,) = mxcompile.reports()
     assert [gemm.precision for gemm in report.gemms] == ["mxfp8"] * 6
+    for name, value in found.items():
+        assert sqnr_db(expected[name], value) > 40, name
+
+
+@pytest.mark.parametrize(
+    "ends", mostly_slow([(10, 10, 17, 37), (0, 20, 44, 44), (5, 9, 20, 40)], (10, 10, 17, 37)), ids=str
+)
+def test_groups_of_any_rows_train_compiled(ends: tuple[int, ...]):
+    """PyTorch's grouped product takes operands whose groups begin at multiples of 16 bytes."""
+    model, x = Grouped(), torch.randn(ends[-1], 48).bfloat16().requires_grad_()
+    offs = torch.tensor(ends, dtype=torch.int32)
+
+    def reference(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        return grouped_product(x, w, offs, NVIDIA)
+
+    compiled = torch.compile(model, backend=Backend(policy=ALL, target="cpu_bf16"), fullgraph=True)
+    found = step([compiled(x, offs)], {"": x}, model)
+    expected = step([model(x, offs, reference)], {"": x}, model)
+    (report,) = mxcompile.reports()
+    assert {gemm.kernel for gemm in report.gemms} == {"aten._grouped_mm (bfloat16, dequantized)"}
     for name, value in found.items():
         assert sqnr_db(expected[name], value) > 40, name

@@ -31,7 +31,7 @@ BUDGETS = {
     "mxcompile/formats": 1_440,
     "mxcompile/graph": 1_500,
     "mxcompile/mesh": 2_110,
-    "mxcompile/models": 2_700,
+    "mxcompile/models": 2_710,
     "mxcompile/offline": 3_300,
     "mxcompile/ops": 1_890,
     "mxcompile/plan": 700,

@@ -229,3 +229,28 @@ def test_cuda_is_not_touched_and_answers_as_before_the_fork(monkeypatch):
         return [getattr(torch.cuda, name)() for name in confined._CUDA]
 
     assert isolated(forward) == list(confined._CUDA)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_child_compiles_where_the_program_wants_no_gradients(mode: Callable[[], Any]):
+    with mode():
+        assert isolated(lambda: "compiled", tools=True) == "compiled"
+
+
+AFTER_FAKES = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from mxcompile.models.isolated import isolated
+
+with FakeTensorMode():
+    torch.empty(1)
+torch.zeros((), requires_grad=True).mul(1).backward()
+print(isolated(lambda: "compiled", tools=True))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a gradient starts threads for the devices")
+def test_a_child_compiles_after_fake_tensors_and_a_gradient():
+    """A PyTorch with CUDA and without a device has fake devices then, and threads of autograd for those."""
+    command = [sys.executable, "-c", AFTER_FAKES]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "compiled\n"

@@ -96,9 +96,9 @@ def test_takes_half_the_bytes():
     cache = mxcompile.static_cache(model, ROOM)
     assert cache.stored_bytes == 0
     with torch.no_grad():
-        model(PROMPT, past_key_values=cache)
+        model(PROMPT, cache=cache)
         plain = StaticCache(model.config, ROOM)
-        model(PROMPT, past_key_values=plain)
+        model(PROMPT, cache=plain)
     in_bf16 = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
     assert cache.stored_bytes / in_bf16 == 33 / 64 <= 0.52
 
@@ -106,8 +106,8 @@ def test_takes_half_the_bytes():
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_generates_what_the_reference_cast_generates(make):
     model = make()
-    found = model.generate(PROMPT, past_key_values=mxcompile.static_cache(model, ROOM), **GREEDY)
-    assert torch.equal(found, model.generate(PROMPT, past_key_values=reference_cache(model), **GREEDY))
+    found = model.generate(PROMPT, cache=mxcompile.static_cache(model, ROOM), **GREEDY)
+    assert torch.equal(found, model.generate(PROMPT, cache=reference_cache(model), **GREEDY))
 
 
 def by_length(tokens: Tensor, scores: Tensor) -> Tensor:
@@ -126,11 +126,11 @@ def test_generates_compiled(make):
     shorter[1, :9] = 0  # padded on the left
     options = {**GREEDY, "attention_mask": shorter, "output_logits": True, "return_dict_in_generate": True}
     options["logits_processor"] = [by_length]
-    right = model.generate(prompts, past_key_values=reference_cache(model), **options)
+    right = model.generate(prompts, cache=reference_cache(model), **options)
     mxcompile.clear_reports()
     model.forward = torch.compile(model.forward, backend="mxfp8", options={"policy": "bf16"})
     cache = mxcompile.static_cache(model, ROOM)
-    found = model.generate(prompts, past_key_values=cache, disable_compile=True, **options)
+    found = model.generate(prompts, cache=cache, disable_compile=True, **options)
     assert torch.equal(found.sequences, right.sequences)
     found, right = torch.stack(found.logits).double(), torch.stack(right.logits).double()
     assert (found - right).norm() / right.norm() < 0.02

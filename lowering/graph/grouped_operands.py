@@ -1,0 +1,78 @@
+"""The preconditions of PyTorch's grouped product: every group begins in memory at a multiple of 16 bytes.
+
+    a[t, k] · b[g, k, n]    a group begins at a row of a: row-major, k a multiple of 8 BF16 elements
+    a[g, m, k] · b[k, t]    at a column of b: column-major, k a multiple
+    a[m, t] · b[t, n]       at a column of a and a row of b: column-major and row-major, m and n multiples
+    a[g, m, k]              a stack: rows or columns are a multiple
+
+PyTorch checks strides. It does not check where groups end, which only the data says. Inductor is free to
+change the strides of what it computes, so an operator fixes them.
+
+Source: ``check_valid_strides`` in ``_meta_grouped_mm_common`` of ``torch/_meta_registrations.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import inductor_prims
+
+from mxcompile.graph.build import Builder
+from mxcompile.graph.tags import is_empty, value_of
+from mxcompile.graph.transpose import transpose, untransposed
+from mxcompile.lowering.graph.lowering_pass import EMPTY
+
+_BYTES = 16
+assert inductor_prims is not None  # the import defines the operator
+FORCE_ORDER = torch.ops.prims.inductor_force_stride_order.default
+
+Pair = tuple[fx.Node, fx.Node]
+
+
+def unmet(a: fx.Node, b: fx.Node) -> str:
+    """Returns why PyTorch's grouped product cannot take these operands in any order in memory, or ""."""
+    values = value_of(a), value_of(b)
+    if any(is_empty(value.shape) for value in values):
+        return EMPTY
+    for value, dims in zip(values, _innermost(*values), strict=True):
+        if not any(_is_multiple(value, dim) for dim in dims):
+            sizes = " or ".join(str(value.shape[dim]) for dim in dims)
+            return f"PyTorch's grouped product takes rows of multiples of {_BYTES} bytes ({sizes} elements)"
+    return ""
+
+
+def in_order(a: fx.Node, b: fx.Node, build: Builder) -> Pair:
+    """Returns both operands in an order in memory that the product takes. `unmet` is "" for them."""
+    left, right = _innermost(value_of(a), value_of(b))
+    return _ordered(a, left, build), _ordered(b, right, build)
+
+
+def _innermost(a: Tensor, b: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dimensions of each operand that may be innermost in memory."""
+    match a.ndim, b.ndim:
+        case 2, 2:
+            return (-2,), (-1,)
+        case 2, 3:
+            return (-1,), (-1, -2)
+        case 3, 2:
+            return (-1, -2), (-2,)
+        case _:
+            return (-1, -2), (-1, -2)
+
+
+def _ordered(operand: fx.Node, dims: tuple[int, ...], build: Builder) -> fx.Node:
+    value = value_of(operand)
+    fitting = [dim for dim in dims if _is_multiple(value, dim)]
+    if len(fitting) == 2:
+        return operand
+    base, swapped = untransposed(operand)
+    *batch, m, n = value_of(base).shape
+    by_rows = (fitting[0] == -1) != swapped
+    strides = [m * n] * len(batch) + ([n, 1] if by_rows else [1, m])
+    ordered = build.call(FORCE_ORDER, base, strides, like=base)
+    return transpose(ordered, build) if swapped else ordered
+
+
+def _is_multiple(value: Tensor, dim: int) -> bool:
+    size = value.shape[dim]
+    return isinstance(size, int) and size * value.itemsize % _BYTES == 0

@@ -1,0 +1,73 @@
+"""Operands of PyTorch's grouped product: each group begins in memory at a multiple of 16 bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mxcompile import ops
+from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.tags import GemmTag, Kind, set_tag, tags_of, value_of
+from mxcompile.lowering import pipeline
+from mxcompile.lowering.targets import TARGETS
+from mxcompile.policy import Gemm
+
+TAG = GemmTag(
+    layer="l", name="l", module="", source="", gemm=Gemm.FPROP, kind=Kind.PRODUCT, tensors=("x", "w")
+)
+SHAPES = {
+    "rows": ((37, 64), (4, 64, 48)),
+    "columns": ((4, 48, 64), (64, 37)),
+    "K": ((48, 37), (37, 64)),
+}
+INNERMOST = {"rows": (-1, None), "columns": (None, -2), "K": (-2, -1)}
+"""By the form: the dimension of each operand in which no group ends; of stacks both are right."""
+
+
+def lowered(shapes, transposed: bool, word: str = "") -> fx.Graph:
+    """The graph of a grouped product of operands cast along the contraction; stored transposed or not."""
+
+    def cast(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        dim = -3 - dim if transposed else dim
+        made = ops.encode(x, dim, word) if word else ops.quantize(x, dim, torch.float8_e4m3fn, "rceil")
+        return tuple(side.mT for side in made) if transposed else made
+
+    def function(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        sides = *cast(a, -1), *cast(b, -2)
+        if word:
+            return ops.encoded_grouped_mm(*sides, offs, torch.bfloat16, word, word)
+        return ops.scaled_grouped_mm(*sides, offs, torch.bfloat16)
+
+    with FakeTensorMode():
+        a, b = (torch.empty(*batch, *(n, m) if transposed else (m, n)) for *batch, m, n in shapes)
+        graph = make_fx(function)(a, b, torch.empty(4, dtype=torch.int32)).graph
+    (node,) = (node for node in graph.nodes if packet(node) in ops.GROUPED)
+    set_tag(node, TAG)
+    pipeline.run(graph, TARGETS["cpu_bf16"], torch.device("cpu"))
+    return graph
+
+
+@pytest.mark.parametrize("word", ["", "e4m3 1x128 pow2", "e4m3 channel nearest"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("form", SHAPES)
+def test_groups_begin_at_rows_in_memory(form: str, transposed: bool, word: str):
+    graph = lowered(SHAPES[form], transposed, word)
+    (product,) = (node for node in graph.nodes if packet(node) is aten._grouped_mm)
+    for operand, dim in zip(product.args[:2], INNERMOST[form], strict=True):
+        strides = value_of(operand).stride()[-2:]
+        assert sorted(strides)[0] == 1
+        assert max(strides) % 8 == 0
+        assert dim is None or strides[dim] == 1
+
+
+@pytest.mark.parametrize("form", SHAPES)
+def test_sizes_that_are_no_multiple_run_another_way(form: str):
+    shapes = [[60 if size == 64 else size for size in shape] for shape in SHAPES[form]]
+    graph = lowered(shapes, transposed=False)
+    assert not any(packet(node) is aten._grouped_mm for node in graph.nodes)
+    ((tag,),) = filter(None, map(tags_of, graph.nodes))
+    reason = "PyTorch's grouped product takes rows of multiples of 16 bytes (60 elements)"
+    assert tag.kernel == f"mx.grouped_mm (bfloat16, dequantized); {reason}"
