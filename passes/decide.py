@@ -17,9 +17,9 @@ from mxcompile.errors import UnsupportedError
 from mxcompile.formats import KEPT, labels
 from mxcompile.graph.bodies import bodies
 from mxcompile.graph.convolutions import convolution_words
-from mxcompile.graph.opsets import CONVOLUTIONS, aten, is_grouped, packet
+from mxcompile.graph.opsets import CONVOLUTIONS, aten, called_operator, is_grouped, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, Kind, change_tag, layers, tags_of, tensor
+from mxcompile.graph.tags import AUTOCAST_KEY, GemmTag, Kind, change_tag, layers, tags_of, tensor
 from mxcompile.policy import Choice, Code, Decision, Gemm, Policy, Reason
 
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,8 +44,8 @@ class Decide:
             decision = self.policy.decide(gemms[0][1].as_layer())
             for node, tag in gemms:
                 choice = decision.choice(tag.gemm)
-                hindered = obstacle(node, tag)
-                change_tag(node, tag, self._explained(decided(tag, decision, hindered)))
+                hindered = obstacle(node)
+                change_tag(node, tag, self._explained(node, decided(tag, decision, hindered)))
                 if hindered is not None and choice.formats is not None:
                     refused.append(f"{tag.name} {tag.gemm}: {hindered}")
                     wanted.add(choice.precision)
@@ -55,9 +55,11 @@ class Decide:
                 + "\n  ".join(refused)
             )
 
-    def _explained(self, tag: GemmTag) -> GemmTag:
-        """`tag`, its reason with the cut that it was decided in the face of."""
-        if not self.cut or tag.whole is not None or tag.choice is None:
+    def _explained(self, node: fx.Node, tag: GemmTag) -> GemmTag:
+        """`tag` of `node`, its reason with the cut of the graph and an autocast that the model turns off."""
+        if tag.formats is not None and AUTOCAST_KEY in node.meta.get("custom", ()):
+            tag = tag.with_reason(Reason(Code.AUTOCAST_OFF))
+        if not self.cut or tag.whole is not None:
             return tag
         return tag.with_reason(Reason(Code.CUT, self.cut))
 
@@ -74,7 +76,7 @@ def _kept(node: fx.Node, tag: GemmTag) -> Choice:
     """Why a product that is not a layer's stays as it is."""
     match tag.kind:
         case Kind.OPAQUE:
-            reason = _hidden(node, tag)
+            reason = _hidden(node)
         case Kind.TANGENT:
             reason = Reason(Code.TANGENT)
         case Kind.CONVOLUTION:
@@ -104,17 +106,19 @@ def decided(tag: GemmTag, decision: Decision, hindered: Reason | None) -> GemmTa
     return replace(tag, choice=choice, formats=formats, saved=decision.saved, sent=decision.sent)
 
 
-def _hidden(node: fx.Node, tag: GemmTag) -> Reason:
-    """Why no pass reaches a product inside of the operator `node`."""
-    code = Code.BODY if bodies(node) else Code.OPAQUE if tag.flops else Code.UNCOUNTED
-    return Reason(code, packet(node))
+def _hidden(node: fx.Node) -> Reason:
+    """Why no pass reaches the products inside of the operator `node`."""
+    counted = any(tag.flops for tag in tags_of(node))
+    code = Code.BODY if bodies(node) else Code.OPAQUE if counted else Code.UNCOUNTED
+    called = called_operator(node)
+    return Reason(code, getattr(called, "_overloadpacket", called))
 
 
-def obstacle(node: fx.Node, tag: GemmTag) -> Reason | None:
-    """Returns the reason why the operands of the GEMM `tag` of `node` cannot be quantized, or None."""
-    if tag.kind is Kind.OPAQUE:
-        return _hidden(node, tag)
-    if tag.argument:
+def obstacle(node: fx.Node) -> Reason | None:
+    """Returns the reason why the operands of the GEMM `node` cannot be quantized, or None."""
+    if any(tag.kind is Kind.OPAQUE for tag in tags_of(node)):
+        return _hidden(node)
+    if any(tag.argument for tag in tags_of(node)):
         return Reason(Code.ARGUMENT)
     if not (packet(node) in _SUPPORTED or packet(node) in CONVOLUTIONS or is_grouped(node)):
         return Reason(Code.OPERATOR, packet(node))

@@ -11,17 +11,18 @@ and changes no node but for its tag.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx
 
 from mxcompile.graph.convolutions import is_pointwise
-from mxcompile.graph.opaque import opaque_sizes
+from mxcompile.graph.opaque import opaque_sizes, sizes_by_weight
 from mxcompile.graph.opsets import (
     ATTENTION_FORWARD,
     CONVOLUTIONS,
+    OPAQUE,
     QUANTIZED_MATMULS,
     is_matmul,
     is_matmul_like,
@@ -29,7 +30,7 @@ from mxcompile.graph.opsets import (
     packet,
 )
 from mxcompile.graph.shapes import attention_sizes, gradient_sizes, matmul_sizes, operands
-from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of
+from mxcompile.graph.tags import GemmTag, Kind, Sizes, known, set_tag, tags_of, value_of
 from mxcompile.models.blocks import Blocks
 from mxcompile.models.names import GraphInput, HeldBy, layer_name, module_of, parametrized, source_of
 from mxcompile.passes.flow import (
@@ -113,9 +114,13 @@ class _Finder:
         gradient = self._gradients.of(node, of_data=of_data)
         if gradient is None:
             return False
+        forward = tags_of(gradient.forward)
+        if forward[0].kind is Kind.OPAQUE:
+            self._tag(node)
+            set_tag(node, *(_hidden_gradient(tag, forward) for tag in tags_of(node)))
+            return True
         sizes = [matmul_sizes(node)] if is_matmul(node) else _sizes_of_other(node)
-        known = tags_of(gradient.forward)[0]
-        set_tag(node, *_per_product(replace(known, gemm=gradient.gemm, tensors=gradient.tensors), sizes))
+        set_tag(node, *_per_product(replace(forward[0], gemm=gradient.gemm, tensors=gradient.tensors), sizes))
         return True
 
     def _tag(self, node: fx.Node) -> None:
@@ -132,7 +137,8 @@ class _Finder:
                 batch, m, n, k = sizes[0]
                 sizes = [(batch, n, m, k)]
         else:
-            kind, tensors, sizes = _kind_of_other(node), ("x", "x"), _sizes_of_other(node)
+            kind, tensors = _kind_of_other(node), ("x", "x")
+            sizes = [] if kind is Kind.OPAQUE else _sizes_of_other(node)
         tag = GemmTag(
             layer=node.name,
             name=path,
@@ -145,7 +151,31 @@ class _Finder:
             argument=source is not None and source.unregistered is HeldBy.ARGUMENT,
             block=self._options.blocks.place(path),
         )
-        set_tag(node, *_per_product(tag, sizes))
+        set_tag(node, *(self._hidden(node, tag) if kind is Kind.OPAQUE else _per_product(tag, sizes)))
+
+    def _hidden(self, node: fx.Node, tag: GemmTag) -> list[GemmTag]:
+        """`tag`, of the operator `node`, for each product inside of it: a layer's where it reads a weight."""
+        weights = [operand for operand in node.all_input_nodes if self._weights.is_weight(operand)]
+        sizes = opaque_sizes(node)
+        if not weights or packet(node) in OPAQUE:
+            return [_sized(replace(tag, tensors=("x", "w" if weights else "x")), each) for each in sizes]
+        if len(sizes) == 1 or len(weights) > 1:
+            sizes = sizes_by_weight(sizes, [value_of(weight) for weight in weights])
+        else:  # a head with its loss and the gradients of both
+            weights *= len(sizes)
+        tags: list[GemmTag] = []
+        for weight, each in zip(weights, sizes, strict=True):
+            n, k = map(known, value_of(weight).shape[-2:])
+            source = self._weight_input(weight)
+            own = replace(
+                _sized(tag, each),
+                layer=f"{tag.layer}.{weight.name}",
+                name=layer_name(tag.name, source.inside(tag.name) if source is not None else ""),
+                tensors=("x", "w"),
+                whole=(n, k),
+            )
+            tags.append(_hidden_gradient(own, tags) if tags and tags[0].layer == own.layer else own)
+        return tags
 
     def _kind_of_matmul(self, node: fx.Node) -> tuple[Kind, tuple[str, str]]:
         left, right = operands(node)
@@ -174,6 +204,15 @@ def _unmatched(tag: GemmTag) -> GemmTag:
     """A backward GEMM without a forward one: a product of its own, which stays as it is."""
     kind = Kind.PRODUCT if tag.kind is Kind.LINEAR else tag.kind
     return replace(tag, gemm=Gemm.DGRAD, kind=kind)
+
+
+def _hidden_gradient(tag: GemmTag, forward: Sequence[GemmTag]) -> GemmTag:
+    """`tag`, of a product in an operator of the backward, as a gradient of one of the layers `forward`."""
+    layer = next((known for known in forward if known.name == tag.name), forward[0])
+    gemm, tensors = Gemm.DGRAD, ("dy", "w") if tag.is_layer else ("x", "x")
+    if layer.is_layer and tag.m != layer.m and {tag.m, tag.n} == {*(layer.whole or (layer.n, layer.k))}:
+        gemm, tensors = Gemm.WGRAD, ("dy", "x")
+    return replace(tag, layer=layer.layer, name=layer.name, gemm=gemm, tensors=tensors)
 
 
 def _kind_of_other(node: fx.Node) -> Kind:

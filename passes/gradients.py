@@ -74,7 +74,7 @@ class Gradients:
         elif not is_matmul(node):
             fitting = same
         else:
-            fitting = [n for n in same if n in near] or [n for n in near if _same_flops(n, node)]
+            fitting = [n for n in same if n in near] or [n for n in near if _has_flops_of(node, n)]
             if len(fitting) != 1 or fitting[0] not in same:
                 fitting = self._fitting(node, fitting, of_data=of_data)
         return self._gradient(node, fitting[-1]) if fitting else None
@@ -90,7 +90,7 @@ class Gradients:
             return sorted(fitting, key=lambda n: (n, Gemm.DGRAD) not in self._taken)
         dys = [read for source in sources for read in self._by_dy.get(source, ())]
         dys.sort(key=lambda read: (read[0] < node, read))  # the one that reads dy just before is last
-        twins = [n for _, n in dys if _same_flops(n, node)]
+        twins = [n for _, n in dys if _has_flops_of(node, n)]
         layers = [n for n in twins if n in near] or near or twins
         fitting = [n for n in layers if _weight(n) is None or _has_size_of_weight(node, n)]
         return sorted(fitting, key=lambda n: (n, Gemm.WGRAD) not in self._taken)
@@ -140,9 +140,12 @@ def _weight(forward: fx.Node) -> fx.Node | None:
     return _source(operands(forward)[tag.tensors.index("w")]) if tag.kind is Kind.LINEAR else None
 
 
-def _same_flops(one: fx.Node, other: fx.Node) -> bool:
-    sizes = [math.prod(map(hint, matmul_sizes(node))) for node in (one, other) if is_matmul(node)]
-    return len(sizes) == 2 and sizes[0] == sizes[1]
+def _has_flops_of(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether `node` has the FLOPs of `forward`, or of many, which ``jacrev`` takes in one product."""
+    if not is_matmul(forward):
+        return False
+    flops, one = (math.prod(map(hint, matmul_sizes(each))) for each in (node, forward))
+    return flops == one or (is_derivative(node) and one > 0 and flops % one == 0)
 
 
 def _reads_across(node: fx.Node, forward: fx.Node) -> bool:
@@ -152,6 +155,10 @@ def _reads_across(node: fx.Node, forward: fx.Node) -> bool:
 
 
 def _has_size_of_weight(node: fx.Node, forward: fx.Node) -> bool:
+    """Whether the result of `node` has the size of the weight of `forward`, or of many below each other."""
     tag = tags_of(forward)[0]
     _, m, n, _ = map(hint, matmul_sizes(node))
-    return {m, n} == {tag.n, tag.k}
+    weight = hint(tag.n) * hint(tag.k)
+    if not is_derivative(node) or weight == 0:
+        return {m, n} == {tag.n, tag.k}
+    return m * n % weight == 0 and not {m, n}.isdisjoint((tag.n, tag.k))

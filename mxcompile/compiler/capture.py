@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mxcompile.compiler.derivatives import mark_derivatives
 from mxcompile.compiler.frames import Frame
 from mxcompile.compiler.gathers import Gathers, gathers_of
 from mxcompile.compiler.locate import Located, name_of, source_of_input
+from mxcompile.compiler.marks import mark
 from mxcompile.compiler.plans import Planned, plan_of
 from mxcompile.compiler.regions import inline_regions
 from mxcompile.models.blocks import Blocks
@@ -55,13 +55,13 @@ class Capture:
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], root: nn.Module | None) -> Capture:
     """Prepare and describe the graph module `gm`, called with `example_inputs`, a part of the model `root`.
 
-    Nested regions are put into `gm`, and the derivatives that it takes are marked.
+    Nested regions are put into `gm`, and nodes are marked for the passes.
     """
-    mark_derivatives(gm)
     frame = Frame.of(gm)
     root = frame.root(root)
     located = Located(gm, example_inputs, root, frame)
     inline_regions(gm, located.inputs)
+    mark(gm)
     cut = frame.cut(root, _called(gm, located)) or _sharded(example_inputs)
     planned = plan_of(root, frame, located.matrices) if cut else Planned()
     blocks = Blocks.of(root)

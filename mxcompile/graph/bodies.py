@@ -41,9 +41,16 @@ def is_body(graph: fx.Graph) -> bool:
 
 def hides_products(node: fx.Node) -> bool:
     """Whether graphs that `node` calls have matrix products, or call others that have."""
-    return any(
-        is_matmul_like(inner) or hides_products(inner) for body in bodies(node) for inner in body.graph.nodes
-    )
+    return bool(_with_products(node))
+
+
+def _with_products(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that `node` calls and that have matrix products, or call others that have."""
+    return [
+        body
+        for body in bodies(node)
+        if any(is_matmul_like(inner) or hides_products(inner) for inner in body.graph.nodes)
+    ]
 
 
 def operands_of(node: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
@@ -61,7 +68,7 @@ def flattened(graph: fx.Graph) -> fx.Graph:
 
     It shows which parameters those products read and where their results go, and is for reading: nothing
     computes with it. What a call passes stands for an input of a body, as a whole or its first slice. What a
-    body returns stands for the result of its call; of several bodies, either.
+    body returns stands for the result of its call; of several bodies with products, either.
     """
     flat = fx.Graph()
     _Flattening(flat, None, 1).copy(graph, {})
@@ -85,8 +92,8 @@ class _Flattening:
         for node in graph.nodes:
             if node.op == "output" and self._owner is not None:
                 return [known.get(one) for one in tree_leaves(node.args[0])]
-            if hides_products(node):
-                returned[node] = [self._body(node, body, known) for body in bodies(node)]
+            if called := _with_products(node):
+                returned[node] = [self._body(node, body, known) for body in called]
             if node not in known:
                 result = self._result(node, returned)
                 known[node] = result or self._noted(self._flat.node_copy(node, known.__getitem__), node)
@@ -111,7 +118,7 @@ class _Flattening:
         """The first slice of `whole`; of an input, an input: a stack of layers is not one of experts."""
         if whole.op != "placeholder":
             return self._call(aten.select.int, whole, 0, 0, like=like)
-        first = self._flat.placeholder(like.name)
+        first = self._flat.placeholder(str(whole.target))  # passes know gradients by it
         first.meta = {**whole.meta, "val": like.meta["val"]}
         return first
 

@@ -3,9 +3,10 @@
     recurrent and fused layers   every weight matrix [a, b] times all rows of the input: 2·rows·a·b FLOPs
     _trilinear                   one multiply-add for every element of the three operands broadcast
     others                       a formula registered with `torch.utils.flop_counter`, if there is one; else
-                                 x[…, k], w[n, k] or [k, n] → y[…, n] is taken for what it has the shapes of
+                                 x[…, k], w[n, k] or [k, n] → y[…, n] is taken for what it has the shapes of,
+                                 and x[…, k], w[n, k] → loss for a head with its loss
 
-All other operators have unknown FLOPs; sizes of 0 stand for that.
+All other operators have unknown FLOPs.
 """
 
 from __future__ import annotations
@@ -33,15 +34,50 @@ def opaque_sizes(node: fx.Node) -> list[Sizes]:
         return weights_sizes(node.target, tree_map(_value, node.args)) or [UNKNOWN]
     formula = flop_registry.get(what)
     if formula is None:
-        return [_by_shapes(node)]
+        return _head_with_loss(node) or [_by_shapes(node)]
     args, kwargs = tree_map(_value, (node.args, node.kwargs))
     return [(1, formula(*args, **kwargs, out_val=node.meta.get("val")) // 2, 1, 1)]
 
 
+def sizes_by_weight(sizes: list[Sizes], weights: Sequence[Tensor]) -> list[Sizes]:
+    """Sizes of the products inside an operator, one for each weight that it reads.
+
+    sizes: those that are known. Where that is their sum alone, all rows are taken to be multiplied with every
+    weight.
+    """
+    total = sizes[0][1] if len(sizes) == 1 and sizes[0][2:] == (1, 1) else None
+    if total is None:
+        return sizes if len(sizes) == len(weights) else [UNKNOWN] * len(weights)
+    rows, rest = divmod(total, sum(math.prod(weight.shape) for weight in weights))
+    if rest:
+        return [UNKNOWN] * len(weights) if len(weights) > 1 else sizes
+    return [(math.prod(weight.shape[:-2]), rows, *weight.shape[-2:]) for weight in weights]
+
+
+def _head_with_loss(node: fx.Node) -> list[Sizes]:
+    """Sizes of x·wᵀ, and of the gradients that are returned, if `node` returns a loss, or one of each row."""
+    matrices, value = _matrices(node), node.meta.get("val")
+    results = [list(map(str, leaf.shape)) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if len(matrices) != 2 or len(matrices[1]) != 2 or not results:
+        return []
+    x, w = matrices
+    shapes = list(map(str, x)), list(map(str, w))
+    if shapes[0][-1] != shapes[1][-1] or results[0] not in ([], shapes[0][:-1]):
+        return []
+    product: Sizes = (1, math.prod(x[:-1]), w[0], w[1])
+    gradients = zip(gradient_sizes(product), shapes, strict=True)
+    return [product, *(sizes for sizes, shape in gradients if shape in results[1:])]
+
+
+def _matrices(node: fx.Node) -> list[list[Any]]:
+    """The shapes of the floating-point operands of `node` that have more than one dimension."""
+    values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
+    return [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
+
+
 def _by_shapes(node: fx.Node) -> Sizes:
     """Sizes of the one product that operands and result of `node` have the shapes of, batched or not."""
-    values = [value for value in map(tensor, node.all_input_nodes) if value is not None]
-    matrices = [list(value.shape) for value in values if value.is_floating_point() and value.ndim > 1]
+    matrices = _matrices(node)
     result = node.meta.get("val")
     if len(matrices) != 2 or not isinstance(result, Tensor) or result.ndim < 2:
         return UNKNOWN

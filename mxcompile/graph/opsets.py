@@ -83,7 +83,9 @@ _KNOWN_LIBRARIES = frozenset(
     }
 )  # fmt: skip
 """Whose operators are known: a matrix product among them is in a set of `opsets`."""
-_FOREIGN_HIGHER_ORDER = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})
+_FOREIGN_HIGHER_ORDER = frozenset(
+    {"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "invoke_leaf_function"}
+)
 
 _MATMUL_LIKE = MATMULS | QUANTIZED_MATMULS | ATTENTION_FORWARD | ATTENTION_BACKWARD | OPAQUE
 
@@ -109,12 +111,23 @@ def is_foreign(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return False
-    namespace, _, name = str(packet(node)).partition(".")
-    foreign = hasattr(node.target, "_schema") and namespace not in _KNOWN_LIBRARIES
-    if not foreign and getattr(node.target, "__name__", name) not in _FOREIGN_HIGHER_ORDER:
+    called = called_operator(node)
+    if isinstance(called, torch._ops.OpOverload):
+        foreign = called.namespace not in _KNOWN_LIBRARIES
+    else:
+        foreign = getattr(called, "__name__", "") in _FOREIGN_HIGHER_ORDER
+    if not foreign:
         return False
     values = [tensor(argument) for argument in node.all_input_nodes]
     return sum(value is not None and value.is_floating_point() and value.ndim > 1 for value in values) > 1
+
+
+def called_operator(node: fx.Node) -> Any:
+    """The operator that the call `node` runs: what `auto_functionalized` and others like it are given."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        given = (value for value in node.args if isinstance(value, torch._ops.OpOverload))
+        return next(given, node.target)
+    return node.target
 
 
 def may_be_product(target: Any) -> bool:

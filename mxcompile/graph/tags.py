@@ -22,6 +22,9 @@ PASS_KEY = "mx_pass"
 """Where a node made by a pass says which."""
 
 
+AUTOCAST_KEY = "mxcompile_autocast_off"
+"""Where the ``custom`` metadata of a node says that the model turns autocast off around it."""
+
 STATE_KEY = "mx_state"
 """Where the placeholder of a weight holds that of the state of its layer's scales."""
 

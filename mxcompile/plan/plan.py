@@ -198,7 +198,7 @@ def _planned(
     read = live(graph)  # what nothing reads has no role, unless a part of the model has it for a result
     nodes = {tag.layer: node for node in read for tag in tags_of(node)}
     tags = tuple(repeats.expanded(tag for node in read for tag in tags_of(node)))
-    obstacles = {tag.name: obstacle(nodes[tag.layer], tag) for tag in tags if tag.is_layer}
+    obstacles = {tag.name: obstacle(nodes[tag.layer]) for tag in tags if tag.is_layer}
     return Plan(
         tags=tags,
         obstacles={name: reason for name, reason in obstacles.items() if reason},

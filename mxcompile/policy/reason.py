@@ -32,6 +32,7 @@ class Code(StrEnum):
     LAYOUT = "layout"
     FACTORS = "factors"
     CUT = "part of a model"
+    AUTOCAST_OFF = "autocast off"
     NO_HISTORY = "no history"
     NO_TRANSFORM = "no transform"
     NOT_SENT = "not sent"
@@ -61,6 +62,7 @@ _WORDS = {
     Code.DTYPE: "unsupported dtype {}",
     Code.LAYOUT: "unsupported layout {}",
     Code.FACTORS: "unsupported alpha or beta",
+    Code.AUTOCAST_OFF: "the model turns autocast off here",
     Code.CUT: "of the model in sight: {}",
     Code.NO_HISTORY: "scales of the tensors at hand: the weight is not a parameter of the graph",
     Code.NO_TRANSFORM: "no Hadamard transform: groups of tokens end inside of its blocks",

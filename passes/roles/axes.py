@@ -49,6 +49,11 @@ def data_operand(node: fx.Node) -> fx.Node:
     return operand
 
 
+def features(node: fx.Node) -> int:
+    """The axis of the result of `node`, a product with a parameter, that its output features are on."""
+    return COLUMN if tags_of(node)[0].tensors[0] == "x" else ROW
+
+
 def contracted(node: fx.Node) -> int:
     """The dimension of its data operand that `node`, a product with a parameter, sums over."""
     if packet(node) is aten.convolution:

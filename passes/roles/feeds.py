@@ -17,10 +17,10 @@ from torch import fx
 
 from mxcompile.graph.opsets import aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import Kind, tags_of, tensor
+from mxcompile.graph.tags import Kind, tags_of, tensor, value_of
 from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import Depends
-from mxcompile.passes.roles.axes import data_operand
+from mxcompile.passes.roles.axes import axes, data_operand, features
 from mxcompile.passes.roles.products import Products, is_softmax, softmax_dim
 from mxcompile.passes.roles.recurrence import Recurrences
 from mxcompile.passes.roles.sources import (
@@ -28,6 +28,7 @@ from mxcompile.passes.roles.sources import (
     BESIDE,
     FILTERED,
     GATED,
+    GROUP,
     SOFTMAXED,
     WHOLE,
     Made,
@@ -62,7 +63,8 @@ class Feeds(Origins):
     value depends on, by the number of the stream, the latest `_MOST_STREAMS`. pooled: attentions whose
     queries are parameters. number: of the stream that a sum or a skip belongs to. chosen: values that depend
     on a top-k since the last layer, until they are back with the tokens they were chosen of. products: what
-    became of the products. layers: the linear layers in order.
+    became of the products. layers: the linear layers in order. groups: of a layer whose groups of features
+    are multiplied by each other, as gate and up are, their number.
     """
 
     before: dict[fx.Node, Made] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Feeds(Origins):
     number: dict[fx.Node, int] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     layers: list[fx.Node] = field(default_factory=list)
+    groups: dict[fx.Node, int] = field(default_factory=dict)
 
 
 def sweep(
@@ -105,6 +108,7 @@ class _FeedsSweep:
         self._streams = streams
         self._cut = cut
         self._recurrences = Recurrences()
+        self._selected: dict[fx.Node, int] = {}
         self._num_streams = 0
 
     def visit(self, node: fx.Node) -> None:
@@ -206,9 +210,12 @@ class _FeedsSweep:
             added |= FILTERED
         if traits & FACTOR and packet(node) is aten.mul and self._is_gate(node):
             added |= GATED
+            self._note_groups(node)
         if packet(node) is aten.cat and self._adds_features(node):
             added |= BESIDE
-        if traits & REDUCTION or packet(node) is aten.select:
+        if packet(node) in (aten.select, aten.unbind) and self._selects_group(node, origins):
+            added |= GROUP
+        elif traits & REDUCTION or packet(node) is aten.select:
             kept = ~WHOLE
         if traits & SOFT and is_softmax(node):
             added |= SOFTMAXED
@@ -220,6 +227,23 @@ class _FeedsSweep:
         return {
             source: ((marks | added) if marks & WHOLE else marks) & kept for source, marks in origins.items()
         }
+
+    def _selects_group(self, node: fx.Node, origins: Made) -> bool:
+        """Whether `node` tells groups of features apart that the layers in `origins` have made."""
+        source, dim = node.all_input_nodes[0], argument_of(node, "dim")
+        if any(self.feeds.kind[each] is not Source.LAYER for each in origins):
+            return False
+        if any(axes(source, dim, layer) != features(layer) for layer in origins):
+            return False
+        self._selected.update(dict.fromkeys(origins, value_of(source).shape[dim]))
+        return True
+
+    def _note_groups(self, gate: fx.Node) -> None:
+        """Remember the layers of which `gate` multiplies one group of features by another."""
+        one, other = (self.feeds.made[arg] for arg in gate.args[:2] if isinstance(arg, fx.Node))
+        for layer, marks in one.items():
+            if marks & other.get(layer, 0) & GROUP:
+                self.feeds.groups[layer] = self._selected[layer]
 
     def _adds_features(self, node: fx.Node) -> bool:
         """Whether `node` puts features of several origins beside each other."""

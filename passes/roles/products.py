@@ -27,7 +27,7 @@ from mxcompile.graph.shapes import operands
 from mxcompile.graph.tags import tag_of, tags_of
 from mxcompile.ops.view import argument_of, arguments_of
 from mxcompile.passes.flow import origin
-from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand
+from mxcompile.passes.roles.axes import BATCH, COLUMN, ROW, axes, contracted, data_operand, features
 from mxcompile.passes.roles.sources import Made, Origins, Source
 
 
@@ -59,9 +59,9 @@ class Products:
     def note_softmax(self, node: fx.Node, dim: int, layers: Iterable[fx.Node]) -> None:
         """Remember which of `layers` the softmax `node` normalises along their rows."""
         for layer in layers:
-            rows, columns = (ROW, COLUMN) if tags_of(layer)[0].tensors[0] == "x" else (COLUMN, ROW)
+            columns = features(layer)
             axis = axes(node, dim, layer, self.no_layer)
-            if axis & rows and not axis & columns:
+            if axis & (ROW | COLUMN) & ~columns and not axis & columns:
                 self.over_rows.add(layer)
 
     def attention_operator(self, node: fx.Node, origins: Origins) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.dims import before
+from mxcompile.graph.opsets import TRANSPARENT, aten, packet
 from mxcompile.graph.shapes import operands
-from mxcompile.graph.tags import GemmTag, tag_of, tensor
+from mxcompile.graph.tags import GemmTag, tag_of, tensor, value_of
 from mxcompile.ops.view import argument_of
 from mxcompile.passes.flow import stored
 from mxcompile.passes.roles.axes import data_operand
@@ -158,15 +159,34 @@ class Site:
 
     @property
     def stacked(self) -> bool:
-        """Whether its weight is a stack of matrices."""
+        """Whether its weight is a stack of matrices, not one whose inputs or outputs have several axes.
+
+        A stack of which one matrix gates what the other makes is a weight with several axes too.
+        """
         weight = tensor(self.weight) if packet(self.node) is not aten.convolution else None
-        return weight is not None and weight.ndim > 2 and any(size != 1 for size in weight.shape[:-2])
+        if weight is None or weight.ndim < 3:
+            return False
+        summed = _summed(self.node, self.tag.tensors.index("w"))
+        groups = self.model.feeds.groups.get(self.node)
+        if groups is None:
+            return any(size != 1 for dim, size in enumerate(weight.shape[:-2]) if dim not in summed)
+        kept = [size for dim, size in enumerate(weight.shape) if size != 1 and dim not in summed]
+        return len(kept) - (groups in kept) > 1
 
     @property
     def tied(self) -> bool:
         """Whether its weight is a table of embeddings too."""
         readers = [user for user in self.weight.users if packet(user) is aten.embedding]
         return any(argument_of(user, "weight") is self.weight for user in readers)
+
+
+def _summed(product: fx.Node, side: int) -> frozenset[int]:
+    """The dimensions of the stored weight, the operand `side` of `product`, that the product sums over."""
+    node = operands(product)[side]
+    dims = frozenset({value_of(node).ndim - (2 if side else 1)})
+    while packet(node) in TRANSPARENT and isinstance(source := node.args[0], fx.Node):
+        node, dims = source, before(node, source, dims)
+    return dims if node.op in ("placeholder", "get_attr") else frozenset()
 
 
 def _beyond(origins: Made, feeds: Feeds) -> Made:

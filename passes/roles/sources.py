@@ -23,10 +23,10 @@ class Source(Enum):
     CUT = auto()  # an input that the model computes elsewhere
 
 
-ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE = 1, 2, 4, 8, 16, 32
+ACTIVATED, GATED, SOFTMAXED, WHOLE, FILTERED, BESIDE, GROUP = 1, 2, 4, 8, 16, 32, 64
 """Marks: an activation lies in between; a product with another such value; a softmax; not only a reduction
 or one selected element of the source is left; a convolution that keeps channels apart; features of
-another origin were put beside it."""
+another origin were put beside it; one of several groups of its features is left."""
 
 Made = dict[fx.Node, int]
 """Sources of a value, and the marks of the way from each."""

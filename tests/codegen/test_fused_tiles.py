@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from mxcompile.lowering.graph import fuse
+from mxcompile.lowering.targets import TARGETS
 from mxcompile.lowering.templates import fused_quantize_mm
 from mxcompile.lowering.templates.fused_tiles import NARROW, tiles
 from mxcompile.offline import codegen
@@ -38,7 +39,7 @@ def _all() -> list:
             )
             for target in MMA
             for rows in (FEW, MANY)
-            for swap, tile in tiles(target, rows, NARROW)
+            for swap, tile in tiles(TARGETS[target], rows, NARROW)
             if target != "sm_103"  # the row of sm_100
         ]
 

@@ -5,7 +5,7 @@ from made_reports import kept, record, report
 from mxcompile.policy import Code, Reason
 from mxcompile.report.forms.html import to_html
 
-OPAQUE = {"m": 0, "n": 0, "k": 0, "role": "other"}
+OPAQUE = {"m": None, "n": None, "k": None, "role": "other"}
 
 
 def test_little_in_mxfp8_is_explained_by_flops():

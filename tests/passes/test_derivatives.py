@@ -1,0 +1,184 @@
+"""Derivatives that compiled code takes itself: their products are gradients of layers, as autograd's are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
+
+import mxcompile
+
+ONE_KIND = {
+    "version": 1,
+    "rules": [{"match": {"name": "*"}, "use": {"fprop": "mxfp8", "dgrad": "bf16", "wgrad": "bf16"}}],
+}
+Params = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """Attention with three layers of one size that read one input, and a feed-forward network."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        values = nn.functional.scaled_dot_product_attention(*heads)
+        x = x + self.o(values.transpose(1, 2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """An embedding, two blocks, a head, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(97, 64)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(64, 97)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def recorded(call: Callable[..., Any], *args: Any, policy: Any = "nvidia") -> list[tuple[Any, ...]]:
+    """The records of `call`, compiled, in any order."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    out = torch.compile(call, backend=EagerBackend(policy=policy, strict=True), fullgraph=True)(*args)
+    if isinstance(out, Tensor) and out.requires_grad:
+        out.backward()
+    return sorted(
+        (g.name, g.gemm, g.role, g.batch, g.m, g.n, g.k, g.precision)
+        for report in mxcompile.reports()
+        for g in report.gemms
+    )
+
+
+def pulled_back(loss: Callable[..., Tensor], params: Params, tokens: Tensor) -> Any:
+    value, pull = vjp(lambda given: loss(given, tokens), params)
+    return pull(torch.ones_like(value))
+
+
+@pytest.mark.parametrize("way", ["grad", "grad_and_value", "vjp"])
+def test_train_step_by_torch_func_has_the_records_of_a_backward(way: str) -> None:
+    model, tokens = Model(), torch.randint(0, 97, (2, 20))
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(given: Params, tokens: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, given, (tokens,))
+        return value
+
+    ways: dict[str, Callable[[Params, Tensor], Any]] = {
+        "grad": grad(loss),
+        "grad_and_value": grad_and_value(loss),
+        "vjp": lambda given, tokens: pulled_back(loss, given, tokens),
+    }
+    expected = recorded(model, tokens)
+    assert Counter(gemm for _, gemm, *_ in expected)["wgrad"] == 13
+    assert recorded(ways[way], params, tokens) == expected
+
+
+class Mlp(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def test_gradients_of_each_sample_are_gradients_of_layers() -> None:
+    model = Mlp()
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(given: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, given, (x,)).square().mean()
+        return value
+
+    found = recorded(vmap(grad(loss), (None, 0)), params, torch.randn(5, 8, 64), policy=ONE_KIND)
+    kinds = [(name, gemm, precision) for name, gemm, *_, precision in found]
+    assert kinds == [
+        ("down", "dgrad", "bf16"),
+        ("down", "fprop", "mxfp8"),
+        ("down", "wgrad", "bf16"),
+        ("up", "fprop", "mxfp8"),
+        ("up", "wgrad", "bf16"),
+    ]
+
+
+def test_jacobian_takes_many_gradients_in_one_product() -> None:
+    model = nn.Linear(64, 96)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def outputs(given: Params, x: Tensor) -> Tensor:
+        value: Tensor = functional_call(model, given, (x,))
+        return value.tanh()
+
+    x = torch.randn(64)
+    of_input = recorded(lambda x: jacrev(outputs, 1)(params, x), x, policy=ONE_KIND)
+    assert [(gemm, batch * m * n * k) for _, gemm, _, batch, m, n, k, _ in of_input] == [
+        ("dgrad", 96 * 64 * 96),
+        ("fprop", 64 * 96),
+    ]
+    of_weight = recorded(lambda given: jacrev(outputs)(given, x[None])["weight"], params, policy=ONE_KIND)
+    assert [(gemm, precision) for _, gemm, *_, precision in of_weight] == [
+        ("fprop", "mxfp8"),
+        ("wgrad", "bf16"),
+    ]
+
+
+def test_tangents_stay_as_they_are() -> None:
+    """The tangent itself is the value that it is a tangent of: one is quantized, and one is not."""
+    model, x = Mlp(), torch.randn(40, 64)
+    with torch.no_grad():
+        torch.compile(
+            lambda x: jvp(model, (x,), (x,)),
+            backend=EagerBackend(policy=ONE_KIND, strict=True),
+            fullgraph=True,
+        )(x)
+    (report,) = mxcompile.reports()
+    quantized = [gemm.name for gemm in report.gemms if gemm.precision == "mxfp8"]
+    tangents = [gemm.name for gemm in report.gemms if gemm.code == "tangent"]
+    assert quantized == ["up", "down"]
+    assert set(tangents) == {"up", "down"}
+    assert all(
+        gemm.reason == "a product of a forward-mode derivative"
+        for gemm in report.gemms
+        if gemm.code == "tangent"
+    )
+
+
+def test_jvp_is_that_of_eager_code() -> None:
+    model, x, tangent = Mlp(), torch.randn(40, 64), torch.randn(40, 64)
+    with torch.no_grad():
+        found = torch.compile(
+            lambda x, t: jvp(model, (x,), (t,)), backend="mxfp8", options={"policy": "bf16"}
+        )(x, tangent)
+        expected = jvp(model, (x,), (tangent,))
+    torch.testing.assert_close(found, expected)
+
+
+def test_hessian_quantizes_nothing_but_the_forward() -> None:
+    model = Mlp()
+    with torch.no_grad():
+        found = recorded(hessian(lambda x: model(x).square().sum()), torch.randn(64), policy=ONE_KIND)
+    assert [(name, gemm) for name, gemm, *_, precision in found if precision == "mxfp8"] == [
+        ("down", "fprop"),
+        ("up", "fprop"),
+    ]
+    assert len(found) > 4

@@ -1,0 +1,144 @@
+"""Roles of layers whose weight has several axes of outputs, and kinds of the gradients of a complex one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+import mxcompile
+
+WIDTH, WIDE = 64, 96
+
+
+def roles(model: nn.Module, x: Tensor) -> dict[str, str]:
+    """The role of each layer of `model`."""
+    with torch.no_grad():
+        torch.compile(model, backend=EagerBackend(policy="nvidia"), fullgraph=True)(x)
+    (report,) = mxcompile.reports()
+    return {gemm.name: gemm.role for gemm in report.gemms if gemm.name}
+
+
+class Gated(nn.Module):
+    """A feed-forward network with gate and up in one weight, whose product is taken apart by `parts`."""
+
+    def __init__(self, shape: tuple[int, ...], equation: str, parts: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.into, self.out = nn.Parameter(torch.randn(shape) / 8), nn.Parameter(torch.randn(WIDE, WIDTH) / 8)
+        self.equation, self.parts = equation, parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.parts(torch.einsum(self.equation, self.norm(x), self.into))
+        return x + torch.einsum("btf,fd->btd", silu(gate) * up, self.out)
+
+
+GATED: dict[str, tuple[tuple[int, ...], str, Callable[[Tensor], Any]]] = {
+    "d2f, first": ((WIDTH, 2, WIDE), "btd,dcf->cbtf", lambda y: y),
+    "d2f, in place": ((WIDTH, 2, WIDE), "btd,dcf->btcf", lambda y: y.unbind(2)),
+    "d2f, index": ((WIDTH, 2, WIDE), "btd,dcf->btcf", lambda y: (y[..., 0, :], y[..., 1, :])),
+    "df2": ((WIDTH, WIDE, 2), "btd,dfc->btfc", lambda y: y.unbind(3)),
+    "2df": ((2, WIDTH, WIDE), "btd,cdf->cbtf", lambda y: y),
+    "2fd": ((2, WIDE, WIDTH), "btd,cfd->btcf", lambda y: y.unbind(2)),
+    "f2d": ((WIDE, 2, WIDTH), "btd,fcd->btcf", lambda y: y.unbind(2)),
+}
+
+
+@pytest.mark.parametrize("case", GATED)
+def test_gate_and_up_in_one_weight_are_the_input_of_the_network(case: str) -> None:
+    found = roles(nn.Sequential(Gated(*GATED[case]), Gated(*GATED[case])), torch.randn(2, 20, WIDTH))
+    assert found == {"0.into": "ffn_in", "0.out": "ffn_out", "1.into": "ffn_in", "1.out": "ffn_out"}
+
+
+class Fused(nn.Module):
+    """An attention with queries, keys and values in one weight."""
+
+    def __init__(self, shape: tuple[int, ...], equation: str, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Parameter(torch.randn(shape) / 8), nn.Parameter(torch.randn(4, 16, WIDTH) / 8)
+        self.equation, self.dim = equation, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.einsum(self.equation, self.norm(x), self.qkv).unbind(self.dim)
+        return x + torch.einsum("bhtk,hkd->btd", scaled_dot_product_attention(*heads), self.out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "equation", "dim"),
+    [
+        ((WIDTH, 3, 4, 16), "btd,dchk->cbhtk", 0),
+        ((3, WIDTH, 4, 16), "btd,cdhk->cbhtk", 0),
+        ((WIDTH, 4, 3, 16), "btd,dhck->bhctk", 2),
+    ],
+)
+def test_queries_keys_and_values_in_one_weight_are_qkv(
+    shape: tuple[int, ...], equation: str, dim: int
+) -> None:
+    assert roles(Fused(shape, equation, dim), torch.randn(2, 20, WIDTH)) == {"qkv": "qkv", "out": "attn_out"}
+
+
+class Experts(nn.Module):
+    """Experts that all run, weighted by a softmax: the first axis of a weight is theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.into, self.out = (
+            nn.Parameter(torch.randn(4, WIDTH, WIDE)),
+            nn.Parameter(torch.randn(4, WIDE, WIDTH)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = silu(torch.einsum("td,edf->tef", x, self.into))
+        return x + torch.einsum("tef,efd,te->td", hidden, self.out, self.router(x).softmax(-1))
+
+
+def test_stack_whose_results_do_not_gate_each_other_is_one_of_experts() -> None:
+    found = roles(Experts(), torch.randn(40, WIDTH))
+    assert (found["into"], found["out"]) == ("expert_in", "expert_out")
+
+
+class Latent(nn.Module):
+    """Multi-head latent attention, and nothing around it."""
+
+    def __init__(self, heads: int = 4, rank: int = 32, rotary: int = 8) -> None:
+        super().__init__()
+        self.heads, self.rank, self.rotary = heads, rank, rotary
+        self.q = nn.Linear(WIDTH, heads * (16 + rotary), bias=False)
+        self.kv_a = nn.Linear(WIDTH, rank + rotary, bias=False)
+        self.norm = nn.RMSNorm(rank)
+        self.kv_b = nn.Linear(rank, heads * 32, bias=False)
+        self.o = nn.Linear(heads * 16, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        latent, rotary = self.kv_a(x).split([self.rank, self.rotary], -1)
+        k, v = self.kv_b(self.norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(2, -1)
+        k = torch.cat([k, rotary.unsqueeze(1).expand(-1, self.heads, -1, -1)], -1)
+        return self.o(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("rotary", [8, 16])
+def test_latent_attention_alone_has_all_roles(rotary: int) -> None:
+    found = roles(Latent(rotary=rotary), torch.randn(2, 20, WIDTH))
+    assert found.pop("o") == "attn_out"
+    assert set(found.values()) == {"qkv"}
+
+
+def test_gradients_of_a_complex_layer_are_told_apart() -> None:
+    layer = nn.Linear(WIDTH, WIDE, dtype=torch.complex64)
+    x = torch.randn(40, WIDTH, dtype=torch.complex64, requires_grad=True)
+    y = torch.compile(layer, backend=EagerBackend(policy="bf16"), fullgraph=True)(x)
+    y.abs().sum().backward()
+    (report,) = mxcompile.reports()
+    assert sorted((g.gemm, g.m, g.n, g.k) for g in report.gemms) == [
+        ("dgrad", 40, WIDTH, WIDE),
+        ("fprop", 40, WIDE, WIDTH),
+        ("wgrad", WIDE, WIDTH, 40),
+    ]

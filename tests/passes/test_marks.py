@@ -1,0 +1,79 @@
+"""A layer whose autocast the model turns off says so in its record, if it is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mxcompile
+
+SAYS = "the model turns autocast off here"
+ALL = {"version": 1, "rules": [{"match": {"name": "[ab]"}, "use": "mxfp8"}]}
+
+
+def as_it_is(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return run(x)
+
+
+def checkpointed(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(run, x, use_reentrant=False)
+    return y
+
+
+class Island(nn.Module):
+    """A layer under autocast, and two where it is turned off; one of these is not quantized."""
+
+    def __init__(self, call: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.call(lambda z: self.c(self.b(z)), y.float())
+
+
+def said(model: nn.Module, *, autocast: bool, training: bool = False) -> set[tuple[str, str]]:
+    """Layer and kind of the records that say that autocast is turned off."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    run = torch.compile(model, backend=EagerBackend(policy=ALL), fullgraph=True)
+    x = torch.randn(40, 64, requires_grad=training)
+    with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = run(x)
+    if training:
+        y.sum().backward()
+    (report,) = mxcompile.reports()
+    assert {gemm.precision for gemm in report.gemms if gemm.name != "c"} == {"mxfp8"}
+    return {(gemm.name, gemm.gemm) for gemm in report.gemms if SAYS in gemm.reason}
+
+
+def test_quantized_layer_says_that_autocast_is_turned_off() -> None:
+    assert said(Island(as_it_is), autocast=True) == {("b", "fprop")}
+
+
+def test_gradients_of_the_layer_say_so_too() -> None:
+    expected = {("b", "fprop"), ("b", "dgrad"), ("b", "wgrad")}
+    assert said(Island(as_it_is), autocast=True, training=True) == expected
+
+
+def test_layer_in_a_checkpoint_says_so() -> None:
+    assert ("b", "fprop") in said(Island(checkpointed), autocast=True, training=True)
+
+
+def test_nothing_is_said_where_there_is_no_autocast() -> None:
+    assert said(Island(as_it_is), autocast=False) == set()
+
+
+def test_autocast_inside_of_the_model_counts() -> None:
+    class Inside(Island):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    assert said(Inside(as_it_is), autocast=False) == {("b", "fprop")}

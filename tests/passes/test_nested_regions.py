@@ -1,0 +1,129 @@
+"""Regions under ``nested_compile_region``: decisions, records, results and gradients of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mxcompile
+
+WIDTH = 64
+POLICY = {
+    "version": 1,
+    "rules": [{"match": {"name": "layers.1.*"}, "use": "bf16"}, {"match": {"name": "*"}, "use": "mxfp8"}],
+}
+
+
+class Inner(nn.Module):
+    """A layer with buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(torch.tanh(self.fc(x)))
+        return y
+
+
+class Block(nn.Module):
+    """A block with dropout, and two inner regions."""
+
+    def __init__(self, inner: type[nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inner = nn.ModuleList([inner(), inner()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        x = x + self.down(nn.functional.dropout(hidden, 0.1, self.training))
+        for part in self.inner:
+            x = x + part(x)
+        return x
+
+
+class InnerRegion(Inner):
+    """The same as a region."""
+
+    forward = torch.compiler.nested_compile_region(Inner.forward)
+
+
+class Region(Block):
+    """The same as a region."""
+
+    forward = torch.compiler.nested_compile_region(Block.forward)
+
+
+class Model(nn.Module):
+    """Three equal blocks, checkpointed or not."""
+
+    def __init__(self, block: type[Block], inner: type[nn.Module], checkpoints: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block(inner) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 32)
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def step(regions: bool, checkpoints: bool, training: bool) -> tuple[list[Any], list[Tensor]]:
+    """Records, and what a step computes: the result, gradients and buffers."""
+    torch._dynamo.reset()
+    mxcompile.clear_reports()
+    torch.manual_seed(0)
+    model = Model(Region if regions else Block, InnerRegion if regions else Inner, checkpoints).train(
+        training
+    )
+    x = torch.randn(40, WIDTH)
+    with torch.set_grad_enabled(training):
+        torch.manual_seed(1)
+        y = torch.compile(model, backend=EagerBackend(policy=POLICY, strict=True), fullgraph=True)(x)
+        if training:
+            y.square().sum().backward()
+    (report,) = mxcompile.reports()
+    found = [(g.name, g.gemm, g.role, g.m, g.n, g.k, g.precision, g.reason) for g in report.gemms]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return found, [y.detach(), *gradients, *model.buffers()]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_region_has_the_records_and_results_of_the_plain_model(checkpoints: bool, training: bool) -> None:
+    plain, values = step(False, checkpoints, training)
+    found, others = step(True, checkpoints, training)
+    assert found == plain
+    assert {name for name, *_ in found} == {
+        *(f"layers.{i}.{part}" for i in range(3) for part in ("up", "down", "inner.0.fc", "inner.1.fc")),
+        "head",
+    }
+    assert len(values) == len(others)
+    assert all(map(torch.equal, values, others))
+
+
+def test_region_of_a_function_names_layers_by_their_weights() -> None:
+    @torch.compiler.nested_compile_region
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w.t())
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return layer(layer(x, self.first), self.second)
+
+    policy = {"version": 1, "rules": [{"match": {"name": "*"}, "use": "mxfp8"}]}
+    with torch.no_grad():
+        torch.compile(Flat(), backend=EagerBackend(policy=policy, strict=True))(torch.randn(40, WIDTH))
+    (report,) = mxcompile.reports()
+    assert [(gemm.name, gemm.precision) for gemm in report.gemms] == [("first", "mxfp8"), ("second", "mxfp8")]

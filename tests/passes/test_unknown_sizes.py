@@ -1,0 +1,115 @@
+"""Sizes that depend on data are unknown in records, in rules and in shares of FLOPs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from helpers.eager_backend import EagerBackend
+from torch import Tensor, nn
+
+import mxcompile
+from mxcompile.policy import Layer, Match, Role
+
+WIDTH, WIDE = 64, 128
+
+
+class Mlp(nn.Module):
+    """A feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Mix(nn.Module):
+    """All rows go through one network; those that the data picks, through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = Mlp(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dense(x)
+        chosen = (x[:, 0] > 0).nonzero().squeeze(-1)
+        return x.index_add(0, chosen, self.expert(x[chosen]))
+
+
+def mixed(*rules: dict[str, Any], training: bool = False) -> mxcompile.Report:
+    """The report of `Mix` under `rules`, with sizes that are captured."""
+    policy = {"version": 1, "preset": "bf16", "rules": list(rules)}
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        torch.set_grad_enabled(training),
+    ):
+        y = torch.compile(Mix(), backend=EagerBackend(policy=policy), fullgraph=True)(torch.randn(500, WIDTH))
+        if training:
+            y.sum().backward()
+    (report,) = mxcompile.reports()
+    return report
+
+
+def rule(use: str = "mxfp8", **match: Any) -> dict[str, Any]:
+    return {"match": match, "use": use}
+
+
+def test_rows_that_depend_on_data_are_unknown() -> None:
+    report = mixed(rule(name="*"), training=True)
+    sizes = {(g.name, g.gemm): (g.m, g.n, g.k) for g in report.gemms}
+    assert sizes["dense.up", "fprop"] == (500, WIDE, WIDTH)
+    assert sizes["expert.up", "fprop"] == (None, WIDE, WIDTH)
+    assert sizes["expert.up", "dgrad"] == (None, WIDTH, WIDE)
+    assert sizes["expert.up", "wgrad"] == (WIDE, WIDTH, None)
+    assert sum(g.gemm == "wgrad" for g in report.gemms) == 4
+
+
+def test_least_size_does_not_refuse_an_unknown_one() -> None:
+    by_name = {g.name: g for g in mixed(rule(name="*", min_m=64)).gemms}
+    assert by_name["expert.up"].precision == by_name["dense.up"].precision == "mxfp8"
+
+
+def test_largest_size_refuses_an_unknown_one_and_says_so() -> None:
+    by_name = {g.name: g for g in mixed(rule(name="*", max_m=1000)).gemms}
+    assert by_name["dense.up"].precision == "mxfp8"
+    assert (by_name["expert.up"].precision, by_name["expert.up"].reason) == (
+        "bf16",
+        "policy: max_m 1000 (m=?)",
+    )
+
+
+def test_share_is_of_the_flops_that_are_known() -> None:
+    report = mixed(rule(name="dense.*"))
+    text = " ".join(str(report).split())
+    assert "100.0% of known matmul FLOPs in MXFP8, 2 products of unknown FLOPs not in it" in text
+    assert "not in the share, since their FLOPs are unknown: expert.up, expert.down" in text
+    assert f"?×{WIDE}×{WIDTH}" in text
+
+
+def test_unknown_sizes_are_null_in_json_and_read_back() -> None:
+    report = mixed(rule(name="*"))
+    data = json.loads(report.to_json())
+    assert [gemm["m"] for gemm in data["gemms"]] == [500, 500, None, None]
+    assert mxcompile.Report.from_json(report.to_json()).gemms == report.gemms
+
+
+@pytest.mark.parametrize("form", [".txt", ".md", ".json", ".html"])
+def test_every_form_has_unknown_sizes(form: str, tmp_path: Any) -> None:
+    path = tmp_path / f"report{form}"
+    mixed(rule(name="*")).save(path)
+    text = path.read_text(encoding="utf-8")
+    assert "None×" not in text
+    assert (f"?×{WIDE}×{WIDTH}" in text) == (form != ".json")
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [("min_m", True), ("max_m", False), ("min_k", True), ("max_k", True)]
+)
+def test_limit_of_an_unknown_size(limit: str, kept: bool) -> None:
+    layer = Layer(name="a", role=Role.FFN_IN, module="Linear", m=None, n=64, k=64)
+    match = Match(name=("*",), **{limit: 64})
+    assert (match.missed(layer) is None) == kept
