@@ -26,7 +26,7 @@ BUDGETS = {
     "mxcompile/analysis/tune": 800,
     "mxcompile/checkpoint": 1_870,
     "mxcompile/cli": 1_580,
-    "mxcompile/compiler": 4_240,
+    "mxcompile/compiler": 4_270,
     "mxcompile/distributed": 590,
     "mxcompile/formats": 1_440,
     "mxcompile/graph": 1_560,
