@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.append(str(ROOT / "examples"))  # for the package `demo`, which some benchmarks measure
+sys.path += [str(ROOT), str(ROOT / "examples")]  # of a checkout that is not installed; the package `demo`
 
 
 def llama(*, layers: int, width: int, feed_forward: int, vocabulary: int, heads: int = 8) -> nn.Module:

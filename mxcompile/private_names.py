@@ -32,25 +32,49 @@ def used() -> dict[str, tuple[str, ...]]:
 
 
 def uses_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Module and name of each private name that `tree` imports, or reads as an attribute of an import."""
+    """Module and name of each private name that `tree` imports, reads of an import, or overrides.
+
+    A method that calls its base's by ``super()`` overrides it. An import under a ``try`` is not needed.
+    """
     bound: dict[str, tuple[str, str]] = {library: (library, "") for library in _LIBRARIES}
+    tried = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in _LIBRARIES:
             for alias in node.names:
                 bound[alias.asname or alias.name] = node.module, alias.name
-                if _is_private(f"{node.module}.{alias.name}"):
+                if _is_private(f"{node.module}.{alias.name}") and id(node) not in tried:
                     yield node.module, alias.name
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            path: list[str] = []
-            base: ast.expr = node
-            while isinstance(base, ast.Attribute):
-                path.insert(0, base.attr)
-                base = base.value
-            if isinstance(base, ast.Name) and base.id in bound and _is_private(".".join(path)):
-                module, name = bound[base.id]
+            root, *path = _path(node)
+            if root in bound and _is_private(".".join(path)):
+                module, name = bound[root]
                 first = next(index for index, part in enumerate(path) if _is_private(part))
                 yield module, ".".join(filter(None, (name, *path[: first + 1])))
+        if isinstance(node, ast.ClassDef):
+            for root, *path in map(_path, node.bases):
+                module, name = bound.get(root, ("", ""))
+                if module and _is_private(f"{module}.{name}"):
+                    for method in _extended(node):
+                        yield module, ".".join(filter(None, (name, *path, method)))
+
+
+def _path(node: ast.expr) -> list[str]:
+    """The names of ``a.b.c``, the first "" if it is not a name."""
+    path: list[str] = []
+    while isinstance(node, ast.Attribute):
+        path.insert(0, node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *path]
+
+
+def _extended(kind: ast.ClassDef) -> Iterator[str]:
+    """The methods of a class that call those of the same name of its base."""
+    for method in kind.body:
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
+            calls = {ast.unparse(node.func) for node in ast.walk(method) if isinstance(node, ast.Call)}
+            if f"super().{method.name}" in calls:
+                yield method.name
 
 
 def _is_private(path: str) -> bool:

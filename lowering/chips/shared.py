@@ -30,16 +30,18 @@ FP4_CAST = FP4Tile(rows=64, columns=256, num_warps=4)
 FUSED_FEW = MatmulConfig(block_m=32, block_n=128, block_k=128, num_warps=4, num_stages=2)
 
 
-def weight_only(*stages: int) -> WeightOnlyChoices:
-    """Returns the tiles of products with stored weights. stages: of vectors and of matrices."""
-    gemv, dot = stages
+def weight_only(warps: int, gemv: int, dot: int) -> WeightOnlyChoices:
+    """Returns the tiles of products with stored weights.
+
+    warps: of a vector's product in MXFP8. gemv, dot: stages of vectors and of matrices.
+    """
     return WeightOnlyChoices(
-        gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=4, num_stages=gemv),
+        gemv=MatmulConfig(block_m=1, block_n=8, block_k=512, num_warps=warps, num_stages=gemv),
         dot=MatmulConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=dot),
         packed_gemv=MatmulConfig(block_m=1, block_n=16, block_k=1024, num_warps=4, num_stages=gemv),
         packed_dot=MatmulConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=dot),
     )
 
 
-WEIGHT_ONLY = weight_only(3, 4)
-WEIGHT_ONLY_AMD = weight_only(2, 2)
+WEIGHT_ONLY = weight_only(2, 3, 4)
+WEIGHT_ONLY_AMD = weight_only(4, 2, 2)

@@ -114,6 +114,21 @@ def as_stored(codes, STORED: tl.constexpr):
 
 
 @triton.jit
+def held(codes):
+    """`codes`, which no compiler computes anew: behind a loop of one round.
+
+    Triton before 3.7 moves what they are computed from into the layout of the transposed copy, and computes
+    them there a second time.
+    """
+    result = tl.zeros(codes.shape, codes.dtype)
+    left = 1
+    while left > 0:
+        result = codes
+        left -= 1
+    return result
+
+
+@triton.jit
 def transposed(codes, PERM: tl.constexpr):
     """[R, C] → [C, R], of rows that lie in the order of `order`."""
     R: tl.constexpr = codes.shape[0]

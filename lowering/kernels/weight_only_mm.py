@@ -50,14 +50,29 @@ def _scales(
     stride_wsk,
     NATIVE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """FP32 scales [columns, blocks] from `start`, a multiple of 32, on; zero outside, or the least."""
+    """FP32 scales [columns, blocks] from `start`, a multiple of BLOCK_K, on; zero outside, or the least.
+
+    WORDS: whether every four of a column lie in a word that is aligned. A word can be copied ahead into
+    shared memory, as codes are; a byte cannot, and a step would wait for what it loads.
+    """
     ALONG: tl.constexpr = _along(TWO_LEVEL)
-    block = start // ALONG + tl.arange(0, BLOCK_K // ALONG)
-    inside = (column < N)[:, None] & (block * ALONG < K)[None, :]
-    offset = column[:, None].to(tl.int64) * stride_wsn + block[None, :].to(tl.int64) * stride_wsk
-    byte = tl.load(scale_ptr + offset, mask=inside, other=0)
+    BLOCKS: tl.constexpr = BLOCK_K // ALONG
+    if WORDS and BLOCKS % 4 == 0:
+        word = start // (4 * ALONG) + tl.arange(0, BLOCKS // 4)
+        inside = (column < N)[:, None] & (word * (4 * ALONG) < K)[None, :]
+        offset = column[:, None].to(tl.int64) * (stride_wsn // 4) + word[None, :]
+        words = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        four = tl.load(words + offset, mask=inside, other=0)
+        byte = (four[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]).to(tl.uint8)
+        byte = tl.reshape(byte, (column.shape[0], BLOCKS))
+    else:
+        block = start // ALONG + tl.arange(0, BLOCKS)
+        inside = (column < N)[:, None] & (block * ALONG < K)[None, :]
+        offset = column[:, None].to(tl.int64) * stride_wsn + block[None, :].to(tl.int64) * stride_wsk
+        byte = tl.load(scale_ptr + offset, mask=inside, other=0)
     return tiles.decode(byte, "e4m3", NATIVE) if TWO_LEVEL else tiles.scale_value(byte)
 
 
@@ -112,17 +127,20 @@ def gemv_sums(
     ELEM: tl.constexpr,
     NATIVE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    WORDS: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """FP32 [1, BLOCK_N] of one row of x: Σ over `first` ≤ k < `last`, `first` a multiple of 32."""
+    """FP32 [1, BLOCK_N] of one row of x: Σ over `first` ≤ k < `last`, `first` a multiple of BLOCK_K."""
     x_ptr += row.to(tl.int64) * stride_xm
     accumulator = tl.zeros((BLOCK_N, BLOCK_K // (_along(TWO_LEVEL) if ELEM == "e2m1" else 1)), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
-        scale = _scales(w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, BLOCK_K)
+        scale = _scales(
+            w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, WORDS, BLOCK_K
+        )
         k = start + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
         if ELEM == "e2m1":
@@ -153,6 +171,7 @@ def dot_sums(
     ELEM: tl.constexpr,
     NATIVE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    WORDS: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,7 +182,9 @@ def dot_sums(
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         codes = _codes(w_ptr, column, start, N, K, stride_wn, stride_wk, ELEM, BLOCK_K)
-        scale = _scales(w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, BLOCK_K)
+        scale = _scales(
+            w_scale_ptr, column, start, N, K, stride_wsn, stride_wsk, NATIVE, TWO_LEVEL, WORDS, BLOCK_K
+        )
         k = start + tl.arange(0, BLOCK_K)
         if ELEM == "e2m1":
             x_ptrs = x_ptr + row[:, None].to(tl.int64) * stride_xm + k[None, :].to(tl.int64) * stride_xk

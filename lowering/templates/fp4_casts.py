@@ -35,7 +35,7 @@ from mxcompile.lowering.inductor.tiling import tiled_size
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.producers import ComparingTemplate
+from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _TILE = r"""
 {% if BATCHED %}
@@ -167,7 +167,7 @@ def _grid(*sizes: Any, cdiv: Any) -> tuple[Any, Any, int]:
     return matrices * cdiv(padded[0], meta["INNER"] * meta["OUTER"]), cdiv(padded[1], meta["WIDTH"]), 1
 
 
-TEMPLATE = ComparingTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
+TEMPLATE = ProducingTemplate(name="mx_fp4_cast", grid=_grid, source=_CAST)
 AMAX = TritonTemplate(name="mx_fp4_amax", grid=_grid, source=_AMAX)
 
 _AMAX_OF = lowerings[torch.ops.aten.amax.default]

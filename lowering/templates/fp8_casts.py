@@ -34,7 +34,7 @@ from mxcompile.lowering.inductor.general import fp32_scale_of
 from mxcompile.lowering.kernels.configs import chosen
 from mxcompile.lowering.targets import of_device
 from mxcompile.lowering.templates import call
-from mxcompile.lowering.templates.producers import ComparingTemplate
+from mxcompile.lowering.templates.producers import ProducingTemplate
 
 _F32 = torch.float32
 _VIEW = lowerings[torch.ops.aten.view.default]
@@ -55,7 +55,8 @@ _PLACE = r"""
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     idx_m = rm[:, None].to(INDEX_DTYPE)
     idx_n = rn[None, :].to(INDEX_DTYPE)
-    mask = (idx_m < M) & (idx_n < N)
+    mask_m = idx_m < M
+    mask = mask_m & (idx_n < N)
     {{load_input("X", "x", ("idx_m", "idx_n"), mask="mask", indent_width=4,
                  index_shape=("BLOCK_M", "BLOCK_N"))}}
     x = x.to(DTYPE).to(tl.float32)
@@ -144,7 +145,7 @@ from mxcompile.lowering.kernels import fp8_tiles, tiles
 {% endif %}
 {% if COLUMNS %}
 {% if SAME %}
-    column_codes = codes
+    column_codes = fp8_tiles.held(codes)
 {% else %}
 {% if OWN %}
     column_scale = fp8_tiles.scale_of(fp8_tiles.column_amax(x), ELEM, POW2)
@@ -179,8 +180,8 @@ def _grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any,
     return cdiv(m, meta["BLOCK_M"]), cdiv(n, meta["BLOCK_N"]), 1
 
 
-AMAX = TritonTemplate(name="mx_fp8_amax", grid=_grid, source=_AMAX_SOURCE)
-CAST = ComparingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
+AMAX = ProducingTemplate(name="mx_fp8_amax", grid=_grid, source=_AMAX_SOURCE)
+CAST = ProducingTemplate(name="mx_fp8_cast", grid=_grid, source=_CAST_SOURCE)
 
 
 @register_lowering(ops.scales, type_promotion_kind=None)

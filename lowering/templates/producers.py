@@ -5,8 +5,9 @@
     the larger or smaller of two values       a comparison, on NVIDIA's chips (see `lowering.kernels.tiles`)
 
 Inductor indexes all that a prologue reads with the whole tile. Triton then loads a row's statistic along
-the rows, in a layout of its own, and moves it to that of the tile through shared memory. These are rewrites
-of the generated text. If one of the first two finds nothing to rewrite, the code is right, and slower.
+the rows, in a layout of its own, and moves it to that of the tile through shared memory. A column's weight
+stays indexed so in FP8 casts, whose rows lie in another order: one of a column alone would be moved there.
+These are rewrites of the generated text. Where one of the first two finds nothing, code is right, and slower.
 """
 
 from __future__ import annotations
@@ -38,29 +39,21 @@ _EXTREME = re.compile(
 )
 
 
-class Comparing(TritonTemplateKernel):
-    """A kernel of a cast. On NVIDIA's chips it compares where Inductor takes the larger or smaller value."""
-
-    def codegen_template_body(self, *args: Any, **kwargs: Any) -> str:
-        """As Inductor has it, rewritten."""
-        source: str = super().codegen_template_body(*args, **kwargs)
-        on_nvidia = isinstance(of_device(self.output_node.get_device_or_error()).arch, int)
-        return compared(source) if on_nvidia else source
-
-
-class Producing(Comparing):
+class Producing(TritonTemplateKernel):
     """A kernel of a cast with cheaper operators before it."""
 
-    def codegen_template_body(self, *args: Any, **kwargs: Any) -> str:
-        """As Inductor has it, rewritten."""
-        source = narrowed(super().codegen_template_body(*args, **kwargs))
+    def render(self, *args: Any, **kwargs: Any) -> Any:
+        """The template with what is to be filled in, whose text is rewritten when all of it is there."""
+        rendered = super().render(*args, **kwargs)  # type: ignore[no-untyped-call]
+        whole = rendered.finalize_remaining
+        rendered.finalize_remaining = lambda: self.rewritten(whole())
+        return rendered
+
+    def rewritten(self, source: str) -> str:
+        """The text of the kernel, from Inductor's."""
+        on_nvidia = isinstance(of_device(self.output_node.get_device_or_error()).arch, int)
+        source = narrowed(compared(source) if on_nvidia else source)
         return approximated(source) if "    PACKED : tl.constexpr = True" in source else source
-
-
-class ComparingTemplate(TritonTemplate):
-    """A template of casts."""
-
-    kernel_type = Comparing
 
 
 class ProducingTemplate(TritonTemplate):
@@ -80,14 +73,18 @@ def compared(source: str) -> str:
 
 
 def narrowed(source: str) -> str:
-    """Loads by rows or by columns alone, [BLOCK_M, 1] or [1, BLOCK_N], of those that `source` broadcasts."""
+    """Loads by rows or by columns alone, [BLOCK_M, 1] or [1, BLOCK_N], of those that `source` broadcasts.
+
+    By columns only in a template that has their mask.
+    """
 
     def one(load: re.Match[str]) -> str:
         pointer, index = load.groups()
         by_row, by_column = "idx_m" in index, "idx_n" in index
-        if by_row == by_column or "xindex" in index:
+        mask = "mask_m" if by_row else "mask_n"
+        if by_row == by_column or "xindex" in index or f"    {mask} = " not in source:
             return load[0]
-        return f"tl.load({pointer} + ({index}), {'mask_m' if by_row else 'mask_n'}"
+        return f"tl.load({pointer} + ({index}), {mask}"
 
     return _LOAD.sub(one, source)
 

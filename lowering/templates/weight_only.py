@@ -32,6 +32,7 @@ from mxcompile.lowering.inductor import dequantized
 from mxcompile.lowering.targets import Target, of_device
 from mxcompile.lowering.templates import call
 from mxcompile.lowering.templates.configs import single
+from mxcompile.lowering.templates.persistent import starts_aligned
 from mxcompile.lowering.templates.weight_only_forms import WeightOnlyForm, forms, row_of
 
 _SOURCE = r"""
@@ -57,7 +58,7 @@ from mxcompile.lowering.kernels import weight_only_mm as weight_only
         {{stride("X", 0)}}, {{stride("X", 1)}},
         {{stride("W", 0)}}, {{stride("W", 1)}},
         {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, TWO_LEVEL, PTX, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        ELEM, NATIVE, TWO_LEVEL, WORDS, PTX, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )
     idx_m = row[None, :]
     idx_n = column[:, None]
@@ -68,7 +69,7 @@ from mxcompile.lowering.kernels import weight_only_mm as weight_only
         {{stride("X", 0)}}, {{stride("X", 1)}},
         {{stride("W", 0)}}, {{stride("W", 1)}},
         {{stride("SCALE", 0)}}, {{stride("SCALE", 1)}},
-        ELEM, NATIVE, TWO_LEVEL, PTX, BLOCK_N, BLOCK_K, STAGES,
+        ELEM, NATIVE, TWO_LEVEL, WORDS, PTX, BLOCK_N, BLOCK_K, STAGES,
     )
     idx_m = row + tl.zeros((1, 1), tl.int32)
     idx_n = column[None, :]
@@ -157,6 +158,14 @@ def readable(qdata: ir.TensorBox, target: Target) -> Any:
     return ir.TensorBox.create(ir.FallbackKernel.create(torch.ops.aten.view.dtype, qdata, torch.uint8))
 
 
+def words_of(scale: Any) -> bool:
+    """Whether every four bytes of a row of `scale`, realized [N, blocks], lie in a word that is aligned."""
+    known = V.graph.sizevars.statically_known_multiple_of
+    (_, blocks), (along_rows, along) = scale.get_size(), scale.get_stride()
+    whole = known(blocks, 4) and known(along_rows, 4) and V.graph.sizevars.statically_known_equals(along, 1)
+    return bool(whole) and starts_aligned(scale)
+
+
 def _template(
     choices: list[WeightOnlyForm],
     operands: Mapping[str, Any],
@@ -181,6 +190,7 @@ def _template(
             "ELEM": repr(form.elem.name),
             "NATIVE": target.decodes_fp8,
             "TWO_LEVEL": form.two_level,
+            "WORDS": words_of(buffers[2]),
             "PTX": isinstance(target.arch, int),
         }
         for choice in choices

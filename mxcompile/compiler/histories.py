@@ -217,17 +217,22 @@ class Stateful:
     def _states(
         self, weights: list[Tensor], owners: dict[int, _Owner], histories: dict[int, Tensor], *, again: bool
     ) -> Tensor:
-        """Returns the histories' figures, [weights, 3]; their gradient moves them on."""
+        """Returns the histories' figures, [weights, 3]; their gradient moves them on.
+
+        Each row starts at a multiple of 16 bytes, as Inductor takes its inputs to, and is not copied.
+        """
         keeps = self._trains and torch.is_grad_enabled()
         with torch.no_grad():
-            rows = [weights[0].new_zeros(3, dtype=torch.float32)] * len(weights)
-            for index, history in histories.items():
+            states = torch.empty(len(weights), 4, dtype=torch.float32, device=weights[0].device)[:, :3]
+            rows = [states.new_zeros(3)] * len(weights)
+            figures = {} if again else _largest(histories)
+            for index in histories:
                 module, name = owners[index]
-                amax = self._read[module].pop(name) if again else history.amax(-1)
+                amax = self._read[module].pop(name) if again else figures[index]
                 rows[index] = amax.to(weights[index].device)
                 if keeps and not in_backward():
                     self._read.setdefault(module, {})[name] = rows[index]
-            states = torch.stack(rows)
+            torch.stack(rows, out=states)
         if keeps:
             states.requires_grad_()
             states.register_hook(lambda seen: _move_on(dict(enumerate(seen)), histories, rows=slice(2, 3)))
@@ -264,9 +269,26 @@ def _history(module: nn.Module, name: str, weight: Tensor, length: int) -> Tenso
     return buffer
 
 
+def _alike(histories: Mapping[int, Tensor]) -> Iterable[dict[int, Tensor]]:
+    """The histories of one length on one device, for which one kernel does what each would need one for."""
+    groups: dict[object, dict[int, Tensor]] = {}
+    for index, history in histories.items():
+        groups.setdefault((history.device, history.shape), {})[index] = history
+    return groups.values()
+
+
+def _largest(histories: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The largest figure of each operand in each history, [3]."""
+    groups = ((group, torch.stack([*group.values()]).amax(-1)) for group in _alike(histories))
+    return {index: one for group, each in groups for index, one in zip(group, each.unbind(0), strict=True)}
+
+
 @torch.no_grad()
 def _move_on(seen: Mapping[int, Tensor], histories: Mapping[int, Tensor], rows: slice) -> None:
     """Put what was seen in front of `rows` of the histories, whose oldest goes."""
-    for index, history in histories.items():
-        new = seen[index][rows].to(history.device).nan_to_num(0.0, posinf=0.0)
-        history[rows] = torch.cat([new.unsqueeze(1), history[rows, :-1]], dim=1)
+    for group in _alike(histories):
+        chosen = [history[rows] for history in group.values()]
+        new = torch.stack([seen[index][rows] for index in group]).to(chosen[0].device)
+        new = new.nan_to_num(0.0, posinf=0.0).unsqueeze(-1)
+        moved = torch.cat([new, torch.stack(chosen)[..., :-1]], dim=-1)
+        torch._foreach_copy_(chosen, [*moved.unbind(0)])

@@ -98,9 +98,11 @@ def _compiled(name: str, tuner: Any, config: Any, target: Target) -> Binary:
     results: list[Any] = []
     compile_kernel = triton.compile
 
-    def keep(*args: Any, **kwargs: Any) -> Any:
-        results.append(compile_kernel(*args, **kwargs))
-        return results[-1]
+    def keep(source: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = compile_kernel(source, *args, **kwargs)
+        if source.fn is tuner.fn:  # threads of an autotuner may compile others meanwhile
+            results.append(kernel)
+        return kernel
 
     try:
         with mock.patch.object(triton, "compile", keep):

@@ -16,17 +16,23 @@ SILU = """    tmp2 = -tmp1
 """
 
 
+ROWS, COLUMNS = "    mask_m = idx_m < M\n", "    mask_n = idx_n < N\n"
+
+
 def test_what_varies_along_one_dimension_is_loaded_along_it():
-    assert (
-        narrowed(LOAD.format("idx_m"))
-        == "tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
-    )
-    assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(LOAD.format("2*idx_n + 7"))
+    found = narrowed(ROWS + LOAD.format("idx_m"))
+    assert found == f"{ROWS}tmp3 = tl.load(in_ptr5 + (idx_m), mask_m, eviction_policy='evict_last')"
+    assert "in_ptr5 + (2*idx_n + 7), mask_n," in narrowed(COLUMNS + LOAD.format("2*idx_n + 7"))
 
 
 def test_what_varies_along_both_stays():
     for index in ("xindex", "idx_n + 4096*idx_m", "ks0", "((xindex // 32) % 7)"):
-        assert narrowed(LOAD.format(index)) == LOAD.format(index)
+        source = ROWS + COLUMNS + LOAD.format(index)
+        assert narrowed(source) == source
+
+
+def test_what_has_no_mask_of_its_dimension_stays():
+    assert narrowed(ROWS + LOAD.format("idx_n")) == ROWS + LOAD.format("idx_n")
 
 
 def test_silu_has_another_last_line():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import triton
 
 from mxcompile.lowering.targets import TARGETS
 from mxcompile.offline import binary
@@ -51,6 +52,25 @@ def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch):
     )
     (problem,) = read({"cubin": b"x", "ptx": "damaged"}).problems
     assert problem.startswith("ptxas does not read the kernel: ptxas")
+
+
+class Tuner:
+    """Compiles a kernel beside its own, as threads of an autotuner may."""
+
+    fn, configs = "own", ()
+
+    def _precompile_config(self, _: Any) -> None:
+        for name in ("other", self.fn, "other"):
+            triton.compile(SimpleNamespace(fn=name), target=None)
+
+
+def test_of_kernels_that_compile_meanwhile_the_own_is_read(monkeypatch: pytest.MonkeyPatch):
+    def compiled(source: Any, target: None) -> SimpleNamespace:
+        return SimpleNamespace(asm={"ttir": source.fn}, metadata=METADATA)
+
+    monkeypatch.setattr(triton, "compile", compiled)
+    config = SimpleNamespace(kwargs={}, num_warps=4, num_stages=1)
+    assert binary._compiled("kernel", Tuner(), config, TARGETS["sm_90"]).text["ttir"] == "own"
 
 
 def test_assembly_of_amd():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from helpers.one_linear import ByHand, run
 from helpers.reference import sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mxcompile
 from mxcompile import ops
+from mxcompile.compiler import histories
 
 
 def policy(**use: Any) -> dict[str, Any]:
@@ -266,3 +269,49 @@ def test_a_weight_that_is_computed_takes_the_amax_at_hand_and_the_record_says_so
     assert reasons == {
         "policy: rule 1; scales of the tensors at hand: the weight is not a parameter of the graph"
     }
+
+
+class Kernels(TorchDispatchMode):
+    """Counts calls of operators that are no views: what a GPU would launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches(weights: int) -> int:
+    """What histories of so many weights take in a step, beside the compiled code."""
+    kept = {index: torch.rand(3, 16) for index in range(weights)}
+    seen = {index: torch.rand(3) for index in kept}
+    with Kernels() as kernels:
+        histories._largest(kept)
+        histories._move_on(seen, kept, rows=slice(0, 2))
+        histories._move_on(seen, kept, rows=slice(2, 3))
+    for index, history in kept.items():
+        assert torch.equal(history[:, 0], seen[index])
+    return kernels.count
+
+
+def test_histories_of_many_weights_take_as_many_kernels_as_those_of_one():
+    assert launches(50) == launches(1)
+
+
+def test_states_begin_where_inductor_takes_them_to_begin():
+    """At multiples of 16 bytes: else each is copied in every call."""
+    seen: list[Tensor] = []
+
+    def compiled(*args: Tensor) -> Sequence[Tensor]:
+        seen.extend(args)
+        return [torch.zeros(3)] * 5
+
+    example = torch.zeros(3)
+    tapped = histories.Tapped(gm=None, states=(example,) * 5, positions=tuple(range(5)), outputs=0)
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+    code = histories.Stateful(compiled, tapped, dict.fromkeys(range(5), 4), model)
+    code(*model.parameters())
+    assert len(seen) == 10
+    assert all(state.data_ptr() % 16 == 0 for state in seen[5:])

@@ -18,6 +18,17 @@ import torch
 from torch._inductor import config, ir as nodes
 from torch.overrides import _pop_mode, is_tensor_like
 
+class Kernel(nodes.Kernel):
+    def render(self):
+        return super().render()
+
+    def own(self):
+        return super().other()
+
+class Module(torch.nn.Module):
+    def train(self):
+        return super().train()
+
 torch._dynamo.reset()
 config.max_autotune, config._pre_fusion_custom_pass, nodes.TensorBox
 torch.nn.Module.__init__, torch.compiler._is_compiling_flag.get
@@ -31,6 +42,7 @@ def test_names_are_read_from_source():
         ("torch._inductor", "config"),
         ("torch._inductor", "config._pre_fusion_custom_pass"),
         ("torch._inductor", "ir"),
+        ("torch._inductor", "ir.Kernel.render"),
         ("torch.overrides", "_pop_mode"),
     }
 
@@ -41,6 +53,7 @@ def test_names_are_read_from_source():
         ("torch._inductor.select_algorithm", "TritonTemplate"),  # of lowering/
         ("torch._subclasses.fake_tensor", "FakeTensor"),
         ("triton.runtime", "_allocation"),
+        ("torch._inductor.select_algorithm", "TritonTemplateKernel.render"),
     ],
 )
 def test_all_rooms_are_read(module: str, name: str):
@@ -54,13 +67,26 @@ def test_the_installed_versions_have_them(capsys):
 
 
 def test_what_is_missing_is_said(monkeypatch, capsys):
+    """Names of modules, modules, and methods that a class of ours overrides."""
     monkeypatch.delattr(torch._inductor.utils, "triton_type")
+    monkeypatch.delattr(torch._inductor.select_algorithm.TritonTemplateKernel, "render")
     names = {**private_names.used(), "torch._inductor.no_such_module": ("name",)}
     monkeypatch.setattr(private_names, "used", lambda: names)
-    lacking = ["torch._inductor.utils.triton_type", "torch._inductor.no_such_module.name"]
+    lacking = [
+        "torch._inductor.select_algorithm.TritonTemplateKernel.render",
+        "torch._inductor.utils.triton_type",
+        "torch._inductor.no_such_module.name",
+    ]
     assert private_names.missing() == lacking
     main(["env"])
     assert f"missing: {', '.join(lacking)}" in capsys.readouterr().out
+
+
+def test_a_name_that_is_imported_under_a_try_is_not_needed():
+    source = "from torch._inductor import {}"
+    first, other = source.format("old"), source.format("new as old")
+    tree = ast.parse(f"try:\n    {first}\nexcept ImportError:\n    {other}")
+    assert list(private_names.uses_of(tree)) == [("torch._inductor", "new")]
 
 
 def test_a_wheel_is_read(tmp_path):
