@@ -362,9 +362,10 @@ def _format_of(word: str) -> Format:
 
 
 class ScaleLayout(StrEnum):
-    """How the scale bytes of a matrix lie in memory (see `scale_tiles`)."""
+    """Which scales a copy has, and how they lie in memory (see `copies` and `scale_tiles`)."""
 
     ROW_MAJOR = "row-major"
+    PER_ROW = "per-row"
     TILED_128X4 = "128x4"
 
 

@@ -5,6 +5,7 @@ MXFP8 has operators of its own (`mx`), because it has kernels of its own; all ot
 """
 
 from mxcompile.ops.attention import attention as attention
+from mxcompile.ops.cast import cast as cast
 from mxcompile.ops.define import SPECS as SPECS
 from mxcompile.ops.define import Spec as Spec
 from mxcompile.ops.general import FNUZ as FNUZ
@@ -12,7 +13,6 @@ from mxcompile.ops.general import as_fnuz as as_fnuz
 from mxcompile.ops.general import block_bytes as block_bytes
 from mxcompile.ops.general import decode as decode
 from mxcompile.ops.general import draw_seed as draw_seed
-from mxcompile.ops.general import encode as encode
 from mxcompile.ops.general import encode_with as encode_with
 from mxcompile.ops.general import encoded_grouped_mm as encoded_grouped_mm
 from mxcompile.ops.general import encoded_mm as encoded_mm
@@ -30,12 +30,7 @@ from mxcompile.ops.mx import dequantize_tiles as dequantize_tiles
 from mxcompile.ops.mx import flatten as flatten
 from mxcompile.ops.mx import grouped_mm as grouped_mm
 from mxcompile.ops.mx import grouped_product as grouped_product
-from mxcompile.ops.mx import quantize as quantize
-from mxcompile.ops.mx import quantize_both as quantize_both
-from mxcompile.ops.mx import quantize_dequantize as quantize_dequantize
 from mxcompile.ops.mx import quantize_mm as quantize_mm
-from mxcompile.ops.mx import quantize_operands as quantize_operands
-from mxcompile.ops.mx import quantize_two as quantize_two
 from mxcompile.ops.mx import scaled_grouped_mm as scaled_grouped_mm
 from mxcompile.ops.mx import scaled_mm as scaled_mm
 from mxcompile.ops.mx import weight_only_mm as weight_only_mm
@@ -58,14 +53,9 @@ from mxcompile.ops.watch import nonfinite as nonfinite
 CASTS = frozenset(
     op.overloadpacket
     for op in (
-        quantize,
-        quantize_both,
-        quantize_two,
-        quantize_operands,
+        cast,
         dequantize,
         dequantize_tiles,
-        quantize_dequantize,
-        encode,
         decode,
         unpack,
         scale_of,
@@ -82,9 +72,6 @@ CASTS = frozenset(
 
 CAST_WORK = CASTS | {op.overloadpacket for op in (scales, largest, hadamard, hadamard_largest)}
 """Casts and what is computed for them alone: a kernel of these is a cast's."""
-
-QUANTIZERS = frozenset({quantize, encode})
-"""Those that passes make of an operand: elements and scales."""
 
 GROUPED = frozenset({scaled_grouped_mm.overloadpacket, encoded_grouped_mm.overloadpacket})
 """The operators that are one GEMM per group."""

@@ -1,9 +1,8 @@
 """Operators of any format, given by its word (`Format.of`). The implementations are the reference.
 
     draw_seed           → a seed, int64 [1] from the generator of the device, for the casts of one graph
-    encode              x → qdata, scale
     decode              qdata, scale → x, or the elements alone
-    unpack              bytes of a stored weight → qdata, as `encode` gives it
+    unpack              bytes of a stored weight → qdata, as `cast` gives it
     scale_of            x → scale
     encode_with         x, scale → qdata
     round_with          x, scale → decode(encode_with(x)), without stored elements in between
@@ -29,11 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxcompile.formats import BLOCK, Format, ScaleLayout, num_blocks
+from mxcompile.formats import BLOCK, Copy, Format, ScaleLayout, num_blocks
 from mxcompile.formats.encoding import (
     decode_tensors,
     element_values,
-    encode_tensors,
     extents,
     scale_shape,
     scales_of,
@@ -50,7 +48,6 @@ from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
     product,
-    spec_quantize,
     spec_scaled_grouped_mm,
     spec_scaled_mm,
     unpacked_shape,
@@ -65,23 +62,6 @@ def _draw_seed(like: Tensor) -> Tensor:
 
 def _spec_draw_seed(like: Tensor) -> list[Spec]:
     return [((1,), torch.int64)]
-
-
-def _encode(
-    x: Tensor,
-    block_dim: int,
-    fmt: str,
-    seed: _Seed = None,
-    stream: int = 0,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return encode_tensors(x, block_dim, Format.of(fmt), seed, stream, scale, amax)
-
-
-def _spec_encode(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    form = Format.of(fmt)
-    return [(x.shape, form.elem.dtype), (scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
 
 def _decode(
@@ -117,7 +97,8 @@ def _scale_of(x: Tensor, block_dim: int, fmt: str, amax: Tensor | None = None) -
 
 
 def _spec_scale_of(x: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return _spec_encode(x, block_dim, fmt)[1:]
+    form = Format.of(fmt)
+    return [(scale_shape(x.shape, block_dim, form.tile), form.scale.dtype)]
 
 
 def _encode_with(
@@ -133,7 +114,7 @@ def _encode_with(
 
 
 def _spec_encode_with(x: Tensor, scale: Tensor, block_dim: int, fmt: str, *_: Any) -> list[Spec]:
-    return _spec_encode(x, block_dim, fmt)[:1]
+    return [(x.shape, Format.of(fmt).elem.dtype)]
 
 
 def _round_with(
@@ -171,7 +152,8 @@ def _block_bytes(scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_l
 def _spec_block_bytes(
     scale: Tensor, qdata: Tensor, block_dim: int, fmt: str, scale_layout: str
 ) -> list[Spec]:
-    return spec_quantize(qdata, block_dim, qdata.dtype, "", False, scale_layout)[1:]
+    dim = block_dim % qdata.ndim - qdata.ndim
+    return Copy(format=Format(), dim=dim, layout=ScaleLayout(scale_layout)).specs(qdata)[1:]
 
 
 FNUZ = {torch.float8_e4m3fn: torch.float8_e4m3fnuz, torch.float8_e5m2: torch.float8_e5m2fnuz}
@@ -223,12 +205,6 @@ def _encoded_grouped_mm(
 
 draw_seed = define(
     "draw_seed(Tensor like) -> Tensor", _draw_seed, _spec_draw_seed, torch.Tag.nondeterministic_seeded
-)
-encode = define(
-    "encode(Tensor x, int block_dim, str fmt, Tensor? seed=None, int stream=0, Tensor? scale=None,"
-    " Tensor? amax=None) -> (Tensor qdata, Tensor scale)",
-    _encode,
-    _spec_encode,
 )
 decode = define(
     "decode(Tensor qdata, Tensor? scale, int block_dim, str fmt, ScalarType dtype, Tensor? amax=None,"

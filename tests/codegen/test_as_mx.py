@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.casts import encode
 from helpers.reference import sqnr_db
 from interpreted import interpret
 from torch import Tensor, nn
@@ -101,8 +102,8 @@ def test_products_have_the_same_values(words: tuple[str, str], swapped: bool, ta
     x[3, 5], x[4] = torch.nan, 0.0
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        a, sa = ops.encode(x, -1, words[0])
-        b, sb = ops.encode(w.t().contiguous(), -1, words[1]) if swapped else ops.encode(w, -2, words[1])
+        a, sa = encode(x, -1, words[0])
+        b, sb = encode(w.t().contiguous(), -1, words[1]) if swapped else encode(w, -2, words[1])
         b, sb = (b.t(), sb.t()) if swapped else (b, sb)
         return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *words)
 
@@ -123,11 +124,11 @@ def test_groups_and_batches_have_the_same_values():
     word = "e2m1 1x32 rceil"
 
     def groups(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x, -1, word), ops.encode(w, -2, word)
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
         return ops.encoded_grouped_mm(a, sa, b, sb, offs, torch.float32, word, word)
 
     def batch(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x.view(3, 16, 96), -1, BLOCKS[0]), ops.encode(w, -2, BLOCKS[1])
+        (a, sa), (b, sb) = encode(x.view(3, 16, 96), -1, BLOCKS[0]), encode(w, -2, BLOCKS[1])
         return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *BLOCKS)
 
     assert torch.equal(applied(groups, x, w, offs)(x, w, offs), groups(x, w, offs))
@@ -139,7 +140,7 @@ def test_groups_and_batches_have_the_same_values():
 @pytest.mark.parametrize("words", [("e4m3 1x128 nearest", "e4m3 128x128 nearest"), ("e4m3 1x16 rceil",) * 2])
 def test_others_stay(words: tuple[str, str]):
     def function(x: Tensor, w: Tensor) -> Tensor:
-        (a, sa), (b, sb) = ops.encode(x, -1, words[0]), ops.encode(w, -2, words[1])
+        (a, sa), (b, sb) = encode(x, -1, words[0]), encode(w, -2, words[1])
         return ops.encoded_mm(a, sa, b, sb, None, torch.float32, *words)
 
     module = applied(function, torch.randn(32, 128), torch.randn(128, 32))
@@ -150,8 +151,8 @@ def test_products_of_two_levels_stay_with_the_reason():
     word = "e2m1 1x16 two-level"
 
     def function(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
-        a, sa = ops.encode(x, -1, word, None, 0, None, amax)
-        b, sb = ops.encode(w, -2, word, None, 0, None, amax)
+        a, sa = encode(x, -1, word, None, 0, None, amax)
+        b, sb = encode(w, -2, word, None, 0, None, amax)
         return ops.encoded_mm(a, sa, b, sb, None, torch.float32, word, word, amax)
 
     inputs = torch.randn(32, 64), torch.randn(64, 32), torch.ones(1)
@@ -168,9 +169,9 @@ def test_products_of_two_levels_stay_with_the_reason():
 @pytest.mark.parametrize("shape", [(40, 70), (300, 130), (1, 1)])
 def test_bytes_pass_opcheck(shape: tuple[int, int], word: str, layout: str):
     for dim in (-1, -2):
-        qdata, scale = ops.encode(torch.randn(shape), dim, word)
+        qdata, scale = encode(torch.randn(shape), dim, word)
         opcheck(ops.block_bytes, (scale, qdata.view(torch.uint8), dim, word, layout))
-    qdata, scale = ops.encode(torch.ones(0, 5), -1, word)
+    qdata, scale = encode(torch.ones(0, 5), -1, word)
     assert ops.block_bytes(scale, qdata, -1, word, layout).numel() == 0
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.casts import encode
 from test_vendor_fp8 import CHIP, FNUZ, HOPPER, TAG, binades
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -60,7 +61,7 @@ def step(words: dict[str, str]):
         def cast(operand: str, dim: int):
             dim = -1 if Format.of(words[operand]).tile.is_square else dim
             if (operand, dim) not in made:
-                made[operand, dim] = ops.encode(values[operand], dim, words[operand])
+                made[operand, dim] = encode(values[operand], dim, words[operand])
             return made[operand, dim]
 
         def product(a, b, left, right):
@@ -103,7 +104,7 @@ def test_a_layer(form: str, chip):
     names = counted(module)
     assert names["encode_blocks" if form == "block" else "encode_layouts"] == 3
     assert names["scales"] == scales
-    assert not {"encode", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
+    assert not {"cast", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
     for node in plain.graph.find_nodes(op="call_function", target=ops.encoded_mm):
         set_tag(node, TAG)
@@ -119,8 +120,8 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
 
     def function(x: Tensor, w: Tensor, s: Tensor):
         seen = ops.largest(x)
-        a, sa = ops.encode(x, -1, word, None, 0, s)
-        b, sb = ops.encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
+        a, sa = encode(x, -1, word, None, 0, s)
+        b, sb = encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
         return ops.encoded_mm(
             a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"
         ), seen
@@ -137,15 +138,15 @@ def test_scales_of_blocks_that_are_read_alone_stay():
     word = "e4m3 1x128 nearest"
 
     def function(x: Tensor, w: Tensor):
-        (a, sa), (b, sb) = ops.encode(x, -1, word), ops.encode(w, -2, word)
+        (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
         product = ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, word, word)
-        return product, ops.encode(x, -2, word)[1], ops.encode(w.t().contiguous(), -1, word)[1]
+        return product, encode(x, -2, word)[1], encode(w.t().contiguous(), -1, word)[1]
 
     inputs = torch.randn(32, 512), torch.randn(512, 48)
     module, reasons = lowered(function, *inputs, chip=HOPPER)
     assert not reasons
     names = counted(module)
-    assert (names["encode_blocks"], names["encode"]) == (2, 2)
+    assert (names["encode_blocks"], names["cast"]) == (2, 2)
     found = Operands(module).run(*inputs)[1:]
     for one, other in zip(found, function(*inputs)[1:], strict=True):
         assert torch.equal(one, other)
@@ -161,7 +162,7 @@ def test_casts_that_something_else_reads_stay():
             (x[None], w[None], "e4m3 channel nearest"),
             (x, w, "e4m3 tensor nearest percentile:99"),
         ):
-            casts = *ops.encode(a, -1, word), *ops.encode(b, -2, word)
+            casts = *encode(a, -1, word), *encode(b, -2, word)
             made.append(ops.encoded_mm(*casts, None, torch.bfloat16, word, word))
         return made
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.rendered import rendered
 from torch import Tensor
 from torch._inductor import config, utils
@@ -19,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def cast_and_multiply(x: Tensor, w: Tensor) -> list[Tensor]:
-    a, b = (ops.quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
+    a, b = (quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
     return [ops.scaled_mm(*a, b[0].t(), b[1].t(), None, BF16)]
 
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.eager import NVIDIA, product
 from helpers.paces import mostly_slow
 from helpers.reference import sqnr_db
@@ -169,9 +170,9 @@ def test_what_the_vendors_arguments_mean(monkeypatch, shape, dtypes, gemm):
             sides.append(codes.double() * values)
         out.copy_((sides[0] @ sides[1].t() + bias.double()).to(out_dtype))
 
-    a = ops.quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
+    a = quantize(torch.randn(m, k), -1, dtypes[0], "rceil", False, "128x4")
     weight = torch.randn(n, k).mul_(torch.exp2(torch.randint(-9, 9, (n, k))))
-    b = ops.quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
+    b = quantize(weight, -1, dtypes[1], "rceil", False, "128x4")
     if gemm == "wgrad":
         a = a[0].t().contiguous().t(), a[1]
     right = b[0].t() if gemm == "fprop" else b[0].t().contiguous()
@@ -189,7 +190,7 @@ def test_torch_accepts_the_vendors_arguments(monkeypatch):
     )
     with stand_in(TARGETS["sm_100"]), FakeTensorMode():
         x, w = (torch.empty(shape, dtype=BF16, device=DEVICE) for shape in ((300, 96), (272, 96)))
-        a, b = (ops.quantize(side, -1, E4M3, "rceil", False, "128x4") for side in (x, w))
+        a, b = (quantize(side, -1, E4M3, "rceil", False, "128x4") for side in (x, w))
         out = torch.empty(300, 272, dtype=BF16, device=DEVICE)
         assert vendor.mx_vendor_scaled_mm(*a, b[0].t(), b[1], out=out).shape == (300, 272)
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.casts import encode
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -81,8 +82,8 @@ def applied(function, *inputs, chip=CHIP):
 def product(x, w, words, bias=None, left_swapped=False, right_swapped=False, dtype=torch.bfloat16):
     """x · w, each cast along the contraction, in the memory layout asked for."""
     left, right = (words, words) if isinstance(words, str) else words
-    a, sa = ops.encode(x.t().contiguous(), -2, left) if left_swapped else ops.encode(x, -1, left)
-    b, sb = ops.encode(w.t().contiguous(), -1, right) if right_swapped else ops.encode(w, -2, right)
+    a, sa = encode(x.t().contiguous(), -2, left) if left_swapped else encode(x, -1, left)
+    b, sb = encode(w.t().contiguous(), -1, right) if right_swapped else encode(w, -2, right)
     a, sa = (a.t(), sa.t()) if left_swapped else (a, sa)
     b, sb = (b.t(), sb.t()) if right_swapped else (b, sb)
     return ops.encoded_mm(a, sa, b, sb, bias, dtype, left, right)
@@ -183,7 +184,7 @@ def test_what_is_not_finite_surfaces_with_the_other_bias():
     x[3, 4], x[5, 6] = torch.nan, torch.inf
 
     def function(x, w, s):
-        (a, sa), (b, sb) = ops.encode(x, -1, form, None, 0, s), ops.encode(w, -2, form, None, 0, s)
+        (a, sa), (b, sb) = encode(x, -1, form, None, 0, s), encode(w, -2, form, None, 0, s)
         return ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, form, form)
 
     module, reasons = applied(function, x, w, scale, chip=FNUZ)

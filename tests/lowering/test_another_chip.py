@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.casts import quantize
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,7 +25,7 @@ TAG = GemmTag(
 
 def product() -> fx.Graph:
     def function(x: Tensor, w: Tensor) -> Tensor:
-        a, b = (ops.quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
+        a, b = (quantize(side, -1, torch.float8_e4m3fn, "rceil") for side in (x, w))
         return ops.scaled_mm(*a, b[0].t(), b[1].t(), None, torch.bfloat16)
 
     with FakeTensorMode():

@@ -50,7 +50,7 @@ def gathered(steps: Steps, *dims: int, dtype: torch.dtype = torch.float32) -> fx
     hand = Hand()
     x = hand.input("x", 4, 10, 64, dtype=dtype)
     whole = steps(hand, hand.call(WAIT, hand.call(SEND, x, RANKS, "0")))
-    casts = [hand.call(ops.quantize, whole, dim, E4M3, "rceil") for dim in dims]
+    casts = [hand.quantize(whole, dim, E4M3, "rceil") for dim in dims]
     return hand.output(*(hand.call(operator.getitem, cast, part) for cast in casts for part in (0, 1)))
 
 
@@ -212,7 +212,7 @@ def test_both_operands_that_travel_as_they_are_have_a_reason():
     casts = []
     for name in ("dy", "x"):
         source = rows(hand, hand.call(WAIT, hand.call(SEND, hand.input(name, 4, 10, 64), RANKS, "0")))
-        cast = hand.call(ops.quantize, source, 0, E4M3, "rceil")
+        cast = hand.quantize(source, 0, E4M3, "rceil")
         casts.append([hand.call(operator.getitem, cast, part) for part in (0, 1)])
     (dy, dy_scale), (x, x_scale) = casts
     turned = hand.call(aten.permute.default, dy, [1, 0]), hand.call(aten.permute.default, dy_scale, [1, 0])

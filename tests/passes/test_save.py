@@ -21,7 +21,7 @@ E4M3, FP32 = torch.float8_e4m3fn, torch.float32
 
 def quantized(hand: Hand, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
     """A cast of `x`, its elements and its scales."""
-    cast = hand.call(ops.quantize, x, dim, E4M3, "rceil")
+    cast = hand.quantize(x, dim, E4M3, "rceil")
     qdata, scale = (hand.call(operator.getitem, cast, index) for index in range(2))
     return cast, qdata, scale
 

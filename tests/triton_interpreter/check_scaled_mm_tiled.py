@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.casts import quantize
 from helpers.operands import Operand, assert_within, operand, product
 from modules import each, run
 
@@ -64,7 +65,7 @@ def test_after_the_cast(force):
     dy, x = torch.randn(160, 48).to(BF16), torch.randn(160, 80).to(BF16)
 
     def wgrad(dy, x):
-        (a, sa), (b, sb) = (ops.quantize(side, -2, E4M3, "rceil", False, "128x4") for side in (dy, x))
+        (a, sa), (b, sb) = (quantize(side, -2, E4M3, "rceil", False, "128x4") for side in (dy, x))
         return a, sa, b, sb, ops.scaled_mm(a.t(), sa, b, sb, None, F32)
 
     *cast, out = run(wgrad, dy, x, target=SM_100)

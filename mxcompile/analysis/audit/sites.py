@@ -23,7 +23,7 @@ from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import argument, packet
 from mxcompile.graph.reshapes import retaken
 from mxcompile.graph.tags import GemmTag, tag_of, value_of
-from mxcompile.ops.view import Cast, Encode, Product
+from mxcompile.ops.view import Cast, Product
 
 MARK = "mx_audit"
 """Where a cast's node.meta holds the position of its `CastSite`."""
@@ -133,7 +133,7 @@ class _Marker:
     def _operand(self, qdata: fx.Node, site: ProductSite, side: int) -> fx.Node | None:
         """The operand `side` before its cast, which gets a mark; None if the graph does not cast it."""
         cast, steps = made_by(qdata)
-        if cast.target not in ops.QUANTIZERS:
+        if Cast.of(cast) is None:
             return None
         mark = self._cast_site(cast)
         mark.readers.append((site.tag, site.tag.tensors[side]))
@@ -141,7 +141,7 @@ class _Marker:
         source = argument(cast)
         if source.target in (ops.dequantize, ops.decode):  # the other layout, made from the rowwise copy
             first, _ = made_by(argument(source))
-            if first.target not in ops.QUANTIZERS:
+            if Cast.of(first) is None:
                 return None
             self._cast_site(first).needed_by.add(site.key)
             source = argument(first)
@@ -151,10 +151,9 @@ class _Marker:
 
     def _cast_site(self, cast: fx.Node) -> CastSite:
         if MARK not in cast.meta:
-            view = Encode.of(cast) or Cast.read(cast)
-            rank = value_of(view.x).ndim
-            dim = view.block_dim % rank
-            site = CastSite(block_dim=dim, rowwise=dim == rank - 1, fmt=view.form)
+            view = Cast.read(cast)
+            dim = view.side % value_of(view.x).ndim
+            site = CastSite(block_dim=dim, rowwise=view.side == -1, fmt=view.form)
             self._sites.casts.append(site)
             cast.meta[MARK] = len(self._sites.casts) - 1
             return site
