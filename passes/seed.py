@@ -29,8 +29,8 @@ class Seed:
 
     def apply(self, graph: fx.Graph) -> None:
         """Give the random casts of `graph` their arguments."""
-        made = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
-        casts = [cast for cast in made if cast is not None and cast.form.stochastic]
+        views = map(Cast.of, graph.find_nodes(op="call_function", target=ops.cast))
+        casts = [cast for cast in views if cast is not None and cast.form.stochastic]
         if not casts:
             return
         seed = _drawn(graph, casts[0].node)

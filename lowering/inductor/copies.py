@@ -38,8 +38,8 @@ def lower_cast(
     """The tensors of the copies of x, then of y."""
     copies = [Copy.of(word) for word in words]
     if all(copy.is_mx for copy in copies):
-        made = (template(x, copies, y) for template in TEMPLATES)
-        if (results := next(filter(None, made), None)) is not None:
+        attempts = (template(x, copies, y) for template in TEMPLATES)
+        if (results := next(filter(None, attempts), None)) is not None:
             return results
     if y is not None:
         return [*lower_cast(x, words), *lower_cast(y, words)]

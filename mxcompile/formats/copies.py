@@ -116,7 +116,7 @@ class Copy:
         return self.format.is_mx and not self.format.stochastic and not (self.is_square and spread)
 
     def specs(self, x: Tensor) -> list[Spec]:
-        """What the tensors of the copy of `x` look like.
+        """Returns shape and dtype of each tensor of the copy of `x`.
 
         Raises `FormatError` for tiled scales of a tensor that is not a matrix.
         """
@@ -142,7 +142,7 @@ class Copy:
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> list[Tensor]:
-        """The tensors of the copy of `x`: elements and scales, or values.
+        """Returns the tensors of the copy of `x`: elements and scales, or values.
 
         Further arguments as for `encode_tensors`.
         """

@@ -27,8 +27,8 @@ def _cast(
     y: Tensor | None = None,
 ) -> list[Tensor]:
     known = seed, stream, scale, amax
-    made = (Copy.of(word).tensors(each, *known) for each in _sources(x, y) for word in copies)
-    return [tensor for tensors in made for tensor in tensors]
+    groups = (Copy.of(word).tensors(each, *known) for each in _sources(x, y) for word in copies)
+    return [tensor for tensors in groups for tensor in tensors]
 
 
 def _sources(x: Tensor, y: Tensor | None) -> list[Tensor]:

@@ -118,7 +118,7 @@ class Cast(Casts):
 
     @property
     def copy(self) -> Copy:
-        """What it makes."""
+        """The copy."""
         return Copy.of(self.copies[0])
 
     @property
