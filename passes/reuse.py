@@ -2,7 +2,7 @@
 
     cast(dequantize(q, s)) → q, s                     along the same dimension, in the elements of q, rceil
     cast(dequantize(p, s)) → unpack(p), s             the same of packed codes p
-    encoded_mm(…, cast(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
+    matmul(…, cast(dequantize(p, s, g)), known_scale(…))  →  unpack(p), s, 1/g       of two levels
     cast(dequantize_tiles(q, s)) → q, rows of s       in 32×32 tiles, in the elements and the rounding of q
 
 Casting a block of stored values again changes nothing: rceil's scale for it is no larger and never saturates,
@@ -73,7 +73,7 @@ class Reuse:
         dead.eliminate(graph)
 
 
-_TWO_LEVEL_PRODUCTS = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
+_TWO_LEVEL_PRODUCTS = frozenset({ops.matmul, ops.grouped_matmul})
 
 
 def _read_two_level(product: Product, build: Builder) -> None:

@@ -1,7 +1,6 @@
 """rewrite: replace every GEMM that is to be quantized by mx operators.
 
-    a[M, K] · b[K, N]  →  scaled_mm(cast(a along K), cast(b along K))              MXFP8
-                          encoded_mm(cast(a along K), cast(b along K), formats)    any other format
+    a[M, K] · b[K, N]  →  matmul(cast(a along K), cast(b along K), formats)
 
 Each operand is quantized along the GEMM's own contraction dimension from its widest value (see `operand`).
 A cast that several GEMMs need is made once here when they read the same node, and once after `share` when
@@ -147,9 +146,8 @@ class _GemmWriter:
 
     def _scaled(self, node: fx.Node, a: Quantized, b: Quantized, bias: Any, formats: _Formats) -> fx.Node:
         """The product of `a` and `b` with the tags of `node`."""
-        op = ops.scaled_mm if _are_mx(formats) else ops.encoded_mm
         words = self._words(a, b, formats, node)
-        product = self._build.call(op, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
+        product = self._build.call(ops.matmul, *_operands(a, b), bias, _result(node).dtype, *words, like=node)
         set_tag(product, *tags_of(node))
         return product
 
@@ -183,17 +181,16 @@ class _GemmWriter:
             )
         a = self._quantize(left, -1, tag, node)
         b = self._quantize(right, -2, tag, node)
-        op = ops.scaled_grouped_mm if _are_mx(formats) else ops.encoded_grouped_mm
         words = self._words(a, b, formats, node)
-        result = self._build.call(op, *_operands(a, b), offs, out.dtype, *words, like=node)
+        given = *_operands(a, b), offs, out.dtype, *words
+        result = self._build.call(ops.grouped_matmul, *given, like=node)
         set_tag(result, tag)
         return result
 
     def _words(self, a: Quantized, b: Quantized, formats: _Formats, node: fx.Node) -> tuple[Any, ...]:
-        """The formats of both operands, for the operators that take them, and the scales of both tensors."""
-        if _are_mx(formats):
-            return ()
-        words, call = tuple(map(str, formats)), self._build.call
+        """The formats of both operands, and the scales of both tensors."""
+        read = tuple(Format.mx(fmt.elem) for fmt in formats) if _are_mx(formats) else formats
+        words, call = tuple(map(str, read)), self._build.call
         scales = [
             call(ops.known_scale, operand.amax, 0, word, 1, like=node)
             for operand, word in zip((a, b), words, strict=True)
@@ -322,7 +319,7 @@ class _GemmWriter:
 
 
 def _are_mx(formats: _Formats) -> bool:
-    """Whether both operands are MXFP8, whose products have operators of their own."""
+    """Whether both operands are MXFP8, so that an MX GEMM multiplies them."""
     return all(fmt.is_mx for fmt in formats)
 
 

@@ -1,7 +1,7 @@
 """squares: which weights are read by nothing but casts to 32×32 tiles, in forward and backward.
 
-    fprop   scaled_mm(cast(x), cast(w, tiles))       one cast of w, with one scale for 32×32 elements,
-    dgrad   scaled_mm(cast(dy), cast(w, tiles))     is all that a graph reads of w
+    fprop   matmul(cast(x), cast(w, tiles))          one cast of w, with one scale for 32×32 elements,
+    dgrad   matmul(cast(dy), cast(w, tiles))     is all that a graph reads of w
 
 Such a weight can be cast before ranks gather it. Reads a graph after the passes and changes nothing.
 """

@@ -18,7 +18,7 @@ from mxcompile import ops
 from mxcompile.graph.opsets import TRANSPARENT, argument, packet
 from mxcompile.graph.tags import numel, tensor
 from mxcompile.graph.transpose import readers
-from mxcompile.ops.view import Casts
+from mxcompile.ops.view import Casts, Product
 
 aten = torch.ops.aten
 
@@ -107,11 +107,17 @@ def _joins_later(product: fx.Node, node: fx.Node) -> bool:
         for given in pending.pop().all_input_nodes:
             if given in seen or not product < given:
                 continue
-            if packet(given) in ops.NATIVE_PRODUCTS:
+            if _is_product(given):
                 return True
             seen.add(given)
             pending.append(given)
     return False
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether `node` is a product that a chip with an MX GEMM runs: of MXFP8, or of packed FP4."""
+    product = Product.of(node)
+    return product is not None and (product.is_packed or product.is_mx)
 
 
 def _is_stored(use: fx.Node) -> bool:

@@ -29,10 +29,9 @@ from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import readers
 from mxcompile.lowering.graph.lowering_pass import FP8_CASTS, NO_REASONS, LoweringPass, Reasons
-from mxcompile.ops.view import Cast, EncodeTransposed, result_of, results_of
+from mxcompile.ops.view import Cast, EncodeTransposed, Product, result_of, results_of
 
 _TILES = (Tile.TENSOR, Tile.CHANNEL, Tile(1, 128), Tile(128, 128))
-_EMULATED = frozenset({ops.encoded_mm, ops.encoded_grouped_mm})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,9 +135,15 @@ def _read_otherwise(cast: Cast) -> bool:
     for place, result in results_of(cast.node):
         if place == 0 and result.users and not _along_rows(cast):
             return True
-        if any(reader.target in _EMULATED for reader, _ in readers(result)):
+        if any(map(_is_emulated, (reader for reader, _ in readers(result)))):
             return True
     return False
+
+
+def _is_emulated(reader: fx.Node) -> bool:
+    """Whether `reader` is a product that neither the vendor nor an MX GEMM runs."""
+    product = Product.of(reader)
+    return product is not None and not product.is_packed and not product.is_mx
 
 
 def _results(cast: fx.Node | None, index: int) -> list[fx.Node]:

@@ -1,6 +1,6 @@
 """fuse: one operator of a product and of the cast that it alone reads.
 
-    scaled_mm(cast(x), w)  →      quantize_mm(x, w)                      the FP8 copy of x is never stored
+    matmul(cast(x), w)  →         quantize_mm(x, w)                      the FP8 copy of x is never stored
 
 For a matrix x cast along its rows' K, whose two results go to that product and nowhere else: of inference, or
 of a forward whose backward has another copy. A cast that several products share (QKV) stays; so does one of a
@@ -68,9 +68,9 @@ def _config(tile_sizes: Choices, competes: bool) -> str:
 
 def cast_of(node: fx.Node) -> Cast | None:
     """The cast of the left operand of `node`, a product of matrices, if it may be computed there instead."""
-    if packet(node) is not ops.scaled_mm.overloadpacket or not all(tag.kernel for tag in tags_of(node)):
+    product = Product.of(node) if node.target is ops.matmul else None
+    if product is None or not product.is_mx or not all(tag.kernel for tag in tags_of(node)):
         return None
-    product = Product.read(node)
     bias, out, results = tensor(product.bias), tensor(node), product.sides[0]
     if out is None or out.ndim != 2 or (bias is not None and bias.ndim != 1):
         return None

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from mxcompile import ops
-from mxcompile.formats import ScaleLayout
+from mxcompile.formats import Format, ScaleLayout
 from mxcompile.graph.build import Builder
 from mxcompile.graph.tags import tensor
 from mxcompile.graph.transpose import transpose, untransposed
@@ -32,12 +32,11 @@ class DequantizedOperands:
         self._values: dict[tuple[fx.Node, fx.Node, torch.dtype, bool], fx.Node] = {}
 
     def value(
-        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str = ""
+        self, qdata: fx.Node, scale: fx.Node, dim: int, dtype: torch.dtype, like: fx.Node, word: str
     ) -> fx.Node:
         """The operand in `dtype`, from its source if that is at hand, with the strides of `qdata`.
 
-        dim: the one blocks run along, −1 or −2. word: of the format, "" for MXFP8. Made at the current
-        insertion point.
+        dim: the one blocks run along, −1 or −2. word: of the format. Made at the current insertion point.
         """
         qdata, scale, swapped = stored(qdata, scale)
         key = qdata, scale, dtype, True
@@ -46,7 +45,7 @@ class DequantizedOperands:
             cast = Cast.of(result_of(qdata)[0])
             if cast is not None and cast.copy.is_mx and _is_whole(cast, scale):
                 self._values[key] = self._cast(cast, dtype, like)
-            elif word or _made_both(cast, scale):
+            elif not _is_mx(word) or _made_both(cast, scale):
                 self._values[key] = self._decoded(qdata, scale, dim, word, True, dtype, like)
             else:
                 self._values[key] = self._build.call(ops.dequantize, qdata, scale, dim, dtype, like=like)
@@ -99,6 +98,12 @@ class DequantizedOperands:
 def _is_whole(cast: Cast, scale: fx.Node) -> bool:
     """Whether `scale`, of elements that `cast` made, is its own, or that of squares read another way."""
     return cast.copy.is_square or scale.target is operator.getitem
+
+
+def _is_mx(word: str) -> bool:
+    """Whether `word` is MXFP8 as products read it."""
+    form = Format.of(word)
+    return form == Format.mx(form.elem)
 
 
 def _made_both(cast: Cast | None, scale: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """packed: put products of FP4 operands on the chip's FP4 instruction, which reads two codes a byte.
 
-    encoded_mm(qa, sa, qb, sb)           →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
-    encoded_grouped_mm(qa, sa, qb, sb)   →  packed_grouped_mm(…)
+    matmul(qa, sa, qb, sb)               →  packed_mm(bytes_a, bytes_sa, bytes_bᵀ, bytes_sb)
+    grouped_matmul(qa, sa, qb, sb)       →  packed_grouped_mm(…)
     cast(x, dim)                         →  encode_packed(x, dim)        the contraction innermost
     unpack(w, dim), s                    →  w, s                         of a weight that is stored packed
     hadamard(x, −2)                      →  a part of that cast, and of the search for its largest magnitude
@@ -47,7 +47,7 @@ from mxcompile.ops.view import Cast, Product, Unpack, result_of
 
 FP4_TEMPLATES = ("templates.fp4_casts", "templates.packed_mm")
 
-_PACKED = {ops.encoded_mm: ops.packed_mm, ops.encoded_grouped_mm: ops.packed_grouped_mm}
+_PACKED = {ops.matmul: ops.packed_mm, ops.grouped_matmul: ops.packed_grouped_mm}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """tile_scales: casts write scales in the tiles that the target's MX GEMM reads, if nothing else does.
 
     cast(x, codes) → qdata, scale[rows, blocks]        →      cast(x, codes 128x4) → qdata, scale[length]
-    scaled_mm(…, transposed scale, …)                  →      scaled_mm(…, scale, …)
+    matmul(…, transposed scale, …)                     →      matmul(…, scale, …)
 
 A tiled scale says the same of rows and blocks along K whichever way its elements are read, so it has no
 transpose, and 4 blocks of a row are one word. Runs on the joint graph: a copy that forward makes and
@@ -66,8 +66,8 @@ def _can_tile(cast: Cast) -> bool:
 
 def _takes_tiles(native: Native, user: fx.Node, scale: fx.Node) -> bool:
     """Whether `user` is a product of matrices on the chip, and `scale` the scale of one of its operands."""
-    out, product = tensor(user), Product.of(user) if user.target is ops.scaled_mm else None
-    reads_scale = product is not None and scale in (product.scale_a, product.scale_b)
+    out, product = tensor(user), Product.of(user) if user.target is ops.matmul else None
+    reads_scale = product is not None and product.is_mx and scale in (product.scale_a, product.scale_b)
     return reads_scale and out is not None and out.ndim == 2 and not native.unmet(user)
 
 

@@ -1,6 +1,6 @@
 """vendor_fp8: products of FP8 operands with FP32 scales that the vendor's own FP8 GEMM runs.
 
-    encoded_mm(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
+    matmul(qa, sa, qb, sb) → aten._scaled_mm(qa, qb, sa, sb)
 
 on chips with an FP8 GEMM, by the extents of the scales:
 
@@ -30,7 +30,7 @@ from mxcompile import ops
 from mxcompile.formats import WHOLE, Format, ScaleType, Tile
 from mxcompile.graph import dead
 from mxcompile.graph.build import Builder
-from mxcompile.graph.opsets import aten, packet
+from mxcompile.graph.opsets import aten
 from mxcompile.graph.tags import set_tag, tags_of, tensor
 from mxcompile.graph.transpose import transpose, untransposed
 from mxcompile.lowering import optional
@@ -58,8 +58,8 @@ class VendorFP8(LoweringPass):
         build = Builder(graph, self.name)
         copies = _Copies(build, not optional.obstacle(*FP8_CASTS), self.target.fp8_fnuz)
         for node in list(graph.nodes):
-            product = Product.of(node) if packet(node) is ops.encoded_mm.overloadpacket else None
-            if product is None:
+            product = Product.of(node) if node.target is ops.matmul else None
+            if product is None or product.is_mx:
                 continue
             is_fp8 = _is_fp8(product)
             reason = unmet(Problem.of(node, self.target, self.device)) if is_fp8 else ""

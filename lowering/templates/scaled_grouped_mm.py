@@ -139,16 +139,17 @@ K_TEMPLATE = TritonTemplate(name="mx_scaled_grouped_mm_k", grid=_k_grid, source=
 _PERMUTE = lowerings[torch.ops.aten.permute.default]
 
 
-@register_lowering(ops.scaled_grouped_mm, type_promotion_kind=None)
-def lower_scaled_grouped_mm(
+@register_lowering(ops.grouped_matmul, type_promotion_kind=None)
+def lower_grouped_matmul(
     a: ir.TensorBox,
     scale_a: ir.TensorBox,
     b: ir.TensorBox,
     scale_b: ir.TensorBox,
     offs: ir.TensorBox,
     out_dtype: torch.dtype,
+    *_: str,
 ) -> ir.TensorBox:
-    """The products of all groups, in any form of the operator, for what `graph.native` has left."""
+    """The products of all groups of MXFP8, in any form of the operator, for what `graph.native` has left."""
     return lower([a, scale_a, b, scale_b], offs, out_dtype, Coding.mxfp8(a, b))
 
 

@@ -252,6 +252,11 @@ class Format:
         """
         return _format_of(word)
 
+    @classmethod
+    def mx(cls, elem: ElemType) -> Format:
+        """OCP MXFP8 as its products read it, which nothing tells how scales and elements were rounded."""
+        return cls(elem=elem)
+
     @property
     def stochastic(self) -> bool:
         """Whether elements round at random, so that casts need a seed."""

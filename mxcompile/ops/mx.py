@@ -1,4 +1,4 @@
-"""The operators of OCP MXFP8, which have kernels of their own.
+"""Operators of stored weights, and of MXFP8 where a kernel of its own does more than a cast or a product.
 
 All are functional and return contiguous tensors. Scales are E8M0 bytes as uint8, one a block, row-major.
 Those of a matrix may be tiled instead (see `scale_tiles`): a vector, which products and `dequantize` know by
@@ -8,11 +8,9 @@ operators instead.
     dequantize           qdata, scale → x; of a weight stored in another format, with its word, packed → x;
                          one of two levels has a global scale, without which x is that many times as large
     dequantize_tiles     qdata, scale of 32×32 tiles → x
-    scaled_mm            a[…, M, K] · b[…, K, N] (+ bias[N]), blocks along K, FP32 accumulation
     weight_only_mm       x[M, K] · dequantize(w[N, K])ᵀ (+ bias[N]), FP32 accumulation; w as for dequantize
-    scaled_grouped_mm    one GEMM per group, the groups given by `offs` as in `aten._grouped_mm`
-    quantize_mm          scaled_mm(cast(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
-    grouped_mm           the same of operands that are not MX data, in any floating-point dtype
+    quantize_mm          matmul(cast(x), b) (+ bias[N]) of matrices, x cast where it is multiplied
+    grouped_mm           one GEMM per group of operands that are not MX data, in any floating-point dtype
     flatten              x → the same elements, one dimension (see `passes/flatten.py`)
 """
 
@@ -72,14 +70,6 @@ def _spec_dequantize_tiles(qdata: Tensor, scale: Tensor, rounding: str, dtype: t
     return [(qdata.shape, dtype)]
 
 
-def _scaled_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    a = _dequantize(a, scale_a, -1, torch.float32)
-    b = _dequantize(b, scale_b, -2, torch.float32)
-    return product(a, b, bias, out_dtype)
-
-
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, alpha: Tensor | None = None
 ) -> Tensor:
@@ -88,7 +78,7 @@ def product(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
-def spec_scaled_mm(
+def spec_matmul(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -131,8 +121,9 @@ def _quantize_mm(
     qdata: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_mm` of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
-    return _scaled_mm(*quantize_tensors(x, -1, elem_dtype, rounding), b, scale_b, bias, out_dtype)
+    """The product of `x`, cast along K. qdata, scale: that cast, if the lowering may read it instead."""
+    left = dequantize_tensors(*quantize_tensors(x, -1, elem_dtype, rounding), -1, torch.float32)
+    return product(left, dequantize(b, scale_b, -2, torch.float32), bias, out_dtype)
 
 
 def _spec_quantize_mm(
@@ -146,14 +137,6 @@ def _spec_quantize_mm(
     *_: Any,
 ) -> list[Spec]:
     return [((x.shape[0], b.shape[1]), out_dtype)]
-
-
-def _scaled_grouped_mm(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    a = dequantize_tensors(a, scale_a, -1, torch.float32)
-    b = dequantize_tensors(b, scale_b, -2, torch.float32)
-    return grouped_product(a, b, offs).to(out_dtype)
 
 
 def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -179,7 +162,7 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def spec_scaled_grouped_mm(
+def spec_grouped_matmul(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype, *_: Any
 ) -> list[Spec]:
     """The products of groups."""
@@ -221,23 +204,11 @@ dequantize_tiles = define(
     _dequantize_tiles,
     _spec_dequantize_tiles,
 )
-scaled_mm = define(
-    "scaled_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias,"
-    " ScalarType out_dtype) -> Tensor",
-    _scaled_mm,
-    spec_scaled_mm,
-)
 weight_only_mm = define(
     "weight_only_mm(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, ScalarType out_dtype, str fmt='',"
     " Tensor? global_scale=None) -> Tensor",
     _weight_only_mm,
     _spec_weight_only_mm,
-)
-scaled_grouped_mm = define(
-    "scaled_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs,"
-    " ScalarType out_dtype) -> Tensor",
-    _scaled_grouped_mm,
-    spec_scaled_grouped_mm,
 )
 quantize_mm = define(
     "quantize_mm(Tensor x, Tensor b, Tensor scale_b, Tensor? bias, ScalarType elem_dtype, str rounding,"

@@ -18,7 +18,7 @@ is one number, or of matrices and batches one for each row of a or column of b. 
 transforms x along columns first (`formats.hadamard`); the amax is the transformed tensor's. Along rows such a
 format is a `FormatError`.
 
-The lowering makes these of `cast`, `encoded_mm` and `encoded_grouped_mm`; the implementations are the
+The lowering makes these of `cast`, `matmul` and `grouped_matmul`; the implementations are the
 reference.
 """
 
@@ -40,8 +40,8 @@ from mxcompile.ops.define import Spec, define
 from mxcompile.ops.mx import (
     grouped_product,
     product,
-    spec_scaled_grouped_mm,
-    spec_scaled_mm,
+    spec_grouped_matmul,
+    spec_matmul,
 )
 
 
@@ -199,11 +199,11 @@ packed_mm = define(
     "packed_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
     _packed_mm,
-    spec_scaled_mm,
+    spec_matmul,
 )
 packed_grouped_mm = define(
     "packed_grouped_mm(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor offs, ScalarType out_dtype,"
     " str format_a, str format_b, Tensor? tensor_a=None, Tensor? tensor_b=None) -> Tensor",
     _packed_grouped_mm,
-    spec_scaled_grouped_mm,
+    spec_grouped_matmul,
 )

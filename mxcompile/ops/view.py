@@ -18,13 +18,11 @@ from torch import fx
 
 from mxcompile.formats import Copy, Format
 from mxcompile.ops.cast import cast
-from mxcompile.ops.general import encoded_grouped_mm, encoded_mm, unpack
+from mxcompile.ops.general import grouped_matmul, matmul, unpack
 from mxcompile.ops.layouts import encode_transposed
 from mxcompile.ops.mx import (
     dequantize,
     dequantize_tiles,
-    scaled_grouped_mm,
-    scaled_mm,
 )
 from mxcompile.ops.packed import packed_grouped_mm, packed_mm
 
@@ -187,8 +185,8 @@ class DequantizeTiles(View):
 class Product(View):
     """A GEMM of quantized operands a · b, or one for each group.
 
-    format_a, format_b: "" for MXFP8. alpha: what the product is multiplied by before the bias is added;
-    tensor_a, tensor_b: its factors, of packed operands.
+    alpha: what the product is multiplied by before the bias is added; tensor_a, tensor_b: its factors, of
+    packed operands.
     """
 
     a: fx.Node
@@ -196,16 +194,14 @@ class Product(View):
     b: fx.Node
     scale_b: fx.Node
     out_dtype: torch.dtype
+    format_a: str
+    format_b: str
     bias: fx.Node | None = None
     offs: fx.Node | None = None
-    format_a: str = ""
-    format_b: str = ""
     alpha: fx.Node | None = None
     tensor_a: fx.Node | None = None
     tensor_b: fx.Node | None = None
-    operators: ClassVar[frozenset[Any]] = frozenset(
-        {scaled_mm, scaled_grouped_mm, encoded_mm, encoded_grouped_mm, packed_mm, packed_grouped_mm}
-    )
+    operators: ClassVar[frozenset[Any]] = frozenset({matmul, grouped_matmul, packed_mm, packed_grouped_mm})
 
     @property
     def is_grouped(self) -> bool:
@@ -215,8 +211,17 @@ class Product(View):
     @property
     def per_byte(self) -> int:
         """How many elements of an operand share a byte."""
-        packed = self.node.target in (packed_mm, packed_grouped_mm)
-        return self.forms[0].elem.per_byte if packed else 1
+        return self.forms[0].elem.per_byte if self.is_packed else 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether operands are packed FP4."""
+        return self.node.target in (packed_mm, packed_grouped_mm)
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether operands are MXFP8."""
+        return all(form == Format.mx(form.elem) for form in self.forms)
 
     @property
     def extra(self) -> fx.Node | None:
@@ -235,8 +240,8 @@ class Product(View):
 
     @property
     def forms(self) -> tuple[Format, ...]:
-        """The formats of both operands as values; none for MXFP8."""
-        return tuple(Format.of(word) for word in self.words if word)
+        """The formats of both operands as values."""
+        return tuple(map(Format.of, self.words))
 
 
 def results_of(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

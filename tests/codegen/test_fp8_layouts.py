@@ -25,7 +25,7 @@ from mxcompile.lowering.graph.vendor_fp8 import VendorFP8
 def lowered(function, *inputs, chip):
     """The graph of `function` with its products on the vendor's GEMM, and with its casts merged."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in module.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+    for node in module.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     reasons = VendorFP8(target=chip, device="cpu").apply(module.graph)
     FP8Layouts(target=chip, device="cpu").apply(module.graph)
@@ -65,7 +65,7 @@ def step(words: dict[str, str]):
             return made[operand, dim]
 
         def product(a, b, left, right):
-            return ops.encoded_mm(*a, *b, None, torch.bfloat16, words[left], words[right])
+            return ops.matmul(*a, *b, None, torch.bfloat16, words[left], words[right])
 
         def swapped(pair):
             return tuple(t.t() for t in pair)
@@ -106,7 +106,7 @@ def test_a_layer(form: str, chip):
     assert names["scales"] == scales
     assert not {"cast", "encode_transposed", "scale_of", "as_fnuz"} & set(names)
     plain = make_fx(function, tracing_mode="fake")(*inputs)
-    for node in plain.graph.find_nodes(op="call_function", target=ops.encoded_mm):
+    for node in plain.graph.find_nodes(op="call_function", target=ops.matmul):
         set_tag(node, TAG)
     with mock.patch.object(optional, "obstacle", return_value="no templates"):
         VendorFP8(target=chip, device="cpu").apply(plain.graph)
@@ -122,9 +122,7 @@ def test_a_known_scale_is_read_and_the_largest_found_beside():
         seen = ops.largest(x)
         a, sa = encode(x, -1, word, None, 0, s)
         b, sb = encode(w, -2, "e4m3 tensor nearest delayed:4:0", None, 0, s)
-        return ops.encoded_mm(
-            a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"
-        ), seen
+        return ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, "e4m3 tensor nearest delayed:4:0"), seen
 
     x, w, scale = torch.randn(32, 64), torch.randn(64, 48), torch.full((1, 1), 0.01)
     module, reasons = lowered(function, x, w, scale, chip=CHIP)
@@ -139,7 +137,7 @@ def test_scales_of_blocks_that_are_read_alone_stay():
 
     def function(x: Tensor, w: Tensor):
         (a, sa), (b, sb) = encode(x, -1, word), encode(w, -2, word)
-        product = ops.encoded_mm(a, sa, b, sb, None, torch.bfloat16, word, word)
+        product = ops.matmul(a, sa, b, sb, None, torch.bfloat16, word, word)
         return product, encode(x, -2, word)[1], encode(w.t().contiguous(), -1, word)[1]
 
     inputs = torch.randn(32, 512), torch.randn(512, 48)
@@ -163,7 +161,7 @@ def test_casts_that_something_else_reads_stay():
             (x, w, "e4m3 tensor nearest percentile:99"),
         ):
             casts = *encode(a, -1, word), *encode(b, -2, word)
-            made.append(ops.encoded_mm(*casts, None, torch.bfloat16, word, word))
+            made.append(ops.matmul(*casts, None, torch.bfloat16, word, word))
         return made
 
     module, _ = lowered(function, torch.randn(16, 40), torch.randn(40, 32), chip=CHIP)

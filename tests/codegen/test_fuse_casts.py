@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.casts import quantize
+from helpers.casts import quantize, scaled_mm
 from torch import Tensor, fx
 from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,13 +25,13 @@ BF16 = torch.bfloat16
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None, dim: int = -1, square: bool = False) -> Tensor:
     a = quantize(x, dim, E4M3, "rceil", square)
-    return ops.scaled_mm(*a, *quantize(w, -2, E4M3, "rceil"), bias, BF16)
+    return scaled_mm(*a, *quantize(w, -2, E4M3, "rceil"), bias, BF16)
 
 
 def _marked(function: Callable, *inputs: Tensor, native: bool = True) -> fx.GraphModule:
     """`function` on fake `inputs`, its products marked as the native ones are."""
     module = make_fx(lambda *given: function(*given), tracing_mode="fake")(*inputs)
-    for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.scaled_mm)):
+    for index, node in enumerate(module.graph.find_nodes(op="call_function", target=ops.matmul)):
         tag = GemmTag(
             layer=node.name, name="layer", module="Linear", source="", gemm=Gemm.FPROP,
             kind=Kind.LINEAR, tensors=("x", "w"), index=index, kernel="mx_scaled_mm" if native else "",
@@ -83,12 +83,12 @@ def test_what_may_be_timed_reads_the_cast_too():
 
 def _of_several(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
-    return ops.scaled_mm(*a, *b, None, BF16), ops.scaled_mm(*a, *b, None, torch.float32)
+    return scaled_mm(*a, *b, None, BF16), scaled_mm(*a, *b, None, torch.float32)
 
 
 def _kept(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
-    return ops.scaled_mm(*a, *b, None, BF16), a[1]
+    return scaled_mm(*a, *b, None, BF16), a[1]
 
 
 def _in_both_layouts(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

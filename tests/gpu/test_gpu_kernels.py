@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.casts import quantize, quantize_both, quantize_operands
+from helpers.casts import quantize, quantize_both, quantize_operands, scaled_mm
 from helpers.operands import assert_within, operand, product, values
 from helpers.packed_operands import MXFP4, NVFP4
 
@@ -172,7 +172,7 @@ def test_scaled_mm(shape, tiled, majorness, chip, monkeypatch):
     m, n, k = shape
     a, b = operand(m, k, k_major=majorness[0], tiled=tiled), operand(n, k, k_major=majorness[1], tiled=tiled)
     bias = torch.randn(n).to(BF16)
-    out = generated(ops.scaled_mm, *a.left, *b.right, bias, BF16)
+    out = generated(scaled_mm, *a.left, *b.right, bias, BF16)
     assert_within(out, *product(a.values, b.values, bias), k)
 
 
@@ -187,9 +187,7 @@ def test_scaled_mm_tiled(shape, majorness, chip, monkeypatch):
     for config in tiled_configs(chip):
         monkeypatch.setattr(choices, "tiled_products", lambda *_, config=config: [config])
         monkeypatch.setattr(vendor, "fits", lambda *_: False)
-        assert_within(
-            generated(ops.scaled_mm, *a.left, *b.right, None, BF16), *product(a.values, b.values), k
-        )
+        assert_within(generated(scaled_mm, *a.left, *b.right, None, BF16), *product(a.values, b.values), k)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

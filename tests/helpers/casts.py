@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxcompile import ops
-from mxcompile.formats import Copy, Format
+from mxcompile.formats import Copy, Format, elem_type
 
 
 @torch.compiler.assume_constant_result
@@ -84,3 +84,19 @@ def casts_both(result: Any, launch: Any, tensors: int = 1) -> bool:
     source = result.kernel(launch).source
     written = source.count("quantize_rowwise("), source.count("quantize_columnwise(")
     return written == (tensors, tensors)
+
+
+@torch.compiler.assume_constant_result
+def operand_words(a: torch.dtype, b: torch.dtype) -> list[str]:
+    """The words of the formats of MXFP8 operands with elements of these dtypes."""
+    return [str(Format.mx(elem_type(dtype))) for dtype in (a, b)]
+
+
+def scaled_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *how: Any) -> Tensor:
+    """The product of MXFP8 operands. how: bias and dtype of the result."""
+    return ops.matmul(a, scale_a, b, scale_b, *how, *operand_words(a.dtype, b.dtype))
+
+
+def scaled_grouped_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *how: Any) -> Tensor:
+    """The products of groups of MXFP8 operands. how: ends of groups and dtype of the result."""
+    return ops.grouped_matmul(a, scale_a, b, scale_b, *how, *operand_words(a.dtype, b.dtype))

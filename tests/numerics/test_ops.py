@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.casts import both, mx, operand_copies, quantize
+from helpers.casts import both, mx, operand_copies, operand_words, quantize, scaled_grouped_mm, scaled_mm
 from helpers.reference import round_trip
 from torch.library import opcheck
 
@@ -37,7 +37,8 @@ def test_products_pass_opcheck(batch: tuple[int, ...], bias: int | None):
     a, scale_a = quantize(torch.randn(*batch, 40, 70), -1, E4M3, "rceil")
     b, scale_b = quantize(torch.randn(*batch, 70, 30), -2, E5M2, "rceil")
     added = None if bias is None else torch.randn(bias)
-    opcheck(ops.scaled_mm, (a, scale_a, b, scale_b, added, BF16), test_utils=WITHOUT_SCHEMA)
+    words = operand_words(E4M3, E5M2)
+    opcheck(ops.matmul, (a, scale_a, b, scale_b, added, BF16, *words), test_utils=WITHOUT_SCHEMA)
 
 
 GROUPED = {  # shapes of the operands, and along what their groups lie
@@ -98,9 +99,9 @@ def test_each_operand_has_its_own_scale_layout(tiled: tuple[bool, bool]):
     b = quantize(w.t().contiguous(), -1, E5M2, "rceil", False, layouts[1])
     b_scale = b[1] if tiled[1] else b[1].t()  # a tiled scale has no transpose
     arguments = (*a, b[0].t(), b_scale, None, torch.float32)
-    opcheck(ops.scaled_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.matmul, (*arguments, *operand_words(E4M3, E5M2)), test_utils=WITHOUT_SCHEMA)
     exact = round_trip(x, 1).double() @ round_trip(w, 0, "e5m2").double()
-    torch.testing.assert_close(ops.scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(scaled_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [None, 30])
@@ -110,7 +111,7 @@ def test_a_product_that_casts_passes_opcheck_and_means_the_same(competes: bool, 
     a, b = quantize(x, -1, E5M2, "even"), quantize(torch.randn(70, 30), -2, E4M3, "rceil")
     arguments = (x, *b, added, E5M2, "even", BF16, *(a if competes else ()))
     opcheck(ops.quantize_mm, arguments, test_utils=WITHOUT_SCHEMA)
-    assert torch.equal(ops.quantize_mm(*arguments), ops.scaled_mm(*a, *b, added, BF16))
+    assert torch.equal(ops.quantize_mm(*arguments), scaled_mm(*a, *b, added, BF16))
 
 
 def test_grouped_product_passes_opcheck():
@@ -118,16 +119,16 @@ def test_grouped_product_passes_opcheck():
     b, scale_b = quantize(torch.randn(3, 64, 32), -2, E4M3, "rceil")
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     arguments = (a, scale_a, b, scale_b, offs, BF16)
-    opcheck(ops.scaled_grouped_mm, arguments, test_utils=WITHOUT_SCHEMA)
+    opcheck(ops.grouped_matmul, (*arguments, *operand_words(E4M3, E4M3)), test_utils=WITHOUT_SCHEMA)
 
 
 def test_scaled_mm_is_the_product_of_what_its_operands_stand_for():
     x, w, bias = torch.randn(48, 100), torch.randn(100, 72), torch.randn(72)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
     exact = round_trip(x, 1).double() @ round_trip(w, 0).double() + bias.double()
-    found = ops.scaled_mm(*a, *b, bias, torch.float32)
+    found = scaled_mm(*a, *b, bias, torch.float32)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(ops.scaled_mm(*a, *b, bias, BF16), found.to(BF16))
+    assert torch.equal(scaled_mm(*a, *b, bias, BF16), found.to(BF16))
 
 
 def test_square_tiles_share_their_scale_in_both_layouts():
@@ -146,7 +147,7 @@ def test_grouped_reference_is_one_product_per_group():
     x, w = torch.randn(40, 64), torch.randn(3, 64, 32)
     offs = torch.tensor([10, 10, 40], dtype=torch.int32)
     a, b = quantize(x, -1, E4M3, "rceil"), quantize(w, -2, E4M3, "rceil")
-    found = ops.scaled_grouped_mm(*a, *b, offs, torch.float32)
-    one = ops.scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
-    three = ops.scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
+    found = scaled_grouped_mm(*a, *b, offs, torch.float32)
+    one = scaled_mm(a[0][:10], a[1][:10], b[0][0], b[1][0], None, torch.float32)
+    three = scaled_mm(a[0][10:], a[1][10:], b[0][2], b[1][2], None, torch.float32)
     torch.testing.assert_close(found, torch.cat([one, three]))

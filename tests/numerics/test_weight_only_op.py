@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.casts import quantize
+from helpers.casts import quantize, scaled_mm
 from helpers.reference import round_trip
 from torch.library import opcheck
 
@@ -35,7 +35,7 @@ def test_is_the_product_with_what_the_weight_stands_for():
 def test_a_quantized_activation_gives_what_two_mx_operands_give():
     x, w = torch.randn(6, 100), torch.randn(72, 100)
     a, (qdata, scale) = quantize(x, -1, E4M3, "rceil"), quantize(w, -1, E4M3, "rceil")
-    both = ops.scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
+    both = scaled_mm(*a, qdata.t(), scale.t(), None, torch.float32)
     one = ops.weight_only_mm(
         ops.dequantize(*a, -1, torch.bfloat16), qdata, scale, None, torch.float32
     )  # E4M3 times a power of two is exact in BF16

@@ -17,6 +17,7 @@ from mxcompile.graph.transpose import readers
 from mxcompile.ops import view
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+WORD, OTHER = str(Format()), "e4m3 tensor nearest"
 COPIES = [str(Copy(format=Format()))]
 KINDS = (
     view.Cast,
@@ -54,10 +55,11 @@ def test_arguments_of_aten_are_read_by_name():
 
 
 def test_an_operator_lacks_what_others_have():
-    product = view.Product.read(call(ops.scaled_mm, "a", "b", "c", "d", None, BF16))
-    assert (product.words, product.forms, product.extra, product.is_grouped) == (("", ""), (), None, False)
-    grouped = view.Product.read(call(ops.scaled_grouped_mm, "a", "b", "c", "d", "e", BF16))
-    assert grouped.is_grouped
+    product = view.Product.read(call(ops.matmul, "a", "b", "c", "d", None, BF16, WORD, OTHER))
+    assert (product.words, product.extra, product.is_grouped) == ((WORD, OTHER), None, False)
+    assert not product.is_mx
+    grouped = view.Product.read(call(ops.grouped_matmul, "a", "b", "c", "d", "e", BF16, WORD, WORD))
+    assert (grouped.is_grouped, grouped.is_mx, grouped.is_packed) == (True, True, False)
     assert [str(node) for side in grouped.sides for node in side] == ["a", "b", "c", "d"]
     assert str(grouped.extra) == "e"
 

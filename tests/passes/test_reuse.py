@@ -92,7 +92,7 @@ def two_level(
     sides[2:] = [hand.call(aten.transpose.int, part, -1, -2) for part in sides[2:]]
     alpha = hand.call(aten.mul.Tensor, *known)
     ends = hand.input("ends", groups, dtype=torch.int32) if groups else None
-    what = ops.encoded_grouped_mm if groups else ops.encoded_mm
+    what = ops.grouped_matmul if groups else ops.matmul
     stored = Format.of(stored_form)
     return hand.output(hand.gemm(what, *sides, ends, FP32, stored_form, form, alpha, stored=stored))
 
@@ -104,7 +104,7 @@ def test_codes_of_two_levels_are_read_as_they_are(global_shape: tuple[int, ...])
     Reuse().apply(graph)
     assert len(calls(graph, ops.cast)) == 1
     assert not calls(graph, ops.dequantize)
-    (product,) = calls(graph, ops.encoded_mm)
+    (product,) = calls(graph, ops.matmul)
     assert not tag_of(product).recast
     torch.manual_seed(0)
     packed = torch.randint(4, (48, 32), dtype=torch.uint8) * 0x11
@@ -125,7 +125,7 @@ def test_other_casts_of_two_levels_stay_and_are_noted(graph: fx.Graph):
     before = str(graph)
     Reuse().apply(graph)
     assert str(graph) == before
-    (product,) = (*calls(graph, ops.encoded_mm), *calls(graph, ops.encoded_grouped_mm))
+    (product,) = (*calls(graph, ops.matmul), *calls(graph, ops.grouped_matmul))
     assert tag_of(product).recast
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from mxcompile import ops
 from mxcompile.formats import Format
-from mxcompile.formats.encoding import dequantize_tensors
 from mxcompile.graph.build import Builder
 from mxcompile.graph.casts import made_by
 from mxcompile.graph.opsets import argument, packet
@@ -33,8 +32,7 @@ MARK = "mx_audit"
 class ProductSite:
     """One quantized GEMM of a graph.
 
-    tag: what the passes found out about it. op: the operator it was. words: the formats that it takes, if it
-    does.
+    tag: what the passes found out about it. op: the operator it was. words: of the formats of its operands.
     """
 
     tag: GemmTag
@@ -44,14 +42,12 @@ class ProductSite:
     @property
     def grouped(self) -> bool:
         """Whether it is one GEMM per group."""
-        return self.op.overloadpacket in ops.GROUPED
+        return self.op is ops.grouped_matmul
 
     def decoded(self, qdata: Tensor, scale: Tensor, side: int, dtype: torch.dtype) -> Tensor:
         """Returns the tensor that the operand `side` stands for."""
-        if self.words:
-            value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
-            return value
-        return dequantize_tensors(qdata, scale, -1 - side, dtype)
+        value: Tensor = ops.decode(qdata, scale, -1 - side, self.words[side], dtype)
+        return value
 
     @property
     def key(self) -> tuple[str, str]:
@@ -120,8 +116,7 @@ class _Marker:
     def mark_product(self, node: fx.Node, tag: GemmTag) -> None:
         """Replace the target of `node` by `observed`."""
         product = Product.read(node)
-        words = tuple(filter(None, product.words))
-        site = ProductSite(tag=tag, op=node.target, words=words)
+        site = ProductSite(tag=tag, op=node.target, words=product.words)
         self._sites.products.append(site)
         with self._graph.inserting_before(node):
             left, right = (self._operand(product.sides[side][0], site, side) for side in (0, 1))

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from helpers.casts import quantize, quantize_both
+from helpers.casts import quantize, quantize_both, scaled_mm
 from helpers.paces import mostly_slow
 from helpers.packed_operands import ALONG, MXFP4, NVFP4
 from helpers.rendered import Binary, compiled
@@ -71,13 +71,13 @@ def side(
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Operands of ``mx.scaled_mm``."""
+    """Operands of ``mx.matmul``."""
     codes, scale = b
     return [*a, codes.t(), scale.t() if scale.ndim == 2 else scale]
 
 
 def multiply(*operands: Tensor) -> list[Tensor]:
-    return [ops.scaled_mm(*operands, None, BF16)]
+    return [scaled_mm(*operands, None, BF16)]
 
 
 def kernel(function, inputs: list[Tensor], target: str) -> tuple[Binary, str]:
