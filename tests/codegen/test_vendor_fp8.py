@@ -118,9 +118,9 @@ def test_rows_that_begin_between_multiples_of_16_bytes_are_copied(right: bool):
 
     def function(x, whole, scale):
         part = whole[:, :64]
-        own, own_scale = ops.encode(x, -1, word)
+        own, own_scale = encode(x, -1, word)
         sides = (own, own_scale, part.t(), scale) if right else (part, scale, own.t(), own_scale.t())
-        return ops.encoded_mm(*sides, None, torch.bfloat16, word, word)
+        return ops.matmul(*sides, None, torch.bfloat16, word, word)
 
     inputs = torch.randn(32, 64), whole, half
     module, reasons = applied(function, *inputs)
