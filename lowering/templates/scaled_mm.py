@@ -1,4 +1,4 @@
-"""Inductor template of ``mx.scaled_mm``: Triton's block-scaled dot, with whatever follows fused behind it.
+"""Inductor template of ``mx.matmul``: Triton's block-scaled dot, with whatever follows fused behind it.
 
     acc[m, n] = Σ_k a[m, k] · 2^(sa[m, k/32] − 127) · b[k, n] · 2^(sb[k/32, n] − 127)  (+ bias[n])    in FP32
     out       = epilogue(round(acc))              activation, residual, gate, cast: Inductor's own, fused

@@ -85,7 +85,9 @@ class Copy:
         dtype: torch.dtype | None = None,
     ) -> Copy:
         """A copy with the scales that a product of MXFP8 operands reads: those of squares for each row."""
-        spread = fmt.tile == Tile.SQUARE and layout is ScaleLayout.ROW_MAJOR and dtype is None
+        plain = layout is ScaleLayout.ROW_MAJOR and dtype is None
+        # No loop repeats the scales of random elements, which no policy has in squares.
+        spread = plain and fmt.tile == Tile.SQUARE and not fmt.stochastic
         return cls(format=fmt, dim=dim, layout=ScaleLayout.PER_ROW if spread else layout, dtype=dtype)
 
     @property
